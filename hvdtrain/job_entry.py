@@ -1,4 +1,4 @@
-"""The entry of a process into its job: it finds its rank, reaches the others, and takes GPUs."""
+"""The entry of a process into its job: finds its rank, connects to the others, binds GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend, choose_for_devices
+from hvdtrain.cluster.engine_choice import (
+    DeviceCapabilities,
+    EngineChoice,
+    choose_device_engine,
+    choose_engine,
+)
 from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
@@ -34,17 +39,17 @@ class World:
     settings: Settings
     roles: Roles
     collectives: Engine
-    on_devices: DeviceCollectives | None
+    device_collectives: DeviceCollectives | None
     hosts: tuple[int, ...]
 
 
 def enter_job() -> World:
-    """Do what ``hvdtrain.init()`` says; collective over all ranks."""
+    """Enter the job, as ``hvdtrain.init()`` describes; a collective of all ranks."""
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
     settings = read_settings(os.environ)
     if rank_process is not None:
-        settings = dataclasses.replace(settings, mode="allreduce")  # no servers
+        settings = dataclasses.replace(settings, mode="allreduce")  # no parameter servers
     timed = settings.log_with_timestamp
     # hvdtrain run puts the rank before each line itself.
     tag = f"[{topology.rank}] " if timed and LAUNCHER not in os.environ else ""
@@ -52,54 +57,66 @@ def enter_job() -> World:
     LOGGER.debug("%s", topology)
     if rank_process is not None:
         LOGGER.warning(
-            "this process works alone and on the CPU: it is a child of process %d, which is the "
-            "rank. Call hvdtrain.init() in that process alone",
+            "this process works alone and on the CPU, as it is a child of process %d, which is the "
+            "rank; call hvdtrain.init() only there",
             rank_process,
         )
     elif topology.size > 1:
         claim_rank(os.environ)
     roles = assign_roles(topology.size, settings)
-    choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
+    choice = choose_engine(topology, settings.backend, has_servers=settings.has_servers)
     with report.during("starting MPI"):
-        collectives = _engine(choice, topology, settings)
+        collectives = _create_engine(choice, topology, settings)
     if topology.size > 1:
         from hvdtrain.collectives import exit_hooks
 
-        # From here on a rank that fails ends the others too.
+        # From now on the failure of a rank ends the others too.
         exit_hooks.install(collectives, report.failed)
     report.phase("started")
-    # Reached only when asked for: this imports TensorFlow.
+    uses_gpus = topology.rank not in roles.servers and rank_process is None
+    return _set_up_devices(choice, topology, settings, roles, collectives, uses_gpus=uses_gpus)
+
+
+def _set_up_devices(
+    choice: EngineChoice,
+    topology: Topology,
+    settings: Settings,
+    roles: Roles,
+    collectives: Engine,
+    *,
+    uses_gpus: bool,
+) -> World:
+    """Share the ranks' hosts and GPUs with all ranks, and bind this rank's GPUs."""
+    # Imports TensorFlow.
     from hvdtrain.tensorflow import devices, random_seed
 
     devices.set_up(settings)
-    serves = topology.rank in roles.servers
-    without_gpu = serves or rank_process is not None
-    gpus = None if without_gpu else devices.visible_gpus(socket.gethostname(), os.environ)
-    common = settings.in_common
-    mine = {
+    own: dict[str, Any] = {
         "host": host_id(),
-        "gpus": gpus,
+        "gpus": devices.visible_gpus(socket.gethostname(), os.environ) if uses_gpus else None,
         "capabilities": devices.capabilities(),
-        "common": common,
+        "common": settings.in_common,
     }
-    everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
+    everyone: list[dict[str, Any]] = collectives.allgather_object(own, name="hvdtrain.init()")
     check_in_common([entry["common"] for entry in everyone])
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
-    owned = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
+    gpus = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
     capabilities = [
-        DeviceCapabilities(gpu, *entry["capabilities"]) for gpu, entry in zip(owned, everyone)
+        DeviceCapabilities(gpu, *entry["capabilities"]) for gpu, entry in zip(gpus, everyone)
     ]
-    choice, on_devices = _on_devices(choice, settings, collectives, capabilities, hosts)
+    choice, device_collectives = _connect_devices(
+        choice, settings, collectives, capabilities, hosts
+    )
     if topology.size > 1:
         _check_compression(choice, settings)
-        if collectives.bucket_bytes and on_devices is None:
+        if collectives.bucket_bytes and device_collectives is None:
             devices.compute_beside_buckets()
         if topology.is_chief:
-            _report(choice, collectives, settings)
+            _log_choice(choice, collectives, settings)
             if settings.compression != "none" and max(hosts) == 0:
-                LOGGER.info("--compression does nothing here: there is one host")
+                LOGGER.info("--compression has no effect: all ranks are on one host")
         random_seed.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
@@ -108,38 +125,37 @@ def enter_job() -> World:
         settings=settings,
         roles=roles,
         collectives=collectives,
-        on_devices=on_devices,
+        device_collectives=device_collectives,
         hosts=hosts,
     )
 
 
-def _engine(choice: Choice, topology: Topology, settings: Settings) -> Engine:
-    if choice.backend == "mpi" or topology.size == 1:
+def _create_engine(choice: EngineChoice, topology: Topology, settings: Settings) -> Engine:
+    if choice.engine == "mpi" or topology.size == 1:
         return create(topology, settings)
-    # Imports TensorFlow, and Horovod.
-    from hvdtrain.collectives.engine import Engine
+    # Imports TensorFlow and Horovod.
     from hvdtrain.tensorflow.horovod_transport import HorovodTransport
 
     return Engine(HorovodTransport(settings.timeout_s))
 
 
-def _on_devices(
-    choice: Choice,
+def _connect_devices(
+    choice: EngineChoice,
     settings: Settings,
     collectives: Engine,
     capabilities: Sequence[DeviceCapabilities],
     hosts: Sequence[int],
-) -> tuple[Choice, DeviceCollectives | None]:
-    """Settle the backend, and connect the devices; None where these don't combine gradients."""
-    if collectives.size == 1 or choice.backend != "mpi":
+) -> tuple[EngineChoice, DeviceCollectives | None]:
+    """Make the final choice, and connect the devices if they combine gradients."""
+    if collectives.size == 1 or choice.engine != "mpi":
         return choice, None
-    choice = choose_for_devices(
+    choice = choose_device_engine(
         settings.backend,
         capabilities,
         has_servers=settings.has_servers,
         elastic=collectives.survives_losses,
     )
-    if choice.backend != "nccl":
+    if choice.engine != "nccl":
         return choice, None
     # Imports TensorFlow.
     from hvdtrain.tensorflow import device_collectives
@@ -150,26 +166,26 @@ def _on_devices(
     except LaunchError as error:
         if settings.backend == "nccl":
             raise
-        return Choice("mpi", str(error)), None
+        return EngineChoice("mpi", str(error)), None
 
 
-def _check_compression(choice: Choice, settings: Settings) -> None:
-    if settings.compression != "none" and choice.backend != "mpi":
+def _check_compression(choice: EngineChoice, settings: Settings) -> None:
+    if settings.compression != "none" and choice.engine != "mpi":
         raise ConfigurationError(
-            f"--compression {settings.compression} is for gradients that cross between hosts over "
-            f"MPI, and here {choice.backend} combines them: {choice.reason}. Leave it out, or give "
+            f"--compression {settings.compression} applies to gradients that MPI sends between "
+            f"hosts, but {choice.engine} combines them: {choice.reason}. Omit it, or pass "
             "--backend mpi."
         )
 
 
-def _report(choice: Choice, collectives: Engine, settings: Settings) -> None:
-    who = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.backend]
-    LOGGER.info("%s combines gradients: %s", who, choice.reason)
+def _log_choice(choice: EngineChoice, collectives: Engine, settings: Settings) -> None:
+    library = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.engine]
+    LOGGER.info("%s combines gradients: %s", library, choice.reason)
     LOGGER.debug("collectives: %s between %d ranks", collectives.kind, collectives.size)
     LOGGER.debug("%s", settings)
 
 
 def _host_indices(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Hosts are counted in the order of their first ranks."""
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    return tuple(numbers[host] for host in hosts)
+    """Return the index of each rank's host, in the order of the hosts' first ranks."""
+    indices = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(indices[host] for host in hosts)

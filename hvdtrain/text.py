@@ -69,7 +69,7 @@ def parse_ranges(text: str) -> list[range]:
 def format_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = ()
 ) -> str:
-    """Format a table; columns are right-aligned except those whose indices are in ``left``."""
+    """Format a table; columns are right-aligned unless their index is in ``left``."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(

@@ -1,7 +1,4 @@
-"""The state of this process in the job: who it is, its settings, and its way to the other ranks.
-
-``init()`` sets it once; everything else in hvdtrain asks here.
-"""
+"""The state of this process in its job, which ``init()`` sets once."""
 
 from __future__ import annotations
 
@@ -47,15 +44,15 @@ _timeline: Timeline | None = None
 
 
 def init() -> None:
-    """Find out who this process is, reach the other ranks, and take this rank's GPU, or its GPUs.
+    """Enter the job: find this process's rank, connect to the other ranks, and bind its GPUs.
 
     Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
-    do nothing. Where TensorFlow's global seed is not set yet, all ranks get the same one, so that
-    unseeded shuffles of ``tf.data`` agree. Collective over all ranks.
+    have no effect. If TensorFlow's global seed is unset, all ranks get the same one, so unseeded
+    shuffles of ``tf.data`` agree. A collective of all ranks.
 
     Raises:
-        LaunchError: What the launcher, MPI and the GPUs say can't all be true.
-        ConfigurationError: A variable ``HVDTRAIN_...`` holds what can't be used.
+        LaunchError: The launcher, MPI and GPUs contradict each other.
+        ConfigurationError: A variable ``HVDTRAIN_...`` is invalid.
     """
     global _world
     with _lock:
@@ -66,9 +63,9 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job's collectives; all ranks call it, or none. Without ``init()`` no effect.
+    """Leave the job. All ranks must call it, or none; without ``init()`` it has no effect.
 
-    Not needed at the end of a program: a rank that ends well leaves by itself.
+    A program need not call it before it ends.
     """
     global _world
     with _lock:
@@ -79,39 +76,39 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    """Return whether this process is in a job: after ``init()`` and before ``shutdown()``."""
     return _world is not None
 
 
 def topology() -> Topology:
-    """The place of this process in the job, with ``node_rank`` known."""
+    """Return the place of this process in the job, with its ``node_rank``."""
     return _entered().topology
 
 
 def roles() -> Roles:
-    """Return the roles of the ranks: which train, and which are parameter servers."""
+    """Return the ranks of workers and parameter servers."""
     return _entered().roles
 
 
 def settings() -> Settings:
-    """The settings that ``init()`` found in the environment."""
+    """Return the settings that ``init()`` read from the environment."""
     return _entered().settings
 
 
 def collectives() -> Engine:
-    """Operations between all ranks, on NumPy arrays."""
+    """Return the collectives on NumPy arrays between all ranks."""
     return _entered().collectives
 
 
 def device_collectives() -> DeviceCollectives | None:
-    """Return what combines tensors of all ranks where they are; None where the engine does it."""
-    return _entered().on_devices
+    """Return the collectives on tensors of devices; None if the engine combines gradients."""
+    return _entered().device_collectives
 
 
 def rank() -> int:
-    """Number of this process among those that train, from 0; a lower one when some were lost.
+    """Return the rank of this process, from 0; it decreases when lower ranks are lost.
 
-    Parameter servers are counted after them.
+    Parameter servers are counted after the ranks that train.
     """
     world = _entered()
     rank = world.collectives.rank
@@ -119,55 +116,55 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Number of processes that train and are left; parameter servers don't count."""
+    """Return the number of ranks that train, without lost ranks and parameter servers."""
     world = _entered()
     return len(world.roles.workers) if world.roles.servers else world.collectives.size
 
 
 def local_rank() -> int:
-    """Number of this process among those of the job on its host, from 0."""
+    """Return the index of this process among the job's processes on its host."""
     return _entered().topology.local_rank
 
 
 def local_size() -> int:
-    """Number of processes of the job on this host."""
+    """Return the number of the job's processes on this host."""
     return _entered().topology.local_size
 
 
 def node_rank() -> int:
-    """Index of this host among the hosts of the job, from 0."""
+    """Return the index of this host among the job's hosts."""
     index = _entered().topology.node_rank
-    assert index is not None, "init() fills it in"
+    assert index is not None, "init() sets it"
     return index
 
 
 def hosts() -> tuple[int, ...]:
-    """The index of the host of each rank, from 0 in the order of the hosts' first ranks."""
+    """Return the index of each rank's host, in the order of the hosts' first ranks."""
     return _entered().hosts
 
 
 def is_chief() -> bool:
-    """Whether this is rank 0, the one that prints, logs and saves."""
+    """Return whether this is rank 0, which prints, logs and saves for all ranks."""
     return _entered().collectives.rank == 0
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Write from now on when this rank is in which operation between ranks; see docs/timeline.md.
+    """Start to record this rank's collectives in a trace file; see docs/timeline.md.
 
     Args:
-        file_path: Written anew by rank 0; by each rank that calls this where ``{rank}`` stands in
-            it, for the rank's number.
-        mark_cycles: Has no effect, as there are no cycles.
+        file_path: The file that rank 0 overwrites. With ``{rank}`` in it, which stands for the
+            rank, each calling rank writes a file.
+        mark_cycles: Ignored, as cycles are specific to Horovod.
 
     Raises:
-        ConfigurationError: A timeline is being written already.
+        ConfigurationError: A timeline is already being written.
     """
     global _timeline
     with _lock:
         collectives = _entered().collectives
         if _timeline is not None:
             raise ConfigurationError(
-                "A timeline is being written already; call stop_timeline() before another "
+                "A timeline is already being written; call stop_timeline() before "
                 f"start_timeline({os.fspath(file_path)!r})."
             )
         file = file_of(os.fspath(file_path), collectives.rank)
@@ -177,7 +174,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Write no more of it. Without a timeline no effect."""
+    """Finish the timeline, if one is being written."""
     global _timeline
     with _lock:
         if _timeline is not None:
@@ -189,7 +186,6 @@ def stop_timeline() -> None:
 def _entered() -> World:
     if _world is None:
         raise NotInitializedError(
-            "hvdtrain doesn't know yet who this process is. Call hvdtrain.init() once, at the "
-            "start of the program."
+            "hvdtrain is not initialized; call hvdtrain.init() once, at the start of the program."
         )
     return _world

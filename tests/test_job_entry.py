@@ -1,5 +1,3 @@
-"""How processes enter a job: what ranks work out together, and what their children are."""
-
 from __future__ import annotations
 
 import shlex
@@ -11,7 +9,7 @@ import pytest
 from hvdtrain.job_entry import _host_indices
 
 
-def test_hosts_are_counted_by_their_first_rank() -> None:
+def test_host_indices_follow_the_first_ranks() -> None:
     hosts = ["b", "a", "b", "c", "a"]
     assert _host_indices(hosts) == (0, 1, 0, 2, 1)
 
@@ -30,13 +28,13 @@ CHILDREN = """
         hvdtrain.init()
         if hvdtrain.is_chief():
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found = pool.map(enter, [0])
+                results = pool.map(enter, [0])
         else:
             code = "import hvdtrain as h; h.init(); print(f'{h.rank()} of {h.size()}')"
             argv = [sys.executable, "-c", code]
-            found = subprocess.check_output(argv, text=True, timeout=100).split("\\n")
+            results = subprocess.check_output(argv, text=True, timeout=100).split("\\n")
         hvdtrain.world.collectives().barrier()
-        print(f"rank {hvdtrain.rank()} of {hvdtrain.size()}, child {found[0]}", flush=True)
+        print(f"rank {hvdtrain.rank()} of {hvdtrain.size()}, child {results[0]}", flush=True)
 """
 
 
@@ -46,14 +44,13 @@ CHILDREN = """
 def test_children_of_a_rank_work_alone(
     run_command, mpirun, tmp_path: Path, mode: str, forked_python: list[str]
 ) -> None:
-    """The ranks themselves are children of a shell."""
     (tmp_path / "train.py").write_text(textwrap.dedent(CHILDREN))
-    words = shlex.join([*forked_python, str(tmp_path / "train.py")])
-    (tmp_path / "train.sh").write_text(f"{words}\necho done\n")
+    command = shlex.join([*forked_python, str(tmp_path / "train.py")])
+    (tmp_path / "train.sh").write_text(f"{command}\necho done\n")
     program = ["bash", str(tmp_path / "train.sh")]
     done = run_command(mpirun(2, program), timeout_s=100, env={"HVDTRAIN_MODE": mode})
     assert done.returncode == 0, done.stderr
     size = 1 if mode == "async-ps" else 2
     for rank in range(2):
         assert f"rank {rank} of {size}, child 0 of 1\n" in done.stdout
-    assert done.stderr.count("this process works alone and on the CPU: it is a child of") == 2
+    assert done.stderr.count("this process works alone and on the CPU, as it is a child of") == 2

@@ -1,7 +1,7 @@
-"""Hosts and how many ranks each takes, as named by ``-H``, by a hostfile or by Slurm.
+"""Hosts and their slots, from ``-H``, a hostfile or the environment of a Slurm job.
 
-A host is a name, an IPv4 or an IPv6 address; ``node[01-04,07]`` stands for several. Each takes as
-many ranks as it has slots, one where nothing is said:
+A host is a name, an IPv4 address or an IPv6 address; ``node[01-04,07]`` names several. A host takes
+one rank per slot, and has one slot by default:
 
 ==================  =====================================================================
 ``-H``              ``a:4,b:4``, ``node[01-04,07]:2``, ``10.0.0.1:2``, ``[fe80::1]:4``, ``me@a:4``
@@ -11,8 +11,8 @@ Horovod             ``a slots=4``, ``a:4``
 Slurm               ``node[01-04,07]`` and the tasks per node, ``2(x3),1``
 ==================  =====================================================================
 
-Hosts stay in the order of the text, since it decides which ranks they get. A host that is named
-again gets the slots of both; names compare without case.
+Hosts keep the order of the text, which determines their ranks. A host that is named several times
+gets the sum of its slots. Names are not case-sensitive.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ __all__ = [
     "own_addresses",
     "parse_hostfile",
     "parse_hosts",
-    "read_names",
     "slurm_hosts",
+    "slurm_task_counts",
+    "split_hosts",
     "ssh_user",
 ]
 
-# Addresses of one host that are tried; more would be the same interfaces again.
-_TRIED = 2
+# A host usually resolves to several addresses that share an interface; two are enough.
+_MAX_ADDRESSES = 2
 
 _LIST_EXPECTED = (
-    "Expected hosts with the number of ranks that each takes (1 where none is given), like "
-    "a:4,b:4, node[01-04,07]:2, 10.0.0.1:2, [fe80::1]:4 or user@a:4."
+    "Expected hosts with their slots (default 1), such as a:4,b:4, node[01-04,07]:2, 10.0.0.1:2, "
+    "[fe80::1]:4 or user@a:4."
 )
 _FILE_EXPECTED = (
-    "Expected one host a line: its name, IPv4 or IPv6 address, or a list like node[01-04,07]; "
-    "then slots=4 (and max_slots=8), or :4 right behind the name, or nothing for one slot; "
-    "user@ before the name or user=NAME for the user of ssh, whose port --ssh-port sets; # starts "
+    "Expected a host per line: a name, an IPv4 or IPv6 address, or a list such as node[01-04,07], "
+    "followed by slots=4 (and max_slots=8), or :4 right after the name, or nothing for one slot. "
+    "user@ before the name or user=NAME sets the user for ssh; --ssh-port sets its port. # starts "
     "a comment."
 )
-# Synonyms in Open MPI's hostfiles, and in MPICH's; with "-" as with "_".
+# Synonyms in the hostfiles of Open MPI and MPICH, also with "-" instead of "_".
 # Source: prrte, src/util/hostfile/hostfile_lex.l
 _KEYS = {
     **dict.fromkeys(("slots", "cpu", "count"), "slots"),
@@ -64,14 +65,13 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host that ranks can be started on.
+    """A host that can run ranks.
 
     Attributes:
         name: Name or address, without brackets.
-        slots: Ranks that it takes.
-        max_slots: Ranks that it takes at most when more are asked for than all hosts have slots;
-            ``None`` for any number.
-        user: The user to log in as; ``None`` for the one that ssh chooses.
+        slots: Number of ranks.
+        max_slots: Maximum number of ranks with ``--oversubscribe``; None if unlimited.
+        user: User for ssh; ssh's default if None.
     """
 
     name: str
@@ -81,103 +81,113 @@ class Host:
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise ConfigurationError(f"{self.name} has slots={self.slots}, expected 1 or more")
+            raise ConfigurationError(f"slots of {self.name} must be at least 1, got {self.slots}")
         if self.max_slots is not None and self.max_slots < self.slots:
             raise ConfigurationError(
-                f"{self.name} has max_slots={self.max_slots}, expected at least its slots, "
-                f"{self.slots}"
+                f"max_slots of {self.name} must be at least its slots, {self.slots}, got "
+                f"{self.max_slots}"
             )
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read the value of ``-H``.
+    """Parse the value of ``-H``.
 
     Raises:
-        ConfigurationError: Something in it is no host, or there is none.
+        ConfigurationError: The list is empty or an entry is invalid.
     """
     try:
         return merge_hosts(
             Host(name=name, slots=1 if slots is None else slots, user=user)
-            for user, name, slots in _read_list(text)
+            for user, name, slots in _parse_list(text)
         )
     except ValueError as error:
         raise ConfigurationError(
-            f"The list of hosts {text!r} can't be read: {error}. {_LIST_EXPECTED}"
+            f"The list of hosts {text!r} is invalid: {error}. {_LIST_EXPECTED}"
         ) from None
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
-    """Read the content of a hostfile; lines of several dialects may stand side by side.
+    """Parse the content of a hostfile, whose lines may follow different dialects.
 
     Raises:
-        ConfigurationError: A line can't be read, or there is no host; the message names the path,
-            the line and what is accepted.
+        ConfigurationError: A line is invalid, or no line names a host. The message has ``path``
+            and the line.
     """
     hosts: list[Host] = []
     for number, line in enumerate(re.split(r"\r\n?|\n", text.removeprefix("\ufeff")), start=1):
         try:
-            hosts += _read_line(re.sub(r"(^|\s)#.*", "", line).strip())
+            hosts += _parse_line(re.sub(r"(^|\s)#.*", "", line).strip())
         except ValueError as error:
             raise ConfigurationError(
-                f"{path}, line {number}: {line.strip()!r} can't be read: {error}. {_FILE_EXPECTED}"
+                f"{path}, line {number}: {line.strip()!r} is invalid: {error}. {_FILE_EXPECTED}"
             ) from None
     if not hosts:
-        raise ConfigurationError(f"{path} names no host. {_FILE_EXPECTED}")
+        raise ConfigurationError(f"{path} contains no hosts. {_FILE_EXPECTED}")
     return merge_hosts(hosts)
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
-    """The hosts of the Slurm allocation that ``environ`` tells of; ``None`` outside of one.
+    """Return the hosts of the surrounding Slurm allocation; None outside of Slurm.
 
-    A host takes as many ranks as Slurm would start tasks on it; one where Slurm doesn't tell.
+    A host has a slot for each task that Slurm assigns to it, or one if that is unknown.
 
     Raises:
-        ConfigurationError: The variables can't be read or contradict each other, or the job is
+        ConfigurationError: The variables are invalid or contradict each other, or the job is
             heterogeneous.
     """
     groups = environ.get("SLURM_HET_SIZE", "1")
-    if groups.isdecimal() and int(groups) > 1:
-        raise _heterogeneous(int(groups), environ)
-    return _slurm_group(environ, "")
-
-
-def _heterogeneous(groups: int, environ: Mapping[str, str]) -> ConfigurationError:
-    """Return an error that names the hosts of all groups."""
+    if not groups.isdecimal() or int(groups) < 2:
+        return _slurm_group(environ, "")
     hosts: list[Host] = []
-    for group in range(groups):
+    for group in range(int(groups)):
         hosts += _slurm_group(environ, f"_HET_GROUP_{group}") or []
-    listed = ",".join(f"{host.name}:{host.slots}" for host in merge_hosts(hosts))
-    return ConfigurationError(
-        f"This Slurm job is heterogeneous, with {groups} groups, which hvdtrain run can't start "
-        f"through srun. Name the hosts of all groups to start through mpirun and ssh: -H {listed}; "
-        f"or start the ranks yourself: srun --het-group=0-{groups - 1} --mpi=pmix slurm/train.sh "
+    names = ",".join(f"{host.name}:{host.slots}" for host in merge_hosts(hosts))
+    raise ConfigurationError(
+        f"hvdtrain run can't start a heterogeneous Slurm job, which has {groups} groups, through "
+        f"srun. Name the hosts of all groups to start through mpirun and ssh: -H {names}; or start "
+        f"the ranks yourself: srun --het-group=0-{int(groups) - 1} --mpi=pmix slurm/train.sh "
         "train.py"
     )
 
 
 def _slurm_group(environ: Mapping[str, str], suffix: str) -> list[Host] | None:
-    """Read the hosts from the variables of Slurm that end in ``suffix``."""
-    listing, counting = f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
-    nodes, tasks = environ.get(listing), environ.get(counting)
+    """Return the hosts in the Slurm variables that end in ``suffix``."""
+    nodes_name, tasks_name = f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
+    nodes, tasks = environ.get(nodes_name), environ.get(tasks_name)
     if not nodes:
         return None
     try:
-        names = [name for name, _ in read_names(nodes)]
-        counts = _task_counts(tasks) if tasks else [1] * len(names)
+        names = [name for name, _ in split_hosts(nodes)]
+        counts = slurm_task_counts(tasks) if tasks else [1] * len(names)
         if len(names) != len(counts):
-            # srun -N1 in a job of two nodes: the list is the job's, the counts are the step's.
-            raise ValueError(f"the list names {len(names)}, but there are tasks for {len(counts)}")
+            # In srun -N1 in a job of two nodes, nodes are the job's and counts the step's.
+            raise ValueError(f"there are {len(names)} nodes, but task counts for {len(counts)}")
         return merge_hosts(Host(name=name, slots=count) for name, count in zip(names, counts))
     except ValueError as error:
         raise ConfigurationError(
-            f"Slurm set {listing}={nodes!r} and {counting}={tasks!r}, which can't be used: "
-            f"{error}. Name the hosts with -H or --hostfile; or, if they are left from another "
-            f"job, run: unset {listing} {counting}"
+            f"Slurm set {nodes_name}={nodes!r} and {tasks_name}={tasks!r}, which are invalid: "
+            f"{error}. Name the hosts with -H or --hostfile; or, if the variables are left from "
+            f"another job, run: unset {nodes_name} {tasks_name}"
         ) from None
 
 
+def slurm_task_counts(text: str) -> list[int]:
+    """Parse Slurm's tasks per node: ``2(x3),1`` stands for 2, 2, 2, 1.
+
+    Raises:
+        ValueError: The text has another format.
+    """
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is None:
+            raise ValueError(f"{entry!r} is not a task count such as 4 or 2(x3)")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts
+
+
 def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
-    """Each host once, where it comes first and as it is spelled there, with all its slots."""
+    """Merge hosts of the same name into the first one, with the sum of their slots."""
     merged: dict[str, Host] = {}
     for host in hosts:
         first = merged.setdefault(host.name.lower(), host)
@@ -185,7 +195,7 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
             continue
         if first.user and host.user and first.user != host.user:
             raise ConfigurationError(
-                f"{host.name} has the users {first.user} and {host.user}; name one"
+                f"{host.name} has two users, {first.user} and {host.user}; name one of them"
             )
         limited = first.max_slots is not None and host.max_slots is not None
         merged[host.name.lower()] = dataclasses.replace(
@@ -198,180 +208,167 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
 
 
 def ssh_user(remote: Iterable[Host]) -> str | None:
-    """Return the user to log in as on all ``remote`` hosts; ``None`` for the one that ssh chooses.
+    """Return the ssh user of all remote hosts, or None if they use ssh's default.
 
     Raises:
         ConfigurationError: The hosts have different users.
     """
     users = {host.user: host.name for host in remote}
     if len(users) > 1:
-        shown = ", ".join(f"{user or 'none'} for {name}" for user, name in users.items())
+        listed = ", ".join(f"{user or 'none'} for {name}" for user, name in users.items())
         raise ConfigurationError(
-            f"Hosts must all have the same user for ssh, got {shown}; give each host the same, or "
+            f"Hosts must all have the same user for ssh, got {listed}; give each host the same, or "
             "none and set User for each host in ~/.ssh/config."
         )
     return next(iter(users), None)
 
 
-def read_names(text: str) -> list[tuple[str, str | None]]:
-    """The hosts that ``text`` names, each with what stands behind its colon, if anything does.
+def split_hosts(text: str) -> list[tuple[str, str | None]]:
+    """Return each host of a comma-separated list, and the text after its colon or None.
 
     Raises:
-        ValueError: With the reason only; the caller says where it is.
+        ValueError: An entry is invalid.
     """
     hosts: list[tuple[str, str | None]] = []
     for entry in _split(text):
-        names, behind = _read_entry(entry)
-        hosts += [(name, behind) for name in names]
+        bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", entry)
+        if bracketed is not None:
+            hosts.append((_check_ipv6(bracketed[1]), bracketed[2]))
+        elif entry.count(":") > 1:
+            # fe80::1:4 is an address; slots require brackets.
+            hosts.append((_check_ipv6(entry), None))
+        else:
+            names, colon, suffix = entry.partition(":")
+            hosts += [(name, suffix if colon else None) for name in _expand(names)]
     return hosts
 
 
-# What follows raises ValueError, too.
-
-
-def _read_line(line: str) -> list[Host]:
-    """The hosts of one line of a hostfile, comments removed."""
+def _parse_line(line: str) -> list[Host]:
+    """Return the hosts in a line of a hostfile, after removal of its comment."""
     if not line:
         return []
-    names, *words = re.sub(r"\s*=\s*", "=", line).split()
+    names, *options = re.sub(r"\s*=\s*", "=", line).split()
     values: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        meaning = _KEYS.get(key.lower().replace("-", "_"))
-        if not equals or meaning is None:
-            raise ValueError(f"{word!r} is neither slots=N, max_slots=N nor user=NAME")
-        if meaning in values:
-            raise ValueError(f"it has {meaning} twice")
-        values[meaning] = value
-    own, most = (_count(values[key]) if key in values else None for key in ("slots", "max_slots"))
-    named = _user(values["user"]) if "user" in values else None
+    for option in options:
+        name, equals, value = option.partition("=")
+        key = _KEYS.get(name.lower().replace("-", "_"))
+        if not equals or key is None:
+            raise ValueError(f"{option!r} is neither slots=N, max_slots=N nor user=NAME")
+        if key in values:
+            raise ValueError(f"{key} is given twice")
+        values[key] = value
+    line_slots = _parse_slots(values["slots"]) if "slots" in values else None
+    max_slots = _parse_slots(values["max_slots"]) if "max_slots" in values else None
+    line_user = _check_user(values["user"]) if "user" in values else None
     hosts = []
-    for user, name, slots in _read_list(names):
-        if slots is not None and own is not None:
-            raise ValueError(f"{name} has :{slots} and slots={own}, expected one")
-        if user is not None and named is not None:
-            raise ValueError(f"{name} has {user}@ and user={named}, expected one")
-        # Open MPI starts as many ranks as it may at most where nothing else is said.
-        slots = next((count for count in (slots, own, most or None) if count is not None), 1)
-        hosts.append(Host(name=name, slots=slots, max_slots=most, user=user or named))
+    for user, name, slots in _parse_list(names):
+        if slots is not None and line_slots is not None:
+            raise ValueError(f"{name} has both :{slots} and slots={line_slots}")
+        if user is not None and line_user is not None:
+            raise ValueError(f"{name} has both {user}@ and user={line_user}")
+        if slots is None:
+            # Like Open MPI, default to max_slots.
+            slots = (max_slots or 1) if line_slots is None else line_slots
+        hosts.append(Host(name=name, slots=slots, max_slots=max_slots, user=user or line_user))
     return hosts
 
 
-def _read_list(text: str) -> list[tuple[str | None, str, int | None]]:
-    """Users, names and slots of hosts separated by commas."""
+def _parse_list(text: str) -> list[tuple[str | None, str, int | None]]:
+    """Return user, name and slots of each host in a comma-separated list."""
     hosts: list[tuple[str | None, str, int | None]] = []
     for entry in _split(text):
-        user, _, rest = entry.rpartition("@")
-        for name, slots in read_names(rest if user else entry):
-            count = None if slots is None else _count(slots)
-            hosts.append((_user(user) if user else None, name, count))
+        user, _, host = entry.rpartition("@")
+        for name, slots in split_hosts(host if user else entry):
+            count = None if slots is None else _parse_slots(slots)
+            hosts.append((_check_user(user) if user else None, name, count))
     return hosts
 
 
 def _split(text: str) -> list[str]:
-    # Commas inside brackets separate numbers.
+    """Split at commas, except within brackets."""
     return [entry.strip() for entry in re.split(r",(?![^\[\]]*\])", text)]
 
 
-def _user(text: str) -> str:
-    # A name that starts with "-" would reach ssh as an option.
+def _parse_slots(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{text!r} is not a number of slots")
+    return int(text)
+
+
+def _check_user(text: str) -> str:
+    # ssh would take a name that starts with "-" for an option.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text):
         raise ValueError(f"{text!r} is not a valid user name")
     return text
 
 
-def _read_entry(text: str) -> tuple[list[str], str | None]:
-    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", text)
-    if bracketed is not None:
-        return [_ipv6(bracketed[1])], bracketed[2]
-    if text.count(":") > 1:
-        # fe80::1:4 is an address of its own; slots need the brackets.
-        return [_ipv6(text)], None
-    names, colon, behind = text.partition(":")
-    return _expand(names), behind if colon else None
-
-
-def _ipv6(text: str) -> str:
-    import ipaddress  # costs a start milliseconds, and few need it
+def _check_ipv6(text: str) -> str:
+    import ipaddress  # slow to import and rarely needed
 
     address, percent, zone = text.partition("%")
     try:
         ipaddress.IPv6Address(address)
     except ValueError:
-        raise ValueError(f"{text!r} is no IPv6 address") from None
+        raise ValueError(f"{text!r} is not a valid IPv6 address") from None
     if percent and not re.fullmatch(r"[A-Za-z0-9_.-]+", zone):
-        raise ValueError(f"{text!r} is no IPv6 address with a zone, like fe80::1%eth0")
+        raise ValueError(f"{text!r} has an invalid zone; expected one such as fe80::1%eth0")
     return text
 
 
 def _expand(text: str) -> list[str]:
-    """The hosts that ``node[01-04,07]`` stands for; a plain name stands for itself."""
+    """Return the hosts of ``node[01-04,07]``, or a plain name."""
     if not text:
         raise ValueError("a host is missing")
-    # A name that starts with "-" would reach ssh and mpirun as an option.
+    # ssh and mpirun would take a name that starts with "-" for an option.
     if not re.fullmatch(r"(?![-.])([A-Za-z0-9_.-]|\[[^\[\]]*\])+", text):
         raise ValueError(
-            f"{text!r} is no host: names consist of letters, digits, '-', '_' and '.', start "
-            "with none of '-' and '.', and every '[' has its ']'"
+            f"{text!r} is not a valid host: names consist of letters, digits, '-', '_' and '.', do "
+            "not start with '-' or '.', and brackets are paired"
         )
-    # Names and insides of brackets take turns. Each range is expanded by itself, because
-    # ClusterShell sorts; RangeSet is the part of NodeSet that knows no groups, wildcards and
-    # configuration files, and loads in an eighth of the time.
+    # ClusterShell sorts, so each range is expanded separately. Its NodeSet would also accept
+    # groups, wildcards and configuration files, and takes eight times as long to import.
     parts = re.split(r"\[([^\[\]]*)\]", text)
-    choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
+    choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
-def _numbers(ranges: str) -> list[str]:
-    """``01-03,07`` as 01, 02, 03, 07."""
+def _expand_ranges(ranges: str) -> list[str]:
+    """Return the numbers of ``01-03,07``, with leading zeros."""
     from ClusterShell.RangeSet import RangeSet, RangeSetParseError
 
     numbers: list[str] = []
     for part in ranges.split(","):
-        # RangeSet takes 1-2-3 for -2 to 3.
+        # RangeSet would read 1-2-3 as -2 to 3.
         if not re.fullmatch(r"[0-9]+(-[0-9]+)?", part):
             raise ValueError(f"{part!r} in [{ranges}] is neither a number nor a range like 01-04")
         try:
             numbers += RangeSet(part).striter()
         except RangeSetParseError as error:
-            raise ValueError(f"the range {part} in [{ranges}] is wrong ({error})") from None
+            raise ValueError(f"the range {part} in [{ranges}] is invalid ({error})") from None
     return numbers
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise ValueError(f"{text!r} is no number of slots")
-    return int(text)
-
-
-def _task_counts(text: str) -> list[int]:
-    from hvdtrain.cluster.topology import slurm_task_counts
-
-    try:
-        return slurm_task_counts(text)
-    except ValueError as error:
-        raise ValueError(f"SLURM_TASKS_PER_NODE {error}") from None
-
-
 def is_this_host(name: str) -> bool:
-    """Whether a host is called by a name of the one that this process runs on."""
-    own_names = ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
-    return name.lower() in own_names
+    """Return whether a name refers to the host of this process."""
+    return name.lower() in ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
 
 
 def own_addresses(hosts: Sequence[str]) -> list[str]:
-    """This host's addresses as its routes to ``hosts`` say, and its name; alone, the local one."""
+    """Return this host's addresses on its routes to ``hosts``, and its name.
+
+    Without other hosts, the result is the loopback address.
+    """
     if not hosts:
         return ["127.0.0.1"]
-    found = []
+    addresses = []
     for host in hosts:
         try:
-            known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-            for family, kind, protocol, _, address in known[:_TRIED]:
-                # Connecting a datagram socket sends nothing; it asks the routing table.
+            targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            for family, kind, protocol, _, target in targets[:_MAX_ADDRESSES]:
+                # Connecting a datagram socket sends nothing; it only looks up the route.
                 with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)
-                    found.append(probe.getsockname()[0])
+                    probe.connect(target)
+                    addresses.append(probe.getsockname()[0])
         except OSError:
             continue
-    return list(dict.fromkeys([*found, socket.gethostname()]))
+    return list(dict.fromkeys([*addresses, socket.gethostname()]))

@@ -1,8 +1,7 @@
-"""Hosts that somebody else gives to a job and takes away again, as Kubernetes does with pods.
+"""Hosts that an external manager adds to a job and removes again, as Kubernetes does with pods.
 
-Whoever knows of them keeps a file, which ``config.MANAGED_HOSTS`` names to ``hvdtrain run``: how
-each host is, the ones that are to come among them. What follows from that is decided here; pure
-functions.
+The manager writes the state of all hosts, including expected ones, to a file that
+``config.MANAGED_HOSTS`` names. The functions here draw conclusions from its content.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from hvdtrain.errors import ConfigurationError
 __all__ = [
     "HostState",
     "ManagedHost",
-    "going",
-    "managed_hosts_text",
+    "format_managed_hosts",
+    "leaving_hosts",
+    "lost_hosts",
     "parse_managed_hosts",
-    "ranks_for",
-    "taken_away",
+    "target_ranks",
 ]
 
-_TAKEN_OUT = "it is taken out of the job"
+_REMOVED = "it was removed from the job"
 
 HostState = Literal[
-    "there",  # ranks can be started on it
-    "missing",  # it is to come, or to come back
-    "going",  # it ends soon; until then its ranks may save what they have
+    "there",  # ready for ranks
+    "missing",  # expected, for the first time or again
+    "going",  # about to end; its ranks may still save their state
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedHost:
-    """A host that a job has, or is to have.
+    """A host that a job has or expects.
 
     Attributes:
-        name: As ranks are started on it.
-        slots: Ranks that it takes.
-        state: How it is.
-        generation: Another word where it has come anew under the same name.
-        why: Why it is not there, in the words of who gives it; empty for not known.
+        name: Name or address for starting ranks.
+        slots: Number of ranks.
+        state: Whether it can run ranks.
+        generation: Identifies a replacement under the same name; empty if the host is absent.
+        why: The manager's reason for a state other than "there"; empty if unknown.
     """
 
     name: str
@@ -53,66 +52,65 @@ class ManagedHost:
     why: str = ""
 
 
-def managed_hosts_text(hosts: Iterable[ManagedHost]) -> str:
-    """Write what ``parse_managed_hosts`` reads."""
+def format_managed_hosts(hosts: Iterable[ManagedHost]) -> str:
+    """Return the content of the file that ``parse_managed_hosts`` parses."""
     return json.dumps([asdict(host) for host in hosts], indent=1) + "\n"
 
 
 def parse_managed_hosts(text: str) -> tuple[ManagedHost, ...]:
-    """Read the hosts, in the order in which they get ranks.
+    """Parse the hosts, which get ranks in this order.
 
     Raises:
-        ConfigurationError: It is something else.
+        ConfigurationError: The text is not a valid list of hosts.
     """
     try:
-        hosts = tuple(ManagedHost(**one) for one in json.loads(text))
+        hosts = tuple(ManagedHost(**host) for host in json.loads(text))
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{MANAGED_HOSTS} names no list of hosts: {error}") from None
+        raise ConfigurationError(f"{MANAGED_HOSTS} has an invalid list of hosts: {error}") from None
     for host in hosts:
         if host.state not in get_args(HostState) or host.slots < 1:
-            raise ConfigurationError(f"{MANAGED_HOSTS} has {host}, which is no host.")
+            raise ConfigurationError(f"{MANAGED_HOSTS} has an invalid host: {host}")
     return hosts
 
 
-def taken_away(
+def lost_hosts(
     before: Sequence[ManagedHost], now: Sequence[ManagedHost], used: Collection[str]
 ) -> Mapping[str, str]:
-    """The hosts that ranks ran on and that are not there any more, or anew; and why."""
-    known = {host.name: host.generation for host in before}
-    newest = {host.name: host for host in now}
-    found = {}
-    for name in (host.name for host in before if host.name in used):
-        host = newest.get(name)
-        if host is None:
-            found[name] = _TAKEN_OUT
-        elif host.generation != known[name]:
-            found[name] = "it was replaced" if host.generation else "it is gone"
-        elif host.state != "there":
-            found[name] = host.why
-    return found
+    """Return the used hosts that were lost or replaced since ``before``, with the reasons."""
+    current = {host.name: host for host in now}
+    reasons = {}
+    for old in before:
+        if old.name not in used:
+            continue
+        new = current.get(old.name)
+        if new is None:
+            reasons[old.name] = _REMOVED
+        elif new.generation != old.generation:
+            reasons[old.name] = "it was replaced" if new.generation else "it is gone"
+        elif new.state != "there":
+            reasons[old.name] = new.why
+    return reasons
 
 
-def going(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[str, str]:
-    """The hosts that ranks run on and that end soon, as they say or are named no more; and why."""
-    named = {host.name: host for host in now}
-    found = {}
-    for name in used if named else ():
-        host = named.get(name)
-        if host is None:
-            found[name] = _TAKEN_OUT
-        elif host.state == "going":
-            found[name] = host.why
-    return found
+def leaving_hosts(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[str, str]:
+    """Return the used hosts that are removed or about to end, with the reasons."""
+    if not now:
+        return {}
+    reasons = {host.name: host.why for host in now if host.state == "going"}
+    known = {host.name for host in now}
+    return {
+        name: reasons.get(name, _REMOVED) for name in used if name in reasons or name not in known
+    }
 
 
-def ranks_for(hosts: Sequence[ManagedHost], *, ranks: int, slots: int) -> int:
-    """How many ranks a job is to have that may grow, on the hosts that are there.
+def target_ranks(hosts: Sequence[ManagedHost], *, ranks: int, slots: int) -> int:
+    """Return the number of ranks of a job that may grow.
 
     Args:
-        hosts: The hosts.
-        ranks: How many were asked for.
-        slots: How many slots there were to be then. Each one more takes a rank more.
+        hosts: All hosts of the job, of which only ready ones can run ranks.
+        ranks: Number of ranks at the start.
+        slots: Number of slots at the start. Each slot beyond that adds a rank.
     """
-    there = sum(host.slots for host in hosts if host.state == "there")
-    in_all = sum(host.slots for host in hosts)
-    return min(there, ranks + max(0, in_all - slots))
+    ready_slots = sum(host.slots for host in hosts if host.state == "there")
+    all_slots = sum(host.slots for host in hosts)
+    return min(ready_slots, ranks + max(0, all_slots - slots))

@@ -1,4 +1,4 @@
-"""Placement of ranks: from hosts and a number of ranks to a place for each rank."""
+"""Placement of ranks: the host, GPUs and cores of each rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = [
     "Role",
     "available_cores",
     "core_numbers",
-    "most_ranks",
+    "format_places",
+    "max_ranks",
     "place",
     "share_of_cores",
-    "table",
 ]
 
 Role = Literal["chief", "worker", "ps"]
@@ -29,20 +29,18 @@ Role = Literal["chief", "worker", "ps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of one rank: the host, GPUs and cores that it is to run on.
+    """The place of one rank.
 
     Attributes:
-        rank: Number of the process in the job, from 0.
-        host: Name of its host, as it was spelled.
-        local_rank: Number of the process on its host, from 0.
-        local_size: Processes on its host.
-        node_rank: Index of its host among the hosts that got ranks.
-        role: ``"ps"`` for a parameter server; else ``"chief"`` for rank 0, ``"worker"`` for the
-            others.
-        gpus: Indices of its GPUs on the host; empty where the host isn't known to have any, and
-            for parameter servers.
-        cores: First and last core, both included, of its share of the host; ``None`` where the
-            number of cores isn't known.
+        rank: Index of the process in the job.
+        host: Name of its host, as the user wrote it.
+        local_rank: Index of the process on its host.
+        local_size: Number of processes on its host.
+        node_rank: Index of its host among the hosts with ranks.
+        role: ``"chief"`` for rank 0, ``"ps"`` for a parameter server, otherwise ``"worker"``.
+        gpus: Indices of its GPUs on the host; empty for parameter servers, and if the GPUs of the
+            host are unknown.
+        cores: Its first and last core, both inclusive; None if the cores of the host are unknown.
     """
 
     rank: int
@@ -62,41 +60,43 @@ def place(
     servers: Collection[int] = (),
     oversubscribe: bool = False,
     share_gpus: bool = False,
-    gpus_each: int = 1,
+    gpus_per_rank: int = 1,
     cores: Mapping[str, int] | None = None,
     gpus: Mapping[str, int] | None = None,
 ) -> list[Place]:
-    """Give every rank a place: the first host's slots are filled first, then the second's.
+    """Place all ranks; the slots of the first host are filled first.
 
     Args:
-        hosts: Where ranks can run, in this order.
-        ranks: How many ranks; ``None`` for as many as there are slots.
-        servers: Those ranks that are parameter servers. They compute nothing that a GPU is for.
-        oversubscribe: Whether more ranks than slots may run. The surplus is dealt out in turns,
-            one rank a host, up to each host's ``max_slots``.
-        share_gpus: Whether more ranks than GPUs may run on a host; they take the GPUs in turns.
-        gpus_each: How many GPUs a rank takes.
-        cores: Number of cores by host name, where known. Ranks get equal shares, differing by
-            at most one core; where there are more ranks than cores, they take them in turns.
-        gpus: Number of GPUs by host name, where known.
+        hosts: The hosts, in the order in which they get ranks.
+        ranks: Number of ranks; the number of slots if None.
+        servers: Ranks of the parameter servers, which get no GPUs.
+        oversubscribe: Allow more ranks than slots. Hosts get the surplus in rotation, each up to
+            ``max_slots``.
+        share_gpus: Allow more ranks than GPUs on a host.
+        gpus_per_rank: Number of GPUs per rank.
+        cores: Number of cores by host, if known. The shares of ranks differ by at most one core;
+            ranks share cores if there are more ranks than cores.
+        gpus: Number of GPUs by host, if known.
 
     Returns:
-        The places by rank. The ranks of a host follow each other; hosts without ranks are absent.
+        The places by rank. The ranks of a host are consecutive.
 
     Raises:
-        ConfigurationError: The ranks don't fit on the hosts or on their GPUs.
+        ConfigurationError: There are too few slots or GPUs.
     """
     hosts = merge_hosts(hosts)
     counts = _ranks_per_host(hosts, ranks, oversubscribe=oversubscribe)
     used = [(host.name, count) for host, count in zip(hosts, counts) if count > 0]
-    cores = _by_lower_name(cores)
-    gpus = _by_lower_name(gpus)
+    cores, gpus = cores or {}, gpus or {}
     places: list[Place] = []
     for node_rank, (name, count) in enumerate(used):
-        turns = itertools.count()
+        gpu_turns = itertools.count()
         for local_rank in range(count):
             rank = len(places)
             role: Role = "ps" if rank in servers else "worker" if rank else "chief"
+            rank_gpus: tuple[int, ...] = ()
+            if role != "ps":
+                rank_gpus = _gpu_indices(next(gpu_turns), gpus_per_rank, gpus.get(name, 0))
             places.append(
                 Place(
                     rank=rank,
@@ -105,22 +105,21 @@ def place(
                     local_size=count,
                     node_rank=node_rank,
                     role=role,
-                    gpus=()
-                    if role == "ps"
-                    else _gpus(next(turns), gpus_each, gpus.get(name.lower(), 0)),
-                    cores=share_of_cores(local_rank, count, cores.get(name.lower(), 0)),
+                    gpus=rank_gpus,
+                    cores=share_of_cores(local_rank, count, cores.get(name, 0)),
                 )
             )
-    _check_gpus(places, gpus, gpus_each, share=share_gpus)
+    _check_gpus(places, gpus, gpus_per_rank, share=share_gpus)
     return places
 
 
-def table(places: Iterable[Place]) -> str:
-    """The places as text, one line a rank under a line of titles; ``-`` where nothing is known."""
+def format_places(places: Iterable[Place]) -> str:
+    """Format places as a table with one line per rank; ``-`` stands for unknown values."""
     rows = [
         (
             *(str(entry.rank), entry.host, str(entry.local_rank), entry.role),
-            *(",".join(map(str, entry.gpus)) or "-", _span(entry.cores)),
+            ",".join(map(str, entry.gpus)) or "-",
+            "-" if entry.cores is None else "-".join(map(str, dict.fromkeys(entry.cores))),
         )
         for entry in places
     ]
@@ -128,17 +127,16 @@ def table(places: Iterable[Place]) -> str:
 
 
 def share_of_cores(local_rank: int, local_size: int, cores: int) -> tuple[int, int] | None:
-    """First and last core, both included, of one rank of a host; None for unknown cores."""
+    """Return a rank's first and last core, both inclusive; None if ``cores`` is 0."""
     if cores < 1:
         return None
     if local_size > cores:
         return local_rank % cores, local_rank % cores
-    first, after = (cores * index // local_size for index in (local_rank, local_rank + 1))
-    return first, after - 1
+    return cores * local_rank // local_size, cores * (local_rank + 1) // local_size - 1
 
 
-def most_ranks(hosts: Sequence[Host], *, oversubscribe: bool) -> int | None:
-    """Returns how many ranks the hosts take at most; None for any number."""
+def max_ranks(hosts: Sequence[Host], *, oversubscribe: bool) -> int | None:
+    """Return the maximum number of ranks on these hosts; None if unlimited."""
     if not oversubscribe:
         return sum(host.slots for host in hosts)
     limits = [host.max_slots for host in hosts if host.max_slots is not None]
@@ -147,15 +145,14 @@ def most_ranks(hosts: Sequence[Host], *, oversubscribe: bool) -> int | None:
 
 def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool) -> list[int]:
     if not hosts:
-        raise ConfigurationError("No host to run on; expected at least one. Name it with -H.")
+        raise ConfigurationError("The list of hosts is empty; name at least one with -H.")
     slots = sum(host.slots for host in hosts)
-    ranks = slots if ranks is None else ranks
-    if ranks < 1:
-        raise ConfigurationError(f"{ranks} ranks can't be placed; ask for 1 or more.")
-    if ranks > slots:
-        _check_room(hosts, ranks, slots, oversubscribe=oversubscribe)
+    left = slots if ranks is None else ranks
+    if left < 1:
+        raise ConfigurationError(f"The number of ranks must be at least 1, got {left}.")
+    if left > slots:
+        _check_slots(hosts, left, slots, oversubscribe=oversubscribe)
     counts = []
-    left = ranks
     for host in hosts:
         counts.append(min(host.slots, left))
         left -= counts[-1]
@@ -167,77 +164,59 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
     return counts
 
 
-def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Raise unless oversubscription is asked for and has room for ``ranks``, more than slots."""
-    most = most_ranks(hosts, oversubscribe=True)
-    fits = most is None or ranks <= most
+def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
+    """Raise unless ``ranks``, more than there are slots, may and do fit."""
+    limit = max_ranks(hosts, oversubscribe=True)
+    fits = limit is None or ranks <= limit
     if not oversubscribe:
-        has = format_list(
-            (f"{host.name} has {plural(host.slots, 'slot')}" for host in hosts), "hosts"
-        )
+        details = (f"{host.name} has {plural(host.slots, 'slot')}" for host in hosts)
         raise ConfigurationError(
-            f"{ranks} ranks don't fit: {has}, {slots} in all. Ask for {slots}, name more hosts"
-            + (", or pass --oversubscribe." if fits else ".")
+            f"{ranks} ranks don't fit: {format_list(details, 'hosts')}, {slots} in total. Start "
+            f"{slots} or name more hosts" + (", or pass --oversubscribe." if fits else ".")
         )
     if not fits:
-        takes = format_list(
-            (f"{host.name} takes at most {host.max_slots}" for host in hosts), "hosts"
-        )
+        details = (f"{host.name} takes at most {host.max_slots}" for host in hosts)
         raise ConfigurationError(
-            f"{ranks} ranks don't fit, even with --oversubscribe: {takes}, {most} in all. Ask for "
-            f"{most}, name more hosts, or raise their max_slots."
+            f"{ranks} ranks don't fit, even with --oversubscribe: {format_list(details, 'hosts')}, "
+            f"{limit} in total. Start {limit}, name more hosts, or raise max_slots."
         )
+
+
+def _gpu_indices(turn: int, gpus_per_rank: int, gpus: int) -> tuple[int, ...]:
+    """Return the GPUs of the rank that is number ``turn`` on a host with this many GPUs."""
+    first = turn * gpus_per_rank
+    return tuple(sorted({index % gpus for index in range(first, first + gpus_per_rank) if gpus}))
 
 
 def _check_gpus(
-    places: Sequence[Place], gpus: Mapping[str, int], each: int, *, share: bool
+    places: Sequence[Place], gpus: Mapping[str, int], gpus_per_rank: int, *, share: bool
 ) -> None:
     training = Counter(entry.host for entry in places if entry.role != "ps")
-    what = "ranks" if training.total() == len(places) else "workers"
+    noun = "ranks" if training.total() == len(places) else "workers"
     short = [
-        f"{name} has {plural(gpus[name.lower()], 'GPU')} for {count} {what}"
+        f"{name} has {plural(gpus[name], 'GPU')} for {count} {noun}"
         for name, count in training.items()
-        if 0 < gpus.get(name.lower(), 0) < (each if share else count * each)
+        if 0 < gpus.get(name, 0) < gpus_per_rank * (1 if share else count)
     ]
-    if short and each > 1:
-        raise ConfigurationError(
-            f"There are too few GPUs for {each} a rank (--devices-per-rank): "
-            f"{format_list(short, 'hosts')}. Start fewer ranks or ask for fewer devices"
-            + ("" if share else "; or let ranks share, with --share-gpus")
-            + "; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
-        )
-    if short:
-        raise ConfigurationError(
-            f"There are more {what} than GPUs: {format_list(short, 'hosts')}. Start one a GPU; or "
-            "let them share, with --share-gpus; or compute on the CPU, with "
-            "CUDA_VISIBLE_DEVICES=-1."
-        )
-
-
-def _gpus(turn: int, each: int, gpus: int) -> tuple[int, ...]:
-    """Return the GPUs of the rank whose turn it is, out of ``gpus`` on its host."""
-    first = turn * each
-    return tuple(sorted({number % gpus for number in range(first, first + each)} if gpus else ()))
-
-
-def _by_lower_name(numbers: Mapping[str, int] | None) -> dict[str, int]:
-    return {name.lower(): number for name, number in (numbers or {}).items()}
-
-
-def _span(cores: tuple[int, int] | None) -> str:
-    if cores is None:
-        return "-"
-    first, last = cores
-    return str(first) if first == last else f"{first}-{last}"
+    if not short:
+        return
+    problem = f"There are more {noun} than GPUs"
+    if gpus_per_rank > 1:
+        problem = f"There are too few GPUs for {gpus_per_rank} per rank (--devices-per-rank)"
+    remedy = "" if share else "; or let them share GPUs with --share-gpus"
+    raise ConfigurationError(
+        f"{problem}: {format_list(short, 'hosts')}. Start fewer {noun}{remedy}; or compute on the "
+        "CPU with CUDA_VISIBLE_DEVICES=-1."
+    )
 
 
 def available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine has in many containers."""
+    """Return the number of cores that this process may use: in containers often not all."""
     return len(core_numbers())
 
 
 def core_numbers() -> set[int]:
-    """Return the numbers of these cores."""
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -1,8 +1,8 @@
-"""The process that has a rank's place in the job; its children inherit its environment.
+"""Tells the process that is a rank from its children, which inherit its environment.
 
-Launchers tell a rank who it is by environment variables, which every child process sees as well. A
-child must not enter MPI with them: the other ranks know its parent by that number. So the first
-process that enters the job as this rank notes itself in its environment.
+Launchers identify a rank by environment variables, and its child processes have the same ones. A
+child must not enter MPI with them: for the other ranks, that number is its parent. So the process
+that enters the job writes its process ID into its environment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 __all__ = ["claim_rank", "find_rank_process"]
 
 _CLAIM = "HVDTRAIN_RANK_PROCESS"
-# They tell a rank from those of other jobs, which a program of this job may start.
+# Variables that differ between jobs, as a rank may start another job.
 _IDENTITY = (
     *("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"),
     *("PMI_RANK", "PMI_FD", "PMI_PORT"),
@@ -24,12 +24,12 @@ _IDENTITY = (
 
 
 def claim_rank(environ: MutableMapping[str, str]) -> None:
-    """Note for children that this process is the rank that ``environ`` describes."""
+    """Record this process as the rank that ``environ`` describes."""
     environ[_CLAIM] = f"{os.getpid()} {_identity(environ)}"
 
 
 def find_rank_process(environ: Mapping[str, str]) -> int | None:
-    """Return the number of the process that is this rank, if that is another; None otherwise."""
+    """Return the ID of the process that is this rank; None if it is this process or unknown."""
     pid, _, identity = environ.get(_CLAIM, "").partition(" ")
     if not pid or int(pid) == os.getpid() or identity != _identity(environ):
         return None

@@ -1,9 +1,10 @@
-"""The classic TensorFlow cluster, whose every task was started by hand on its host.
+"""Clusters in TensorFlow's format, which names the hosts of workers and parameter servers.
 
-It names the hosts of the tasks by their kind: as JSON in a file or in the variable ``TF_CONFIG``,
-``{"worker": ["h1:2222", "h2:2222"], "ps": ["h3:2222"]}``, or in two lists, ``--worker-hosts`` and
-``--ps-hosts``. Here one launch starts all tasks as ranks, and MPI makes the connections: ports
-may stand there and are not used, nor is the task of the process that reads it.
+A cluster is JSON in a file or in the variable ``TF_CONFIG``, such as
+``{"worker": ["h1:2222", "h2:2222"], "ps": ["h3:2222"]}``, or the two lists of ``--worker-hosts``
+and ``--ps-hosts``. TensorFlow expects each task to be started by hand on its host. hvdtrain
+starts all tasks as ranks of one job and lets MPI connect them, so it ignores ports and the
+task of the process that reads the cluster.
 """
 
 from __future__ import annotations
@@ -14,121 +15,115 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host, merge_hosts, read_names
+from hvdtrain.cluster.hosts import Host, merge_hosts, split_hosts
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["ClassicCluster", "hosts_and_servers", "parse_cluster", "parse_task_lists"]
+__all__ = ["TaskHosts", "hosts_and_servers", "parse_cluster", "parse_task_lists"]
 
 _KINDS = ("chief", "worker", "ps")
 _FILE_EXPECTED = (
-    'Expected JSON that names the hosts of all tasks, like {"worker": ["h1:2222", "h2:2222"], '
-    '"ps": ["h3:2222"]}; "chief", with one host, is worker 0 where it is given.'
+    'Expected JSON that names the hosts of all tasks, such as {"worker": ["h1:2222", "h2:2222"], '
+    '"ps": ["h3:2222"]}; "chief", with one host, is worker 0 if given.'
 )
 _LISTS_EXPECTED = (
-    "Expected the hosts of all tasks, like --worker-hosts h1:2222,h2:2222 --ps-hosts h3:2222."
+    "Expected the hosts of all tasks, such as --worker-hosts h1:2222,h2:2222 --ps-hosts h3:2222."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassicCluster:
-    """The hosts of the tasks; a host stands there once for each of its tasks.
+class TaskHosts:
+    """The host of each task. A host with several tasks is repeated.
 
     Attributes:
-        workers: By the index of the task; the first is the chief's.
-        servers: By the index of the task; empty for none.
+        workers: Hosts of the workers by task index; the first is the chief's.
+        servers: Hosts of the parameter servers by task index.
     """
 
     workers: tuple[str, ...]
     servers: tuple[str, ...] = ()
 
 
-def parse_cluster(text: str, source: str) -> ClassicCluster:
-    """Read a cluster from JSON, bare or as ``cluster`` in what ``TF_CONFIG`` holds.
+def parse_cluster(text: str, source: str) -> TaskHosts:
+    """Parse a JSON cluster, or the ``cluster`` entry of ``TF_CONFIG``.
+
+    Args:
+        text: The JSON text.
+        source: The origin of the text, for errors.
 
     Raises:
-        ConfigurationError: It is something else, or names no worker; the message names the source
-            and what is expected.
+        ConfigurationError: The text is invalid or names no worker.
     """
     try:
-        return _cluster(_tasks(_load(text)))
+        return _task_hosts(_tasks(text))
     except ValueError as error:
-        raise ConfigurationError(f"{source} can't be used: {error}. {_FILE_EXPECTED}") from None
+        raise ConfigurationError(f"{source} is invalid: {error}. {_FILE_EXPECTED}") from None
 
 
-def parse_task_lists(workers: str, servers: str | None) -> ClassicCluster:
-    """Read the values of ``--worker-hosts`` and ``--ps-hosts``.
+def parse_task_lists(workers: str, servers: str | None) -> TaskHosts:
+    """Parse the values of ``--worker-hosts`` and ``--ps-hosts``.
 
     Raises:
-        ConfigurationError: Something in them is no host.
+        ConfigurationError: A host is invalid.
     """
-    tasks = {"worker": [workers]} | ({} if servers is None else {"ps": [servers]})
     try:
-        return _cluster(tasks)
+        return _task_hosts({"worker": [workers], "ps": [] if servers is None else [servers]})
     except ValueError as error:
         raise ConfigurationError(
-            f"--worker-hosts and --ps-hosts can't be used: {error}. {_LISTS_EXPECTED}"
+            f"--worker-hosts or --ps-hosts is invalid: {error}. {_LISTS_EXPECTED}"
         ) from None
 
 
-def hosts_and_servers(cluster: ClassicCluster) -> tuple[list[Host], tuple[int, ...]]:
-    """The hosts, with a slot for each task, in the order of ranks; and the servers' ranks.
+def hosts_and_servers(tasks: TaskHosts) -> tuple[list[Host], tuple[int, ...]]:
+    """Return the hosts with one slot per task in rank order, and the ranks of the servers.
 
-    Hosts come in the order of the workers' tasks, so that worker 0 is rank 0, then those that only
-    serve. The ranks of a host follow each other, its workers before its servers: where hosts take
-    turns in the lists, the other ranks are not in the order of the tasks.
+    Hosts of workers come first, in task order, so worker 0 is rank 0. The ranks of a host are
+    consecutive, workers before servers; with workers interleaved over hosts, ranks other than 0
+    don't follow the task order.
     """
-    hosts = merge_hosts(Host(name=name, slots=1) for name in (*cluster.workers, *cluster.servers))
-    serving = Counter(name.lower() for name in cluster.servers)
+    hosts = merge_hosts(Host(name=name, slots=1) for name in (*tasks.workers, *tasks.servers))
+    server_counts = Counter(name.lower() for name in tasks.servers)
     servers: list[int] = []
-    after = 0
+    end = 0
     for host in hosts:
-        after += host.slots
-        servers += range(after - serving[host.name.lower()], after)
+        end += host.slots
+        servers += range(end - server_counts[host.name.lower()], end)
     return hosts, tuple(servers)
 
 
-# What follows raises ValueError with the reason only; the functions above say where it is.
-
-
-def _load(text: str) -> Any:
+def _tasks(text: str) -> Mapping[str, list[str]]:
+    """Return the addresses by kind of task."""
     try:
-        return json.loads(text)
+        content: Any = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
-
-
-def _tasks(content: Any) -> Mapping[str, list[str]]:
-    """The addresses by kind of task."""
+        raise ValueError(f"it is not valid JSON ({error})") from None
     if isinstance(content, dict) and "cluster" in content:
         content = content["cluster"]
     if not isinstance(content, dict):
-        raise ValueError(f"it holds {json.dumps(content)}, which names no tasks")
+        raise ValueError(f"{json.dumps(content)} is not an object with lists of tasks")
     for kind, addresses in content.items():
         if kind not in _KINDS:
-            raise ValueError(f"{kind!r} is no kind of task that there is; remove it")
+            raise ValueError(f"{kind!r} is not a supported kind of task; remove it")
         if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
-            raise ValueError(f"{kind!r} is {json.dumps(addresses)}, not a list of texts")
+            raise ValueError(f"{kind!r} is {json.dumps(addresses)}, not a list of strings")
         if not addresses:
             raise ValueError(f"{kind!r} is empty")
     return content
 
 
-def _cluster(tasks: Mapping[str, list[str]]) -> ClassicCluster:
-    hosts = {
-        kind: [host for text in tasks.get(kind, ()) for host in _hosts(text)] for kind in _KINDS
-    }
+def _task_hosts(tasks: Mapping[str, list[str]]) -> TaskHosts:
+    hosts = {kind: [h for text in tasks.get(kind, ()) for h in _hosts(text)] for kind in _KINDS}
     if len(hosts["chief"]) > 1:
-        raise ValueError(f"'chief' names {len(hosts['chief'])} hosts")
+        raise ValueError(f"'chief' has {len(hosts['chief'])} hosts")
     workers = (*hosts["chief"], *hosts["worker"])
     if not workers:
-        raise ValueError("it names no 'worker'")
-    return ClassicCluster(workers=workers, servers=tuple(hosts["ps"]))
+        raise ValueError("'worker' is missing")
+    return TaskHosts(workers=workers, servers=tuple(hosts["ps"]))
 
 
 def _hosts(text: str) -> list[str]:
-    """The hosts of ``h1:2222``, or of several with commas between; the port may be missing."""
-    named = read_names(text)
-    for name, port in named:
+    """Return the hosts of a comma-separated list, with or without ports."""
+    hosts = split_hosts(text)
+    for name, port in hosts:
         if port is not None and not port.isdecimal():
-            raise ValueError(f"{port!r} behind {name} is no port")
-    return [name for name, _ in named]
+            raise ValueError(f"{port!r} after {name} is not a port")
+    return [name for name, _ in hosts]

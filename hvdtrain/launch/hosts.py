@@ -17,7 +17,7 @@ from hvdtrain.text import format_list, plural
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.managed_hosts import ManagedHost
-    from hvdtrain.cluster.tf_config import ClassicCluster
+    from hvdtrain.cluster.tf_config import TaskHosts
 
 __all__ = [
     "TF_CONFIG",
@@ -84,7 +84,7 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
 
 def named_cluster(
     arguments: argparse.Namespace, settings: Settings, environ: Mapping[str, str]
-) -> ClassicCluster | None:
+) -> TaskHosts | None:
     """The classic cluster that the arguments name; None where there is none.
 
     ``TF_CONFIG`` names one where parameter servers are asked for and no argument names hosts.
@@ -129,9 +129,7 @@ def _text(path: str, what: str) -> str:
         raise ConfigurationError(f"{what} can't be read: {why}.") from None
 
 
-def _check_cluster(
-    cluster: ClassicCluster, source: str, settings: Settings, ranks: int | None
-) -> None:
+def _check_cluster(cluster: TaskHosts, source: str, settings: Settings, ranks: int | None) -> None:
     """Raise for what the user says otherwise elsewhere."""
     if cluster.servers and not settings.has_servers:
         raise ConfigurationError(
@@ -227,11 +225,11 @@ class HostWatch:
         """
         if self._path is None or now < self._due_at:
             return ""
-        from hvdtrain.cluster.managed_hosts import going
+        from hvdtrain.cluster.managed_hosts import leaving_hosts
 
         self._due_at = now + LOOK_S
         self._look()
-        if leaving := going(self._now, self._used):
+        if leaving := leaving_hosts(self._now, self._used):
             return f"{_listed(leaving)}; ranks save what they have"
         more = self._wanted() - self._running if self._may_grow else 0
         if more <= 0:
@@ -245,12 +243,12 @@ class HostWatch:
 
     def taken(self) -> Mapping[str, str]:
         """The hosts of the last start that were taken away, and why; waits a moment for news."""
-        from hvdtrain.cluster.managed_hosts import taken_away
+        from hvdtrain.cluster.managed_hosts import lost_hosts
 
         until = time.monotonic() + NEWS_S
         while self._path is not None:
             self._look()
-            if found := taken_away(self._before, self._now, self._used):
+            if found := lost_hosts(self._before, self._now, self._used):
                 return found
             if time.monotonic() > until:
                 break
@@ -280,9 +278,9 @@ class HostWatch:
             time.sleep(STEP_S)
 
     def _wanted(self) -> int:
-        from hvdtrain.cluster.managed_hosts import ranks_for
+        from hvdtrain.cluster.managed_hosts import target_ranks
 
-        found = ranks_for(self._now, ranks=self._ranks, slots=self._slots)
+        found = target_ranks(self._now, ranks=self._ranks, slots=self._slots)
         return found if self._may_grow else min(found, self._ranks)
 
     def _look(self) -> None:

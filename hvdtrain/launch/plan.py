@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
 from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses, slurm_hosts, ssh_user
-from hvdtrain.cluster.placement import available_cores, place, table
+from hvdtrain.cluster.placement import available_cores, format_places, place
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
@@ -39,7 +39,7 @@ from hvdtrain.launch.starters import (
 from hvdtrain.launch.supervisor import TimeLimits
 
 if TYPE_CHECKING:
-    from hvdtrain.cluster.tf_config import ClassicCluster
+    from hvdtrain.cluster.tf_config import TaskHosts
 
 __all__ = [
     "Job",
@@ -81,7 +81,7 @@ class Job:
     ranks: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
-    cluster: ClassicCluster | None = None
+    cluster: TaskHosts | None = None
     oversubscribe: bool = False
     settings: Settings = field(default_factory=Settings)
     ssh: tuple[str, ...] = ()
@@ -186,11 +186,13 @@ def make_plan(
     ps_ranks = site.ps_ranks
     servers: Sequence[int] = ()
     if job.settings.has_servers:
-        from hvdtrain.cluster.roles import assign_roles, remaining
+        from hvdtrain.cluster.roles import assign_roles, remaining_tasks
         from hvdtrain.cluster.tf_config import hosts_and_servers
 
         if more_before is not None and ps_ranks:
-            left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
+            left = remaining_tasks(
+                more_before.places, hosts, ranks, oversubscribe=job.oversubscribe
+            )
             hosts, ps_ranks = hosts_and_servers(left)
         size = sum(host.slots for host in hosts) if ranks is None else ranks
         settings = dataclasses.replace(job.settings, ps_ranks=ps_ranks)
@@ -203,7 +205,7 @@ def make_plan(
         servers=servers,
         oversubscribe=job.oversubscribe,
         share_gpus=job.settings.share_gpus,
-        gpus_each=job.settings.towers,
+        gpus_per_rank=job.settings.towers,
         cores=dict.fromkeys(here, cores),
         gpus=dict.fromkeys(here, site.gpus),
     )
@@ -279,7 +281,7 @@ def describe_plan(plan: Plan, command: Command, extra: Sequence[str]) -> str:
     """Describe which rank would run where, and what would be started."""
     names = ", ".join(forwarded(command.environ, extra))
     return (
-        f"{table(plan.places)}\n\n{shlex.join(command.argv)}\n\n"
+        f"{format_places(plan.places)}\n\n{shlex.join(command.argv)}\n\n"
         f"variables that every rank gets, values not shown: {names}"
     )
 

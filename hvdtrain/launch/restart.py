@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.cluster.placement import most_ranks
+from hvdtrain.cluster.placement import max_ranks
 from hvdtrain.launch.failure import Outcome
 from hvdtrain.text import format_duration, format_list, plural
 
@@ -118,7 +118,7 @@ def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
 
 def fitting(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> int:
     """Return how many of ``ranks`` the hosts take."""
-    most = most_ranks(hosts, oversubscribe=oversubscribe)
+    most = max_ranks(hosts, oversubscribe=oversubscribe)
     return ranks if most is None else min(ranks, most)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.cluster.managed_hosts import ManagedHost, managed_hosts_text
+from hvdtrain.cluster.managed_hosts import ManagedHost, format_managed_hosts
 from hvdtrain.errors import JobError
 from hvdtrain.pods.cluster_api import ClusterApi
 from hvdtrain.pods.names import STOP, worker_addresses
@@ -95,7 +95,7 @@ class WorkerWatch:
         hosts = hosts_of(self._api.pods(self._name), addresses, slots=self._slots)
         if hosts != self._written:
             draft = self._path.with_suffix(".new")
-            draft.write_text(managed_hosts_text(hosts))
+            draft.write_text(format_managed_hosts(hosts))
             draft.replace(self._path)
             self._written = hosts
         job = self._api.job(self._name)

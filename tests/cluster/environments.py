@@ -1,7 +1,7 @@
-"""What launchers really leave in the environment, as captured from them.
+"""Environments of launchers, captured from real jobs.
 
-Each mapping is the environment of one process of a real job, without what says nothing about its
-place (paths, caches, contact addresses). Jobs on two hosts had 1 + 2 or 2 + 1 ranks.
+Each mapping is the environment of one process, without variables that are unrelated to its place
+(paths, caches, contact addresses). Jobs on two hosts had 1 + 2 or 2 + 1 ranks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
-"""Every dialect gives the right hosts; what can't be read says where and what would do."""
-
 from __future__ import annotations
 
 import sys
 
 import pytest
 
-from hvdtrain.cluster.hosts import (
-    Host,
-    parse_hostfile,
-    parse_hosts,
-    slurm_hosts,
-    ssh_user,
-)
+from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts, slurm_hosts, ssh_user
 from hvdtrain.errors import ConfigurationError
 from tests.cluster import environments as env
 from tests.harness.jobs import REPOSITORY
@@ -28,31 +20,21 @@ def hosts(*rows: tuple[str, int] | tuple[str, int, int]) -> list[Host]:
 NODES = ["node01", "node02", "node03", "node04", "node07"]
 
 LISTS = {
-    "one": ("a", [("a", 1)]),
     "slots": ("a:4", [("a", 4)]),
     "several": ("a:4,b:2,c", [("a", 4), ("b", 2), ("c", 1)]),
-    "line-end": ("a:4\n", [("a", 4)]),
     "spaces": (" a:4, b ", [("a", 4), ("b", 1)]),
     "order-of-text": ("b:1,a:1", [("b", 1), ("a", 1)]),
     "domain": ("gpu-1.rack_2.example.org:8", [("gpu-1.rack_2.example.org", 8)]),
-    "upper-case": ("NODE1:2", [("NODE1", 2)]),
     "ipv4": ("10.0.0.1:2,10.0.0.2", [("10.0.0.1", 2), ("10.0.0.2", 1)]),
     "ipv4-nodes": ("10.0.0.[9-11]:2", [("10.0.0.9", 2), ("10.0.0.10", 2), ("10.0.0.11", 2)]),
     "ipv6": ("[fe80::1]:4", [("fe80::1", 4)]),
-    "ipv6-no-slots": ("[fe80::1]", [("fe80::1", 1)]),
-    "ipv6-bare": ("fe80::1", [("fe80::1", 1)]),
     "ipv6-bare-is-no-slots": ("fe80::1:4", [("fe80::1:4", 1)]),
     "ipv6-zone": ("[FE80::1%eth0]:2,fe80::2%ib0.1", [("FE80::1%eth0", 2), ("fe80::2%ib0.1", 1)]),
     "ipv6-of-ipv4": ("::ffff:10.0.0.1,::1", [("::ffff:10.0.0.1", 1), ("::1", 1)]),
     "nodes": ("node[01-04,07]:2", [(name, 2) for name in NODES]),
-    "nodes-no-slots": ("node[01-04,07]", [(name, 1) for name in NODES]),
     "nodes-and-others": (
         "z:3,n[2-3]:2,[::1]:4,a",
         [("z", 3), ("n2", 2), ("n3", 2), ("::1", 4), ("a", 1)],
-    ),
-    "two-dimensions": (
-        "r[1-2]n[01-02]",
-        [("r1n01", 1), ("r1n02", 1), ("r2n01", 1), ("r2n02", 1)],
     ),
     "order-inside-brackets": ("n[7,1-2]", [("n7", 1), ("n1", 1), ("n2", 1)]),
     "order-in-two-dimensions": (
@@ -62,74 +44,58 @@ LISTS = {
     "widths": ("n[9-10,09-10]", [("n9", 1), ("n10", 2), ("n09", 1)]),
     "digits-around": ("n1[0-1]5-ib", [("n105-ib", 1), ("n115-ib", 1)]),
     "same-again": ("a:2,b:1,A:3", [("a", 5), ("b", 1)]),
-    "same-as-horovod-counts": ("a,a,a", [("a", 3)]),
 }
 
 
 @pytest.mark.parametrize(("text", "expected"), LISTS.values(), ids=LISTS)
-def test_lists(text: str, expected: list[tuple[str, int]]) -> None:
+def test_parse_hosts(text: str, expected: list[tuple[str, int]]) -> None:
     assert parse_hosts(text) == hosts(*expected)
 
 
 BAD_LISTS = {
     "empty": ("", "a host is missing"),
     "comma-at-end": ("a:4,", "a host is missing"),
-    "only-slots": (":4", "a host is missing"),
-    "no-slots-after-colon": ("a:", "'' is no number of slots"),
-    "slots-no-number": ("a:four", "'four' is no number of slots"),
-    "slots-zero": ("a:0", "a has slots=0"),
-    "slots-negative": ("a:-1", "'-1' is no number of slots"),
-    "slots-fraction": ("a:1.5", "'1.5' is no number"),
-    "slots-not-ascii": ("a:²", "is no number of slots"),
-    "slots-behind-space": ("a 4", "'a 4' is no host"),
-    "two-colons": ("a:4:4", "'a:4:4' is no IPv6 address"),
-    "ipv6-bad": ("[fe80::1::2]:4", "'fe80::1::2' is no IPv6 address"),
-    "ipv6-slots": ("[fe80::1]:x", "'x' is no number of slots"),
-    "ipv6-rest": ("[fe80::1]4", "'[fe80::1]4' is no IPv6 address"),
-    "ipv6-zone": ("fe80::1%", "with a zone"),
-    "ipv6-zone-characters": ("fe80::1%a;b", "with a zone"),
-    "ipv6-nodes": ("fe80::[1-2]", "no IPv6 address"),
-    "group": ("@all", "'@all' is no host"),
+    "no-slots-after-colon": ("a:", "'' is not a number of slots"),
+    "slots-no-number": ("a:four", "'four' is not a number of slots"),
+    "slots-zero": ("a:0", "slots of a must be at least 1, got 0"),
+    "slots-negative": ("a:-1", "'-1' is not a number of slots"),
+    "slots-not-ascii": ("a:²", "is not a number of slots"),
+    "two-colons": ("a:4:4", "'a:4:4' is not a valid IPv6 address"),
+    "ipv6-bad": ("[fe80::1::2]:4", "'fe80::1::2' is not a valid IPv6 address"),
+    "ipv6-slots": ("[fe80::1]:x", "'x' is not a number of slots"),
+    "ipv6-zone": ("fe80::1%", "has an invalid zone"),
+    "group": ("@all", "'@all' is not a valid host"),
     "group-and-nodes": ("n[1-2]@all", "'n[1-2]' is not a valid user name"),
-    "user-empty": ("@a:2", "'@a' is no host"),
+    "user-empty": ("@a:2", "'@a' is not a valid host"),
     "user-option": ("-oProxyCommand=x@a", "'-oProxyCommand=x' is not a valid user name"),
-    "user-shell": ("$(id)@a", "'$(id)' is not a valid user name"),
     "user-twice": ("me@you@a", "'me@you' is not a valid user name"),
-    "users-of-one-host": ("me@a,you@a", "a has the users me and you"),
-    "minus": ("n[1-9]!n[2-3]", "is no host"),
-    "and": ("n[1-9]&n[2-3]", "is no host"),
-    "xor": ("n[1-9]^n[2-3]", "is no host"),
-    "wildcard": ("n*[1-2]", "is no host"),
-    "option": ("-oProxyCommand=x", "is no host"),
-    "option-short": ("a,-x:2", "'-x' is no host"),
-    "dot-first": (".a", "is no host"),
-    "shell": ("a;reboot", "is no host"),
-    "letters": ("knödel", "is no host"),
-    "line-inside": ("a\nb", "is no host"),
-    "unclosed": ("n[1-2", "is no host"),
-    "unclosed-then-more": ("n[1,b:2", "is no host"),
-    "unopened": ("n1-2]", "is no host"),
-    "nested": ("n[1,[2]]", "is no host"),
+    "users-of-one-host": ("me@a,you@a", "a has two users, me and you"),
+    "minus": ("n[1-9]!n[2-3]", "is not a valid host"),
+    "wildcard": ("n*[1-2]", "is not a valid host"),
+    "option-short": ("a,-x:2", "'-x' is not a valid host"),
+    "dot-first": (".a", "is not a valid host"),
+    "letters": ("knödel", "is not a valid host"),
+    "unclosed": ("n[1-2", "is not a valid host"),
+    "unopened": ("n1-2]", "is not a valid host"),
+    "nested": ("n[1,[2]]", "is not a valid host"),
     "brackets-empty": ("n[]", "'' in [] is neither"),
     "range-empty": ("n[1,,2]", "'' in [1,,2] is neither"),
-    "range-open": ("n[1-]", "'1-' in [1-] is neither"),
     "range-negative": ("n[-1]", "'-1' in [-1] is neither"),
     "range-of-three": ("n[1-2-3]", "'1-2-3' in"),
     "range-step": ("n[1-9/2]", "'1-9/2' in"),
-    "range-letters": ("n[a-c]", "'a-c' in"),
-    "range-backwards": ("n[3-1]", "the range 3-1 in [3-1] is wrong"),
-    "range-widths": ("n[01-100]", "the range 01-100 in [01-100] is wrong"),
+    "range-backwards": ("n[3-1]", "the range 3-1 in [3-1] is invalid"),
+    "range-widths": ("n[01-100]", "the range 01-100 in [01-100] is invalid"),
 }
 
 
-@pytest.mark.parametrize(("text", "told"), BAD_LISTS.values(), ids=BAD_LISTS)
-def test_bad_lists(text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "problem"), BAD_LISTS.values(), ids=BAD_LISTS)
+def test_invalid_lists(text: str, problem: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         parse_hosts(text)
     message = str(raised.value)
-    assert told in message
+    assert problem in message
     assert repr(text) in message
-    assert "a:4,b:4" in message, "says what is expected"
+    assert "a:4,b:4" in message
 
 
 FILES = {
@@ -138,32 +104,19 @@ FILES = {
         [("a", 4, 8), ("b", 2, 2), ("c", 1)],
     ),
     "openmpi-keys": ("a SLOTS=4 Max_Slots=8\nb MAX-SLOTS=3", [("a", 4, 8), ("b", 3, 3)]),
-    "openmpi-spaces": ("  a   slots = 4\tmax_slots= 8  \n", [("a", 4, 8)]),
-    "openmpi-any-order": ("a max_slots=8 slots=4", [("a", 4, 8)]),
     "hydra": ("a:4\nb:2\nc", [("a", 4), ("b", 2), ("c", 1)]),
-    "hydra-max-slots": ("a:4 max_slots=8", [("a", 4, 8)]),
-    "horovod": ("a slots=4\nb:2\n", [("a", 4), ("b", 2)]),
-    "slurm": ("node[01-04,07]", [(name, 1) for name in NODES]),
-    "slurm-slots": ("node[01-04,07] slots=2 max_slots=3", [(name, 2, 3) for name in NODES]),
-    "slurm-colon": ("node[01-04,07]:2", [(name, 2) for name in NODES]),
     "slurm-whole": ("n[2-3],login1 slots=2", [("n2", 2), ("n3", 2), ("login1", 2)]),
-    "slurm-dimensions": ("r[1-2]n[5]:3", [("r1n5", 3), ("r2n5", 3)]),
     "comments": (
         "# all\na slots=4 # the first\n\t# b slots=4\nc:2\t#d\n#\n",
         [("a", 4), ("c", 2)],
     ),
-    "blank-lines": ("\n\n  \na\n\t\nb\n\n", [("a", 1), ("b", 1)]),
     "windows": ("a slots=4\r\n\r\n# c\r\nb:2\r\n", [("a", 4), ("b", 2)]),
     "old-mac": ("a slots=4\rb:2\r", [("a", 4), ("b", 2)]),
     "byte-order-mark": ("\ufeffa:2\nb", [("a", 2), ("b", 1)]),
-    "byte-order-mark-comment": ("\ufeff# mine\r\na:2", [("a", 2)]),
-    "no-line-end": ("a", [("a", 1)]),
-    "ipv4": ("10.0.0.1 slots=2\n10.0.0.2:3", [("10.0.0.1", 2), ("10.0.0.2", 3)]),
     "ipv6": (
         "fe80::1 slots=2\n[fe80::2]:3\n[fe80::3] slots=4\nfe80::4%eth0",
         [("fe80::1", 2), ("fe80::2", 3), ("fe80::3", 4), ("fe80::4%eth0", 1)],
     ),
-    "upper-case": ("GPU-A SLOTS=2\nGPU-B:3", [("GPU-A", 2), ("GPU-B", 3)]),
     "dialects-mixed": (
         "d slots=4\nc:3\nb\nn[1-2]:2",
         [("d", 4), ("c", 3), ("b", 1), ("n1", 2), ("n2", 2)],
@@ -172,12 +125,11 @@ FILES = {
     "same-in-a-list": ("n2:4\nn[1-3]:2", [("n2", 6), ("n1", 2), ("n3", 2)]),
     "same-max-slots": ("a:2 max_slots=4\na:1 max_slots=1", [("a", 3, 5)]),
     "same-max-slots-once": ("a:2 max_slots=4\na:1\nb:1\nb:1 max_slots=2", [("a", 3), ("b", 2)]),
-    "same-max-slots-not-last": ("a max_slots=4\na\na max_slots=2", [("a", 7)]),
 }
 
 
 @pytest.mark.parametrize(("text", "expected"), FILES.values(), ids=FILES)
-def test_files(text: str, expected: list[tuple[str, int]]) -> None:
+def test_parse_hostfile(text: str, expected: list[tuple[str, int]]) -> None:
     assert parse_hostfile(text, "hostfiles/cluster") == hosts(*expected)
 
 
@@ -185,7 +137,7 @@ def test_files(text: str, expected: list[tuple[str, int]]) -> None:
     "key",
     ["slots_max", "slots-max", "max_cpu", "cpu-max", "max-count", "count_max", "cpu", "count"],
 )
-def test_synonyms_in_open_mpis_hostfiles(key: str) -> None:
+def test_synonyms_of_open_mpi(key: str) -> None:
     most = 3 if "max" in key else None
     assert parse_hostfile(f"a {key}=3", "hosts/mine") == [Host(name="a", slots=3, max_slots=most)]
 
@@ -199,7 +151,7 @@ def test_the_user_of_a_host(line: str) -> None:
     assert parse_hosts("me@a:2,a") == [Host(name="a", slots=3, user="me")]
 
 
-def test_users_are_before_lists_and_addresses() -> None:
+def test_users_of_lists_and_addresses() -> None:
     assert parse_hosts("me@n[1-2]:2,you@[fe80::1]:4,b") == [
         Host(name="n1", slots=2, user="me"),
         Host(name="n2", slots=2, user="me"),
@@ -218,67 +170,49 @@ def test_all_hosts_have_the_same_user_for_ssh() -> None:
 
 
 @pytest.mark.parametrize("name", ["cluster.example", "local"])
-def test_files_that_we_ship(name: str) -> None:
+def test_the_hostfiles_of_the_repository(name: str) -> None:
     path = REPOSITORY / "hostfiles" / name
     assert parse_hostfile(path.read_text(), str(path))
 
 
-# Text, number of the line, that line as the message shows it, reason.
+# Text, number of the invalid line, that line, reason.
 BAD_FILES = {
-    "word": ("a\nb slots=2 fast", 2, "b slots=2 fast", "'fast' is neither"),
     "slots-behind-space": ("a 4", 1, "a 4", "'4' is neither slots=N, max_slots=N nor user=NAME"),
-    "key": ("a port=22", 1, "a port=22", "'port=22' is neither"),
     "user": ("a user=-x", 1, "a user=-x", "'-x' is not a valid user name"),
-    "user-twice": ("me@a user_name=me", 1, "me@a user_name=me", "a has me@ and user=me"),
+    "user-twice": ("me@a user_name=me", 1, "me@a user_name=me", "a has both me@ and user=me"),
     "key-alone": ("a slots", 1, "a slots", "'slots' is neither"),
-    "no-value": ("a slots=", 1, "a slots=", "'' is no number of slots"),
-    "no-number": ("a\nb\nc slots=two", 3, "c slots=two", "'two' is no number of slots"),
-    "zero": ("\n\na slots=0", 3, "a slots=0", "a has slots=0, expected 1 or more"),
-    "zero-colon": ("a:0", 1, "a:0", "a has slots=0"),
-    "negative": ("a slots=-2", 1, "a slots=-2", "'-2' is no number"),
+    "no-value": ("a slots=", 1, "a slots=", "'' is not a number of slots"),
+    "zero": ("\n\na slots=0", 3, "a slots=0", "slots of a must be at least 1, got 0"),
     "max-too-small": (
         "a:4 max_slots=2",
         1,
         "a:4 max_slots=2",
-        "a has max_slots=2, expected at least its slots, 4",
+        "max_slots of a must be at least its slots, 4, got 2",
     ),
-    "max-zero": ("a max_slots=0", 1, "a max_slots=0", "max_slots=0"),
     "max-too-small-in-part": ("a:9 max_slots=9\na:4 max_slots=2", 2, "a:4 max_slots=2", "4"),
-    "slots-twice": ("a slots=2 slots=2", 1, "a slots=2 slots=2", "slots twice"),
-    "slots-and-synonym": ("a slots=2 cpu=2", 1, "a slots=2 cpu=2", "slots twice"),
-    "max-twice": ("a max_slots=2 max-slots=2", 1, "a max_slots=2 max-slots=2", "max_slots twice"),
-    "colon-and-slots": ("a:2 slots=2", 1, "a:2 slots=2", "a has :2 and slots=2"),
-    "ipv6-colon-and-slots": ("[::1]:2 slots=3", 1, "[::1]:2 slots=3", "::1 has :2 and slots=3"),
-    "exclusion": ("^a", 1, "^a", "'^a' is no host"),
-    "relative": ("+n0", 1, "+n0", "'+n0' is no host"),
-    "group": ("@gpu slots=2", 1, "@gpu slots=2", "'@gpu' is no host"),
-    "operator": ("n[1-9]!n3", 1, "n[1-9]!n3", "is no host"),
-    "comment-glued": ("a#b", 1, "a#b", "'a#b' is no host"),
-    "comment-glued-to-slots": ("a slots=4#b", 1, "a slots=4#b", "'4#b' is no number"),
+    "slots-and-synonym": ("a slots=2 cpu=2", 1, "a slots=2 cpu=2", "slots is given twice"),
+    "colon-and-slots": ("a:2 slots=2", 1, "a:2 slots=2", "a has both :2 and slots=2"),
+    "comment-glued": ("a#b", 1, "a#b", "'a#b' is not a valid host"),
     "comment-is-shown": ("a b # c", 1, "a b # c", "'b' is neither"),
-    "list-unclosed": ("# x\nn[1-2 slots=2", 2, "n[1-2 slots=2", "'n[1-2' is no host"),
-    "list-backwards": ("n[2-1]", 1, "n[2-1]", "the range 2-1 in [2-1] is wrong"),
-    "ipv6": ("fe80::1::2", 1, "fe80::1::2", "is no IPv6 address"),
+    "list-unclosed": ("# x\nn[1-2 slots=2", 2, "n[1-2 slots=2", "'n[1-2' is not a valid host"),
     "windows": ("a\r\nb\r\nc x\r\n", 3, "c x", "'x' is neither"),
-    "old-mac": ("a\rb x", 2, "b x", "'x' is neither"),
-    "byte-order-mark-later": ("a\n\ufeffb", 2, "\ufeffb", "is no host"),
-    "only-slots": ("slots=4", 1, "slots=4", "'slots=4' is no host"),
+    "byte-order-mark-later": ("a\n\ufeffb", 2, "\ufeffb", "is not a valid host"),
 }
 
 
 @pytest.mark.parametrize(("text", "number", "line", "reason"), BAD_FILES.values(), ids=BAD_FILES)
-def test_bad_files(text: str, number: int, line: str, reason: str) -> None:
+def test_invalid_hostfiles(text: str, number: int, line: str, reason: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         parse_hostfile(text, "hosts/mine")
     message = str(raised.value)
-    assert message.startswith(f"hosts/mine, line {number}: {line!r} can't be read: ")
+    assert message.startswith(f"hosts/mine, line {number}: {line!r} is invalid: ")
     assert reason in message
-    assert "slots=4 (and max_slots=8), or :4" in message, "says what is accepted"
+    assert "slots=4 (and max_slots=8), or :4" in message
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# a\n  # b", "\ufeff", "\r\n"])
-def test_a_file_without_hosts(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^hosts/mine names no host\. Expected one host"):
+def test_an_empty_hostfile_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^hosts/mine contains no hosts\. Expected"):
         parse_hostfile(text, "hosts/mine")
 
 
@@ -287,7 +221,6 @@ TWO_NODES = [("node1", 3), ("node2", 1)]
 ALLOCATIONS = {
     "none": ({}, None),
     "not-slurm": (env.OPENMPI_5, None),
-    "empty": ({"SLURM_JOB_NODELIST": "", "SLURM_TASKS_PER_NODE": "2"}, None),
     "sbatch-script": (env.SBATCH_SCRIPT, TWO_NODES),
     "salloc-shell": (env.SALLOC_SHELL, TWO_NODES),
     "srun": (env.SRUN_PMIX, [("node1", 2), ("node2", 1)]),
@@ -299,29 +232,20 @@ ALLOCATIONS = {
         {"SLURM_JOB_NODELIST": "a[01-03],b7", "SLURM_TASKS_PER_NODE": "2(x3),1"},
         [("a01", 2), ("a02", 2), ("a03", 2), ("b7", 1)],
     ),
-    "one-node": ({"SLURM_JOB_NODELIST": "gpu1", "SLURM_TASKS_PER_NODE": "4"}, [("gpu1", 4)]),
     "dimensions": (
         {"SLURM_JOB_NODELIST": "r[1-2]n[1-2]", "SLURM_TASKS_PER_NODE": "1,2,3,4"},
         [("r1n1", 1), ("r1n2", 2), ("r2n1", 3), ("r2n2", 4)],
     ),
-    "order": (
-        {"SLURM_JOB_NODELIST": "z1,a[3,1]", "SLURM_TASKS_PER_NODE": "1,2,3"},
-        [("z1", 1), ("a3", 2), ("a1", 3)],
-    ),
     "no-counts": ({"SLURM_JOB_NODELIST": "a[1-2]"}, [("a1", 1), ("a2", 1)]),
-    "counts-empty": (
-        {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": ""},
-        [("a1", 1), ("a2", 1)],
-    ),
 }
 
 
 @pytest.mark.parametrize(("environ", "expected"), ALLOCATIONS.values(), ids=ALLOCATIONS)
-def test_allocations(environ: dict[str, str], expected: list[tuple[str, int]] | None) -> None:
+def test_slurm_allocations(environ: dict[str, str], expected: list[tuple[str, int]] | None) -> None:
     assert slurm_hosts(environ) == (None if expected is None else hosts(*expected))
 
 
-def test_a_heterogeneous_allocation_is_refused_with_the_hosts_of_all_groups() -> None:
+def test_a_heterogeneous_allocation_is_an_error_that_names_all_hosts() -> None:
     groups = {
         "SLURM_HET_SIZE": "2",
         "SLURM_JOB_ID": "9",
@@ -330,7 +254,7 @@ def test_a_heterogeneous_allocation_is_refused_with_the_hosts_of_all_groups() ->
         "SLURM_JOB_NODELIST_HET_GROUP_1": "a2,b1",
         "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1,3",
     }
-    # A script of sbatch has the first group's variables as well, a shell of salloc has not.
+    # A script of sbatch also has the first group's variables, unlike a shell of salloc.
     first = {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
     for environ in (groups, {**groups, **first}):
         with pytest.raises(ConfigurationError, match=r"2 groups.*-H a1:2,a2:3,b1:3; .*group=0-1 "):
@@ -339,28 +263,28 @@ def test_a_heterogeneous_allocation_is_refused_with_the_hosts_of_all_groups() ->
 
 
 BAD_ALLOCATIONS = {
-    "fewer-counts": ("node[1-3]", "2", "the list names 3, but there are tasks for 1"),
-    "more-counts": ("node1", "2(x2)", "the list names 1, but there are tasks for 2"),
-    "counts": ("node[1-2]", "2;1", "SLURM_TASKS_PER_NODE can't be read at '2;1'; expected counts"),
-    "no-tasks": ("node[1-2]", "1,0", "node2 has slots=0"),
-    "list": ("node[1-2", "2", "'node[1-2' is no host"),
+    "fewer-counts": ("node[1-3]", "2", "there are 3 nodes, but task counts for 1"),
+    "counts": ("node[1-2]", "2;1", "'2;1' is not a task count"),
+    "no-tasks": ("node[1-2]", "1,0", "slots of node2 must be at least 1, got 0"),
     "range": ("node[2-1]", "2", "the range 2-1"),
-    "not-set": ("None assigned", None, "'None assigned' is no host"),
+    "not-set": ("None assigned", None, "'None assigned' is not a valid host"),
 }
 
 
-@pytest.mark.parametrize(("nodes", "tasks", "told"), BAD_ALLOCATIONS.values(), ids=BAD_ALLOCATIONS)
-def test_bad_allocations(nodes: str, tasks: str | None, told: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "problem"), BAD_ALLOCATIONS.values(), ids=BAD_ALLOCATIONS
+)
+def test_invalid_slurm_allocations(nodes: str, tasks: str | None, problem: str) -> None:
     environ = {"SLURM_JOB_NODELIST": nodes}
     if tasks is not None:
         environ["SLURM_TASKS_PER_NODE"] = tasks
     with pytest.raises(ConfigurationError) as raised:
         slurm_hosts(environ)
     message = str(raised.value)
-    assert told in message
+    assert problem in message
     assert f"SLURM_JOB_NODELIST={nodes!r} and SLURM_TASKS_PER_NODE={tasks!r}" in message
     assert "with -H or --hostfile" in message
-    assert "unset" in message, "says what to do"
+    assert "unset" in message
 
 
 @pytest.mark.parametrize(

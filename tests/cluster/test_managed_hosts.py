@@ -5,11 +5,11 @@ import pytest
 from hvdtrain.cluster.managed_hosts import (
     HostState,
     ManagedHost,
-    going,
-    managed_hosts_text,
+    format_managed_hosts,
+    leaving_hosts,
+    lost_hosts,
     parse_managed_hosts,
-    ranks_for,
-    taken_away,
+    target_ranks,
 )
 from hvdtrain.errors import ConfigurationError
 
@@ -18,9 +18,9 @@ def _host(name: str, state: HostState = "there", generation: str = "1", why: str
     return ManagedHost(name=name, slots=slots, state=state, generation=generation, why=why)
 
 
-def test_hosts_are_read_as_they_were_written() -> None:
+def test_a_file_round_trip() -> None:
     hosts = (_host("a"), _host("b", "missing", why='"no" node\n'))
-    assert parse_managed_hosts(managed_hosts_text(hosts)) == hosts
+    assert parse_managed_hosts(format_managed_hosts(hosts)) == hosts
 
 
 @pytest.mark.parametrize(
@@ -31,40 +31,40 @@ def test_hosts_are_read_as_they_were_written() -> None:
         '[{"name": "a", "slots": 1, "state": "here"}]',
     ],
 )
-def test_something_else_is_refused(text: str) -> None:
+def test_an_invalid_file_is_an_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="HVDTRAIN_MANAGED_HOSTS"):
         parse_managed_hosts(text)
 
 
-def test_what_was_taken_away_is_told_of_hosts_with_ranks() -> None:
+def test_lost_and_leaving_hosts() -> None:
     before = [_host(name) for name in "abcdefgh"]
     now = [
         _host("a"),
         _host("b", "missing", why="Evicted: no memory"),
         _host("c", generation="2"),
         _host("d", "going", why="its pod is deleted"),
-        _host("f", "missing", why="nobody is there"),
+        _host("f", "missing", why="no ranks there"),
         _host("g", "missing", generation="2", why="its pod starts"),
-        _host("h", "missing", generation="", why="its pod is to come"),
+        _host("h", "missing", generation="", why="its pod is pending"),
     ]
-    assert taken_away(before, now, used="abcdegh") == {
+    assert lost_hosts(before, now, used="abcdegh") == {
         "b": "Evicted: no memory",
         "c": "it was replaced",
         "d": "its pod is deleted",
-        "e": "it is taken out of the job",
+        "e": "it was removed from the job",
         "g": "it was replaced",
         "h": "it is gone",
     }
-    assert going(now, used="abd") == {"d": "its pod is deleted"}
-    assert going(now, used="ab") == {}
-    assert going(now, used="ae") == {"e": "it is taken out of the job"}
-    assert going([], used="ae") == {}, "nobody has told anything yet"
+    assert leaving_hosts(now, used="abd") == {"d": "its pod is deleted"}
+    assert leaving_hosts(now, used="ab") == {}
+    assert leaving_hosts(now, used="ae") == {"e": "it was removed from the job"}
+    assert leaving_hosts([], used="ae") == {}, "the file has not been written yet"
 
 
-def test_each_new_slot_takes_a_rank() -> None:
+def test_each_new_slot_adds_a_rank() -> None:
     three = [_host("a"), _host("b"), _host("c", "missing")]
-    # Of four slots three were asked for, on hosts that are there or to come.
-    assert ranks_for(three[:2], ranks=3, slots=4) == 3
-    assert ranks_for(three, ranks=3, slots=4) == 4
-    assert ranks_for([*three[:2], _host("c")], ranks=3, slots=4) == 5
-    assert ranks_for(three[:1], ranks=3, slots=4) == 2
+    # A job of three ranks that had four slots.
+    assert target_ranks(three[:2], ranks=3, slots=4) == 3
+    assert target_ranks(three, ranks=3, slots=4) == 4
+    assert target_ranks([*three[:2], _host("c")], ranks=3, slots=4) == 5
+    assert target_ranks(three[:1], ranks=3, slots=4) == 2

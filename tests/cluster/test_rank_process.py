@@ -1,5 +1,3 @@
-"""Which process is a rank, and which are its children."""
-
 from __future__ import annotations
 
 import json
@@ -17,34 +15,34 @@ CASES = {
     for name, value in vars(environments).items()
     if isinstance(value, dict) and name.isupper()
 }
-LOOK = (
+PROGRAM = (
     "import os; from hvdtrain.cluster.rank_process import find_rank_process as f;"
     "print(f(os.environ))"
 )
 
 
 @pytest.mark.parametrize("environ", CASES.values(), ids=CASES)
-def test_a_child_inherits_the_claim(environ: dict[str, str]) -> None:
+def test_a_child_finds_the_rank_process(environ: dict[str, str]) -> None:
     environ = dict(environ)
     assert find_rank_process(environ) is None
     claim_rank(environ)
-    # It may call init() again.
+    # The rank itself may call init() again.
     assert find_rank_process(environ) is None
-    command = [sys.executable, "-c", LOOK]
+    command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) == os.getpid(), done.stderr
 
 
-OTHERS = {
+OTHER_JOBS = {
     "mpirun": environments.OPENMPI_5 | {"PMIX_NAMESPACE": "prterun-vm-9999@1"},
     "step": environments.SRUN_PMIX | {"SLURM_STEP_ID": "7"},
     "other-mpi": environments.MPICH_5,
 }
 
 
-@pytest.mark.parametrize("environ", OTHERS.values(), ids=OTHERS)
-def test_a_rank_of_another_job_is_no_child(environ: dict[str, str]) -> None:
-    """A program that is a rank may start another job, whose ranks inherit its environment."""
+@pytest.mark.parametrize("environ", OTHER_JOBS.values(), ids=OTHER_JOBS)
+def test_a_rank_of_another_job_is_not_a_child(environ: dict[str, str]) -> None:
+    # A rank may start another job, whose ranks inherit its environment.
     parent = {**environments.OPENMPI_5, **environments.SRUN_PMIX}
     claim_rank(parent)
     claim = parent["HVDTRAIN_RANK_PROCESS"].partition(" ")[2]

@@ -1,5 +1,3 @@
-"""Every launcher's environment gives the right place, and no stale variable does."""
-
 from __future__ import annotations
 
 import json
@@ -46,7 +44,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize(("environ", "expected"), LAUNCHERS.values(), ids=LAUNCHERS)
-def test_launchers(environ: dict[str, str], expected: Topology) -> None:
+def test_read_topology(environ: dict[str, str], expected: Topology) -> None:
     assert read_topology(environ) == expected
 
 
@@ -54,7 +52,7 @@ SLURM_AROUND = [
     env.SBATCH_SCRIPT,
     env.SALLOC_SHELL,
     env.SALLOC_INTERACTIVE_STEP,
-    env.SRUN_PMIX,  # mpirun starts its daemons through srun
+    env.SRUN_PMIX,  # mpirun starts its daemons with srun
     env.SRUN_PMI2,
 ]
 MPIRUNS = ["openmpi5", "openmpi5-hosts", "openmpi4-hosts", "mpich5", "impi", "impi-hosts"]
@@ -71,7 +69,7 @@ def test_mpirun_wins_over_slurm(name: str, around: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),3", [1, 2, 2, 3]), ("4(x4)", [4] * 4)]
 )
-def test_slurm_packs_counts(text: str, counts: list[int], node: int) -> None:
+def test_packed_slurm_counts(text: str, counts: list[int], node: int) -> None:
     tasks = range(sum(counts[:node]), sum(counts[: node + 1]))
     environ = {
         "SLURM_PROCID": str(tasks[-1]),
@@ -85,22 +83,20 @@ def test_slurm_packs_counts(text: str, counts: list[int], node: int) -> None:
     assert read_topology(environ) == place(tasks[-1], sum(counts), local, node, "slurm")
 
 
-def test_only_rank_0_is_chief() -> None:
-    assert Topology().is_chief
-    assert not read_topology(env.OPENMPI_5).is_chief
-
-
 def without(environ: dict[str, str], name: str) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key != name}
 
 
-CONTRADICTIONS = {
+INVALID = {
     "rank-too-big": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2"),
     "negative": ({**env.MPICH_5, "PMI_RANK": "-1"}, "PMI_RANK=-1"),
     "size-zero": ({**env.MPICH_5, "PMI_SIZE": "0"}, "PMI_SIZE=0"),
     "local-rank-too-big": ({**env.INTEL_MPI, "MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2"),
     "local-size-too-big": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "_SIZE=3"),
-    "no-number": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one'"),
+    "not-a-number": (
+        {**env.OPENMPI_5, "OMPI_COMM_WORLD_RANK": "one"},
+        "OMPI_COMM_WORLD_RANK='one'",
+    ),
     "empty": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE=''"),
     "size-missing": (without(env.OPENMPI_5, "OMPI_COMM_WORLD_SIZE"), "SIZE is missing"),
     "rank-missing": (without(env.OPENMPI_5, "OMPI_COMM_WORLD_RANK"), "RANK is missing"),
@@ -113,12 +109,12 @@ CONTRADICTIONS = {
 }
 
 
-@pytest.mark.parametrize(("environ", "told"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_contradictions_are_errors(environ: dict[str, str], told: str) -> None:
+@pytest.mark.parametrize(("environ", "problem"), INVALID.values(), ids=INVALID)
+def test_invalid_variables_are_an_error(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(LaunchError) as raised:
         read_topology(environ)
-    assert told in str(raised.value)
-    assert "unset" in str(raised.value), "says what to do"
+    assert problem in str(raised.value)
+    assert "unset" in str(raised.value)
 
 
 def test_horovodrun_gloo_of_one_rank() -> None:
@@ -128,7 +124,7 @@ def test_horovodrun_gloo_of_one_rank() -> None:
 
 
 @pytest.mark.mpi
-def test_under_the_mpirun_that_is_here(launch) -> None:
+def test_the_installed_mpirun(launch) -> None:
     done = launch(
         3,
         """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses
-from hvdtrain.cluster.managed_hosts import HostState, ManagedHost, managed_hosts_text
+from hvdtrain.cluster.managed_hosts import HostState, ManagedHost, format_managed_hosts
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch import hosts as module
 from hvdtrain.launch.hosts import HostWatch, add_where, named_hosts
@@ -109,7 +109,7 @@ class Manager:
             ManagedHost(name=name, slots=1, state=state, why=f"{name} is so" * (state != "there"))
             for name, state in hosts.items()
         ]
-        self.path.write_text(managed_hosts_text(all_hosts))
+        self.path.write_text(format_managed_hosts(all_hosts))
 
     def watch(self, *, ranks: int = 2, may_grow: bool = False) -> HostWatch:
         """The watch of a job that was submitted with as many hosts as ranks."""

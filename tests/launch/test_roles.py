@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.cluster.hosts import parse_hosts
-from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
+from hvdtrain.cluster.tf_config import TaskHosts, hosts_and_servers
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Plan
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_suffice_are_told_before_anything_starts(planned) -> N
     told = planned("-np", "2", "--mode", "async-ps", "--num-ps", "2")
     assert "2 ranks with 2 parameter servers (--num-ps, HVDTRAIN_NUM_PS) leave no worker" in told
     told = planned("-H", "a:2,b", "--mode", "sync-ps", "--backup-workers", "2")
-    assert "3 ranks less 1 parameter server are 2 workers; expected at most 1" in told
+    assert "must be less than the number of workers, 2, got 2" in told
 
 
 def test_the_tasks_of_a_file(planned, cluster_file: str) -> None:
@@ -92,7 +92,7 @@ def test_the_tasks_of_the_variable(planned, monkeypatch, cluster_file: str) -> N
     assert planned("-np", "2") == ["localhost chief", "localhost worker"], "no servers wanted"
     monkeypatch.setenv("TF_CONFIG", "not read")
     assert planned(*servers, "--cluster", cluster_file) == FROM_SPEC
-    assert "the variable TF_CONFIG can't be used: it is no JSON" in planned(*servers)
+    assert "the variable TF_CONFIG is invalid: it is not valid JSON" in planned(*servers)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_host_to_spare_takes_over_by_number() -> None:
 
 def test_a_classic_cluster_is_started_again_with_what_is_left() -> None:
     job, site = job_on("a", mode="sync-ps")
-    hosts, ps_ranks = hosts_and_servers(ClassicCluster(workers=("a", "b", "c"), servers=("a", "s")))
+    hosts, ps_ranks = hosts_and_servers(TaskHosts(workers=("a", "b", "c"), servers=("a", "s")))
     site = Resources(**{**vars(site), "hosts": tuple(hosts), "ps_ranks": ps_ranks})
     first = make_plan(job, site, site.hosts, None)
     assert roles(first) == "a a* b c s*"

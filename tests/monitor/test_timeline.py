@@ -58,7 +58,7 @@ hvd.init()
 try:
     hvd.start_timeline(sys.argv[1])
 except ConfigurationError as error:
-    assert "is being written already" in str(error)
+    assert "is already being written" in str(error)
 else:
     assert False
 hvd.allreduce(np.ones(5), name="before")

@@ -121,7 +121,7 @@ def test_it_gives_what_the_engine_gives(launch) -> None:
     done = launch(3, START + SAME, env=NCCL, timeout_s=120)
     assert done.returncode == 0, done
     assert done.stdout.count("same") == 3
-    why = r"NCCL combines gradients: --backend nccl \(by TensorFlow's ring on CPUs"
+    why = r"NCCL combines gradients: --backend nccl \(with TensorFlow's ring on CPUs"
     assert len(re.findall(why, done.stderr)) == 2, "once for each init(), by the chief alone"
 
 

@@ -1,8 +1,10 @@
-"""What combines gradients, and why."""
-
 import pytest
 
-from hvdtrain.cluster.backend import DeviceCapabilities, choose_backend, choose_for_devices
+from hvdtrain.cluster.engine_choice import (
+    DeviceCapabilities,
+    choose_device_engine,
+    choose_engine,
+)
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
@@ -11,7 +13,7 @@ MPI = Topology(rank=1, size=2, local_rank=1, local_size=2, launcher="openmpi")
 
 
 @pytest.mark.parametrize(
-    ("topology", "asked", "backend", "reason"),
+    ("topology", "backend", "engine", "reason"),
     [
         (MPI, "auto", "mpi", "the ranks can use MPI"),
         (MPI, "mpi", "mpi", "--backend mpi"),
@@ -23,20 +25,20 @@ MPI = Topology(rank=1, size=2, local_rank=1, local_size=2, launcher="openmpi")
         (Topology(), "mpi", "mpi", "--backend mpi"),
     ],
 )
-def test_choice(topology, asked, backend, reason):
-    assert choose_backend(topology, asked) == (backend, reason)
+def test_engine_by_launcher_and_backend(topology, backend, engine, reason):
+    assert choose_engine(topology, backend) == (engine, reason)
 
 
-def test_mpi_where_there_is_none():
+def test_backend_mpi_without_mpi_is_an_error():
     with pytest.raises(LaunchError, match=r"rank 1 of 2 .* without MPI.*hvdtrain run -np 2"):
-        choose_backend(GLOO, "mpi")
+        choose_engine(GLOO, "mpi")
 
 
-@pytest.mark.parametrize(("topology", "asked"), [(GLOO, "auto"), (MPI, "horovod")])
-def test_parameter_servers_need_mpi(topology, asked):
+@pytest.mark.parametrize(("topology", "backend"), [(GLOO, "auto"), (MPI, "horovod")])
+def test_parameter_servers_need_mpi(topology, backend):
     with pytest.raises(ConfigurationError, match="Parameter servers need MPI"):
-        choose_backend(topology, asked, has_servers=True)
-    assert choose_backend(MPI, "auto", has_servers=True).backend == "mpi"
+        choose_engine(topology, backend, has_servers=True)
+    assert choose_engine(MPI, "auto", has_servers=True).engine == "mpi"
 
 
 GPU0, GPU1 = (DeviceCapabilities(gpu=f"GPU-{n}", has_nccl=True, ready=True) for n in "01")
@@ -46,50 +48,50 @@ OTHER = GPU1._replace(has_nccl=False)
 
 
 @pytest.mark.parametrize(
-    ("asked", "capabilities", "backend", "reason"),
+    ("backend", "capabilities", "engine", "reason"),
     [
         ("auto", [GPU0, GPU1], "nccl", "every rank has a GPU"),
         ("auto", [CPU, CPU], "mpi", "no rank has a GPU"),
-        ("auto", [GPU0, CPU, CPU], "mpi", "ranks 1, 2 are without a GPU, and others have one"),
-        ("auto", [GPU0, GPU0], "mpi", "ranks 0, 1 are sharing a GPU, which NCCL does not allow"),
-        ("auto", [GPU0, OTHER], "mpi", "rank 1 is using a TensorFlow without NCCL"),
+        ("auto", [GPU0, CPU, CPU], "mpi", "only some ranks have a GPU, not ranks 1, 2"),
+        ("auto", [GPU0, GPU0], "mpi", "ranks 0, 1 share a GPU, which NCCL does not allow"),
+        ("auto", [GPU0, OTHER], "mpi", "TensorFlow has no NCCL on rank 1"),
         (
             *("auto", [GPU0, LATE], "mpi"),
-            "rank 1 is late: the program used TensorFlow's devices before hvdtrain.init()",
+            "TensorFlow's devices were used before hvdtrain.init() on rank 1",
         ),
         ("mpi", [GPU0, GPU1], "mpi", "--backend mpi"),
         ("nccl", [GPU0, GPU1], "nccl", "--backend nccl"),
         (
             *("nccl", [CPU, CPU], "nccl"),
-            "--backend nccl (by TensorFlow's ring on CPUs, as no rank has a GPU)",
+            "--backend nccl (with TensorFlow's ring on CPUs, as no rank has a GPU)",
         ),
     ],
 )
-def test_choice_for_devices(asked, capabilities, backend, reason):
-    found = choose_for_devices(asked, capabilities, has_servers=False, elastic=False)
-    assert found == (backend, reason)
+def test_engine_by_capabilities(backend, capabilities, engine, reason):
+    choice = choose_device_engine(backend, capabilities, has_servers=False, elastic=False)
+    assert choice == (engine, reason)
 
 
 @pytest.mark.parametrize(
     ("capabilities", "reason"),
     [
-        ([CPU, GPU1], "rank 0 is without a GPU"),
-        ([GPU1, GPU1], "sharing a GPU"),
-        ([GPU0, OTHER], "without NCCL"),
-        ([CPU, CPU._replace(ready=False)], "rank 1 is late"),
+        ([CPU, GPU1], "not rank 0"),
+        ([GPU1, GPU1], "share a GPU"),
+        ([GPU0, OTHER], "no NCCL on rank 1"),
+        ([CPU, CPU._replace(ready=False)], "used before .* on rank 1"),
     ],
 )
-def test_nccl_where_it_can_t_be(capabilities, reason):
-    with pytest.raises(LaunchError, match=rf"--backend nccl .* can't be used: .*{reason}"):
-        choose_for_devices("nccl", capabilities, has_servers=False, elastic=False)
+def test_backend_nccl_without_capabilities_is_an_error(capabilities, reason):
+    with pytest.raises(LaunchError, match=rf"--backend nccl .* is not possible: .*{reason}"):
+        choose_device_engine("nccl", capabilities, has_servers=False, elastic=False)
 
 
 @pytest.mark.parametrize(
     ("has_servers", "elastic", "reason"),
     [(True, False, "some ranks are parameter servers"), (False, True, "ranks may be lost")],
 )
-def test_what_devices_can_t_do(has_servers, elastic, reason):
+def test_nccl_needs_all_ranks(has_servers, elastic, reason):
     options = {"has_servers": has_servers, "elastic": elastic}
-    assert reason in choose_for_devices("auto", [GPU0, GPU1], **options).reason
+    assert reason in choose_device_engine("auto", [GPU0, GPU1], **options).reason
     with pytest.raises(ConfigurationError, match=reason):
-        choose_for_devices("nccl", [GPU0, GPU1], **options)
+        choose_device_engine("nccl", [GPU0, GPU1], **options)

@@ -1,0 +1,141 @@
+"""The choice of the library that combines the ranks' gradients: MPI, NCCL or Horovod.
+
+``choose_engine`` decides how ranks communicate. Once they do, they exchange their
+``DeviceCapabilities``, and ``choose_device_engine`` decides whether NCCL combines gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.errors import ConfigurationError, LaunchError
+
+__all__ = ["DeviceCapabilities", "EngineChoice", "choose_device_engine", "choose_engine"]
+
+
+class EngineChoice(NamedTuple):
+    """The chosen library and the reason, for the log."""
+
+    engine: Literal["mpi", "nccl", "horovod"]
+    reason: str
+
+
+class DeviceCapabilities(NamedTuple):
+    """What a rank needs to combine gradients on its device.
+
+    Attributes:
+        gpu: ID of its first GPU; empty if it computes on the CPU.
+        has_nccl: Whether its TensorFlow contains NCCL.
+        ready: Whether its TensorFlow can still be connected to the other ranks.
+    """
+
+    gpu: str
+    has_nccl: bool
+    ready: bool
+
+
+def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False) -> EngineChoice:
+    """Choose between MPI and Horovod, with the same result on all ranks.
+
+    Args:
+        topology: The place of this process.
+        backend: The value of ``--backend``.
+        has_servers: Whether some ranks are parameter servers.
+
+    Raises:
+        LaunchError: The launcher doesn't support the backend.
+        ConfigurationError: Parameter servers don't support the backend.
+    """
+    without_mpi = topology.launcher == "horovod-gloo" and topology.size > 1
+    if backend == "mpi" and without_mpi:
+        raise LaunchError(
+            "--backend mpi (HVDTRAIN_BACKEND) needs MPI, but horovodrun --gloo started this rank "
+            f"{topology.rank} of {topology.size} (HOROVOD_RANK, HOROVOD_SIZE) without MPI. Omit "
+            "it, or start with horovodrun --mpi, mpirun, or hvdtrain run "
+            f"-np {topology.size} -- python ..."
+        )
+    if backend in ("auto", "nccl"):
+        if not without_mpi:
+            return EngineChoice("mpi", "the ranks can use MPI")
+        choice = EngineChoice("horovod", "horovodrun --gloo started the ranks, without MPI")
+    else:
+        choice = EngineChoice("horovod" if backend == "horovod" else "mpi", f"--backend {backend}")
+    if choice.engine == "horovod" and has_servers:
+        raise ConfigurationError(
+            f"Parameter servers need MPI, but the ranks use Horovod: {choice.reason}. Start with "
+            "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod; or train "
+            "with --mode allreduce."
+        )
+    return choice
+
+
+def choose_device_engine(
+    backend: str, capabilities: Sequence[DeviceCapabilities], *, has_servers: bool, elastic: bool
+) -> EngineChoice:
+    """Choose between MPI and NCCL for dense gradients, with the same result on all ranks.
+
+    Args:
+        backend: The value of ``--backend``.
+        capabilities: The capabilities of each rank.
+        has_servers: Whether some ranks are parameter servers.
+        elastic: Whether training continues without lost ranks.
+
+    Raises:
+        LaunchError: The backend is ``nccl`` and the ranks don't support it.
+        ConfigurationError: The backend is ``nccl`` and the settings don't support it.
+    """
+    if backend == "mpi":
+        return EngineChoice("mpi", "--backend mpi")
+    if has_servers or elastic:
+        reason = (
+            "some ranks are parameter servers" if has_servers else "ranks may be lost (--elastic)"
+        )
+        if backend == "nccl":
+            raise ConfigurationError(
+                f"--backend nccl (HVDTRAIN_BACKEND) needs all ranks in each step, but {reason}; "
+                "omit one of them."
+            )
+        return EngineChoice("mpi", reason)
+    obstacle = _obstacle(capabilities, needs_gpus=backend == "auto")
+    if backend == "auto":
+        if obstacle:
+            return EngineChoice("mpi", obstacle)
+        return EngineChoice("nccl", "every rank has a GPU")
+    if obstacle:
+        raise LaunchError(
+            f"--backend nccl (HVDTRAIN_BACKEND) is not possible: {obstacle}. Fix that, or omit it "
+            "to combine gradients over MPI."
+        )
+    on_cpus = (
+        "" if capabilities[0].gpu else " (with TensorFlow's ring on CPUs, as no rank has a GPU)"
+    )
+    return EngineChoice("nccl", f"--backend nccl{on_cpus}")
+
+
+def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
+    """Return why the ranks can't combine gradients on their devices; empty if they can."""
+    without_gpu = [rank for rank, one in enumerate(capabilities) if not one.gpu]
+    if len(without_gpu) == len(capabilities):
+        if needs_gpus:
+            return "no rank has a GPU"
+    elif without_gpu:
+        return f"only some ranks have a GPU, not {_ranks(without_gpu)}"
+    else:
+        users = Counter(one.gpu for one in capabilities)
+        sharing = [rank for rank, one in enumerate(capabilities) if users[one.gpu] > 1]
+        if sharing:
+            return f"{_ranks(sharing)} share a GPU, which NCCL does not allow"
+        without_nccl = [rank for rank, one in enumerate(capabilities) if not one.has_nccl]
+        if without_nccl:
+            return f"TensorFlow has no NCCL on {_ranks(without_nccl)}"
+    late = [rank for rank, one in enumerate(capabilities) if not one.ready]
+    if late:
+        return f"TensorFlow's devices were used before hvdtrain.init() on {_ranks(late)}"
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
