@@ -26,7 +26,7 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous
-from hvdtrain.parameter_server.optimizer_state import take_states
+from hvdtrain.parameter_server.optimizer_state import pack_states
 from hvdtrain.parameter_server.published_weights import published_bytes, share_memory
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
@@ -170,7 +170,7 @@ class _Runs:
         """Push as often as asked for; returns how long that took."""
         client = Client(self._messages, self._specs, [self._server], [self.shard], self._memory)
         weights = [np.asarray(variable.numpy()) for variable in self._model.trainable_variables]
-        states = take_states(self._model.optimizer, [self.shard])
+        states = pack_states(self._model.optimizer, [self.shard])
         chief = self._collectives.rank == 0
         if chief:
             client.load(weights, states)

@@ -1,1 +1,1 @@
-"""Ranks that hold a model's variables and apply the gradients that others send."""
+"""Parameter servers: ranks that hold variables and apply the gradients of workers."""

@@ -1,4 +1,4 @@
-"""A worker's side: sends gradients to all servers, and takes the weights that come back."""
+"""A worker's side: sends gradients to all servers, and receives weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,18 @@ _Blocks = Sequence[Sequence[np.ndarray]]
 
 
 class Client:
-    """One worker's way to the servers of one ``fit``.
+    """One worker's connection to the servers of one ``fit``.
 
-    Weights come as arrays of all trainable variables. They stay as they are as long as somebody
-    holds one of them.
+    Weights are returned as arrays of all trainable variables. They stay unchanged while somebody
+    holds a reference to one of them.
+
+    Attributes:
+        pushed: How many gradients were sent.
+        stopped: Whether another worker stopped the training.
+        own_signal: A signal that this worker received, sent with each request; 0 if none.
+        signal: The signal in the servers' replies, 0 if none; see ``Reply``.
+        training: How many workers may still send gradients; set by any reply.
+        last_reply_s: When the last reply came, on the monotonic clock.
     """
 
     def __init__(
@@ -43,6 +51,12 @@ class Client:
         shards: Sequence[Shard],
         memory: SharedMemory,
     ) -> None:
+        self.pushed = 0
+        self.stopped = False
+        self.own_signal = 0
+        self.signal = 0
+        self.training = 0
+        self.last_reply_s = 0.0
         self._messages = messages
         self._specs = specs
         self._servers = [
@@ -53,38 +67,26 @@ class Client:
         self._slots = memory.slots
         self._slot = 0  # of the last gradient
         self._pool = BufferPool()
-        # MPI moves large messages only while it is called, and training calls other things. So a
-        # thread waits for the answer to what is under way; no other call of MPI is made meanwhile.
+        # MPI moves large messages only inside its calls, so a thread waits for the reply to the
+        # request in flight. No other thread calls MPI meanwhile.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain push")
-        self._under_way: tuple[PendingRequest, Future[None]] | None = None
-        self._given_up: tuple[PendingRequest, Future[None]] | None = None
-        self._came: PendingRequest | None = None  # of it, with weights that are not used yet
+        self._in_flight: tuple[PendingRequest, Future[None]] | None = None
+        self._abandoned: tuple[PendingRequest, Future[None]] | None = None
+        self._unused: PendingRequest | None = None  # its weights were received but not returned yet
         self._closed = Event()
-        self.pushed = 0
-        """The number of gradients that went to the servers."""
-        self.stopped = False
-        """Whether another worker has ended the training."""
-        self.own_signal = 0
-        """A signal that came to this worker, to be told with each request; see ``Request``."""
-        self.signal = 0
-        """The signal that the servers told of, 0 for none; see ``Reply``."""
-        self.training = 0
-        """The number of workers that may still send gradients; known after any answer."""
-        self.heard_s = 0.0
-        """The time at which the last answer came, on the monotonic clock."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        """Give the servers all weights, and each its optimizer's flat state; the chief does."""
+        """Send the initial weights and each server's flat optimizer state, as the chief."""
         data = []
         for shard, state in zip(self._shards, states):
             buffer = self._pool.take(shard.nbytes)
             shard.pack(weights, buffer)
             data.append([buffer, state])
-        self._ask(Kind.LOAD, data)
+        self._request(Kind.LOAD, data)
 
     def pull(self) -> list[np.ndarray]:
-        """Returns the newest weights; the first time when the chief has loaded some."""
-        return self._ask(Kind.PULL)
+        """Return the newest weights; the first call waits for the chief's ``load``."""
+        return self._request(Kind.PULL)
 
     def push(
         self,
@@ -93,31 +95,31 @@ class Client:
         weight: float,
         learning_rate: float,
         position: tuple[int, ...] = NO_POSITION,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> list[np.ndarray] | None:
-        """Give a gradient to the servers, and take the weights for the next step.
+        """Send gradients, and return the weights for the next step.
 
-        A worker that pushes ahead computes its next gradient while this one is under way, with the
-        weights that came for the one before. Whatever else is asked of the servers waits for the
-        answer, and brings newer weights.
+        With ``overlap`` the worker computes its next gradient while this one is in flight, with the
+        weights that came for the previous one. Any other request waits for the reply first, and
+        returns newer weights.
 
         Args:
-            gradients: One for each variable; None where this step has none that counts. They are
-                free for other use afterwards.
-            weight: How much the gradient counts where it is averaged with those of others.
-            learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
-            position: Where this worker is in its data, once the gradient is applied.
-            ahead: Leave this gradient under way.
+            gradients: Of all variables, or None for a step without samples. They may be overwritten
+                once this returns.
+            weight: The weight of the gradient when servers average gradients of several workers.
+            learning_rate: The chief's; NaN on other workers.
+            position: This worker's position in its data once the gradient is applied.
+            overlap: Return without waiting for the reply.
 
         Returns:
-            Weights; None if ``ahead`` and no gradient was under way: those that the worker has are
-            the newest.
+            Weights; None with ``overlap`` if no gradient was in flight, so that the worker already
+            has the newest weights.
 
         Raises:
-            MismatchError: A server can't use it or, if ``ahead``, the one before.
-            NonFiniteError: It, or the one before, holds NaN or infinity.
+            MismatchError: A server can't use the gradient or, with ``overlap``, the previous one.
+            NonFiniteError: It, or the previous one, has NaN or infinity.
         """
-        # With the version of the weights that it was computed with, older than those that come now.
+        # Built before the reply in flight changes the version: the gradient is of older weights.
         requests = [
             Request(
                 Kind.PUSH,
@@ -133,68 +135,69 @@ class Client:
         ]
         data = None
         if gradients is not None:
-            # The first slot unless a server may still read it: what caches hold of it is of use.
-            self._slot = 0 if self._under_way is None else (self._slot + 1) % GRADIENT_SLOTS
+            # Prefer the first slot, which is in the cache, unless a server may still read it.
+            self._slot = 0 if self._in_flight is None else (self._slot + 1) % GRADIENT_SLOTS
             data = [self._pack(server, gradients) for server in self._servers]
         pending = self._start(requests, data)
-        if not ahead:
-            return self._take(pending)
-        came, self._came = self._came, None
-        self._under_way = pending, self._thread.submit(pending.wait, self._closed.is_set)
-        return None if came is None else self._use(came)
+        if not overlap:
+            return self._finish(pending)
+        unused, self._unused = self._unused, None
+        self._in_flight = pending, self._thread.submit(pending.wait, self._closed.is_set)
+        return None if unused is None else self._use(unused)
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether there are weights to come, or to be used, for what was pushed ahead."""
-        return self._under_way is not None or self._came is not None
+    def has_newer_weights(self) -> bool:
+        """Whether an overlapping push brought weights, or will, that were not returned yet."""
+        return self._in_flight is not None or self._unused is not None
 
     def close(self) -> None:
-        """Push nothing ahead any more; give up what is under way, as after an error."""
+        """Abandon the request in flight, as after an error."""
         self._closed.set()
         self._thread.shutdown()
-        # Its answer may still come, into its buffers.
-        self._given_up, self._under_way = self._under_way, None
+        # MPI may still write its reply into the buffers.
+        self._abandoned, self._in_flight = self._in_flight, None
 
     def end(
         self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:
-        """Say that no gradient will come any more, and wait for all other workers to say so.
+        """Wait until all workers have called this, and return the final weights.
 
-        ``stop`` ends the others as well; for the chief ``states`` is filled with each server's
-        optimizer's. Returns the last weights.
+        Args:
+            stop: Stop the other workers too.
+            states: On the chief, receive each server's optimizer state.
         """
-        return self._ask(Kind.END, more=[[state] for state in states or ()], stop=stop)
+        return self._request(Kind.END, extra=[[state] for state in states or ()], stop=stop)
 
-    def look(self) -> None:
-        """Ask the servers how things are: ``signal``, ``training``, ``stopped``."""
-        self._ask(Kind.LOOK)
+    def update_status(self) -> None:
+        """Get ``signal``, ``training`` and ``stopped`` from the servers."""
+        self._request(Kind.STATUS)
 
     def leave(self, *, stop: bool = False) -> None:
-        """Say that no gradient will come any more, as ``end`` does, which must come later."""
-        self._ask(Kind.LEAVE, stop=stop)
+        """Tell the servers that no more gradients will come; ``end`` must still be called."""
+        self._request(Kind.LEAVE, stop=stop)
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the newest weights, for the chief, and fills ``states`` with each optimizer's.
+        """Return the newest weights, as the chief, and receive the optimizers' state in ``states``.
 
-        Servers may be at different moments, as they may with ``pull``.
+        As with ``pull``, servers may have applied different gradients.
         """
-        return self._ask(Kind.STATE, more=[[state] for state in states])
+        return self._request(Kind.STATE, extra=[[state] for state in states])
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
-        """Take what all servers hold at one moment, with the same gradients in it; the chief does.
+        """Take a snapshot, as the chief, in which all servers have applied the same gradients.
 
         Returns:
-            The weights, and the position that came with the last gradient of each worker in them;
-            ``states`` is filled with the optimizer's state on each server.
+            The weights, and each worker's position with its last gradient in the snapshot.
+            ``states`` receives the optimizers' state.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
-        self._ask(Kind.FREEZE, more=[[entry] for entry in progress])
-        furthest = np.max(progress, axis=0)
+        self._request(Kind.FREEZE, extra=[[entry] for entry in progress])
+        target = np.max(progress, axis=0)
         positions = [np.empty((workers, POSITION_NUMBERS), np.int64) for _ in self._servers]
-        weights = self._ask(
-            Kind.SNAPSHOT, [[furthest]] * len(self._servers), more=list(zip(states, positions))
+        weights = self._request(
+            Kind.SNAPSHOT, [[target]] * len(self._servers), extra=list(zip(states, positions))
         )
         return weights, [tuple(row) for row in positions[0].tolist()]
 
@@ -206,78 +209,56 @@ class Client:
         packed = pack_gradients(server.shard, self._specs, gradients, flat, slot)
         return [packed.header, *packed.blocks()]
 
-    def _ask(
-        self,
-        kind: Kind,
-        data: _Blocks | None = None,
-        *,
-        more: _Blocks | None = None,
-        stop: bool = False,
+    def _request(
+        self, kind: Kind, data: _Blocks | None = None, extra: _Blocks = (), stop: bool = False
     ) -> list[np.ndarray]:
-        """Ask the same of all servers, as ``_start`` does; returns weights where some come."""
+        """Send the same request to all servers, and return the weights in the replies, if any."""
         requests = [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
-        return self._take(self._start(requests, data, more))
+        return self._finish(self._start(requests, data, extra))
 
     def _start(
-        self, requests: Sequence[Request], data: _Blocks | None, more: _Blocks | None = None
+        self, requests: Sequence[Request], data: _Blocks | None, extra: _Blocks = ()
     ) -> PendingRequest:
-        """Send requests, each with its data, once nothing else is under way.
-
-        ``more`` is filled with what follows the answers.
-        """
-        self._settle()
+        """Send requests once the previous one is complete."""
+        if self._in_flight is not None:
+            pending, waiting = self._in_flight
+            waiting.result()
+            self._in_flight = None
+            self._check(pending)
+            self._unused = pending
         self.pushed += requests[0].has_gradient
         buffers = [self._pool.take(shard.nbytes) for shard in self._shards]
         none = [()] * len(buffers)
         return PendingRequest(
-            self._messages, self._servers, requests, buffers, data or none, more or none
+            self._messages, self._servers, requests, buffers, data or none, extra or none
         )
 
-    def _take(self, pending: PendingRequest) -> list[np.ndarray]:
-        """Wait for the answers; returns the weights that came with them, if any were to come."""
+    def _finish(self, pending: PendingRequest) -> list[np.ndarray]:
         pending.wait()
-        self._note(pending)
-        if pending.weights == "none":
+        self._check(pending)
+        if not pending.has_weights:
             return []
-        self._came = None
+        self._unused = None
         return self._use(pending)
 
-    def _settle(self) -> None:
-        """Wait until nothing is under way.
-
-        Raises:
-            CollectiveError: The servers refused what was; one of ``REFUSALS``.
-        """
-        if self._under_way is None:
-            return
-        pending, waiting = self._under_way
-        waiting.result()
-        self._under_way = None
-        self._note(pending)
-        self._came = pending
-
-    def _note(self, answered: PendingRequest) -> None:
-        """Take over what the servers said, beside the weights.
-
-        Raises:
-            CollectiveError: They refused; one of ``REFUSALS``.
-        """
-        self.heard_s = answered.heard_s
-        for reply in answered.replies:
+    def _check(self, request: PendingRequest) -> None:
+        """Update the status from the replies, and raise the error of a refusal."""
+        self.last_reply_s = request.replied_s
+        for reply in request.replies:
             self.stopped = self.stopped or reply.stop
             self.signal = self.signal or reply.signal
-        self.training = max(reply.training for reply in answered.replies)
-        for server, reply in zip(self._servers, answered.replies):
+        self.training = max(reply.training for reply in request.replies)
+        for server, reply in zip(self._servers, request.replies):
             if reply.refusal:
-                self._follow(answered)
+                self._take_versions(request)
                 error = REFUSALS[reply.error]
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
-    def _use(self, answered: PendingRequest) -> list[np.ndarray]:
-        """Returns the weights that came, for the next gradient."""
-        self._follow(answered)
-        return assemble(self._specs, self._shards, answered.buffers)
+    def _use(self, request: PendingRequest) -> list[np.ndarray]:
+        """Return the weights of a request, with which the next gradient is computed."""
+        self._take_versions(request)
+        return assemble(self._specs, self._shards, request.buffers)
 
-    def _follow(self, answered: PendingRequest) -> None:
-        for server, reply, version in zip(self._servers, answered.replies, answered.versions):
+    def _take_versions(self, request: PendingRequest) -> None:
+        for server, reply, version in zip(self._servers, request.replies, request.versions):
             server.step, server.version = reply.step, version

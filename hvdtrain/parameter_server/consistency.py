@@ -1,133 +1,105 @@
-"""Consistency models: who may go on when, which gradients count; pure bookkeeping of one server.
+"""Consistency models and worker liveness: the bookkeeping of one server, without I/O.
 
-``Asynchronous`` applies each gradient as it comes. With a bound it is stale synchronous parallel
-(Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
-``Synchronous`` waits for the gradients of a step; with backup workers it takes the first ones
-(Chen et al. 2016, arXiv 1604.00981). ``WorkerLiveness`` knows whom to wait for, and
-``ConsistentSnapshot`` what has to wait.
+``Asynchronous`` applies each gradient when it arrives; with a bound it is stale synchronous
+parallel (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
+server"). ``Synchronous`` averages the gradients of a step; with backup workers it takes the first
+ones (Chen et al. 2016, arXiv 1604.00981).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from hvdtrain.parameter_server.protocol import Kind, Request
 
 __all__ = ["Asynchronous", "Consistency", "ConsistentSnapshot", "Synchronous", "WorkerLiveness"]
 
-# Requests that may bring a server further.
-_ADVANCING = (Kind.PUSH, Kind.LEAVE, Kind.END)
 
+class Asynchronous:
+    """Workers proceed up to ``bound`` steps ahead of the slowest; None for any number.
 
-class Consistency(ABC):
-    """A consistency model: what a server asks of the ranks that train before they go on."""
-
-    gathers: bool
-    """Whether gradients wait for those of other workers, and are applied together."""
-
-    def __init__(self, workers: Collection[int]) -> None:
-        self.active = set(workers)
-        """The workers whose gradients are waited for."""
-
-    @abstractmethod
-    def push(self, worker: int, step: int) -> bool:
-        """Note a worker's gradient; returns whether it counts, or comes too late."""
-
-    @abstractmethod
-    def complete(self) -> bool:
-        """Returns whether what was gathered is to be applied now; if so, a new step begins."""
-
-    @abstractmethod
-    def may_go_on(self, worker: int) -> bool:
-        """Returns whether a worker may have weights for its next step."""
-
-    @abstractmethod
-    def next_step(self, worker: int) -> int:
-        """Returns the number of a worker's next step."""
-
-    @abstractmethod
-    def progress(self) -> list[int]:
-        """Returns how far this server is, in numbers that never fall; one for each worker.
-
-        Servers on which they are equal have applied the same gradients.
-        """
-
-    @abstractmethod
-    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
-        """Returns whether one more request may bring a worker's ``progress`` beyond ``limit``."""
-
-    def leave(self, worker: int) -> None:
-        """Wait for a worker's gradients no more: it has ended, died, or says nothing."""
-        self.active.discard(worker)
-
-    def come_back(self, worker: int) -> None:
-        """Wait for a worker again, which had only been silent."""
-        self.active.add(worker)
-
-
-class Asynchronous(Consistency):
-    """Workers go on without each other, up to ``bound`` steps (None: any) ahead of the slowest."""
+    Attributes:
+        gathers: Whether gradients of several workers are averaged and applied together.
+        active: The workers that others wait for.
+    """
 
     gathers = False
 
     def __init__(self, workers: Collection[int], bound: int | None) -> None:
-        super().__init__(workers)
+        self.active = set(workers)
         self._pushed = dict.fromkeys(workers, 0)
-        self._clocks = dict.fromkeys(workers, 0)  # as pushed, but who comes back is not behind
+        self._clocks = dict.fromkeys(workers, 0)  # as _pushed, but raised when a worker rejoins
         self._bound = bound
 
     def push(self, worker: int, step: int) -> bool:
+        """Record a worker's gradient, and return whether it is in time."""
         self._pushed[worker] += 1
         self._clocks[worker] += 1
         return True
 
     def complete(self) -> bool:
+        """Return whether to apply the gathered gradients now; if so, the next step starts."""
         return False
 
-    def may_go_on(self, worker: int) -> bool:
+    def may_proceed(self, worker: int) -> bool:
+        """Return whether a worker may have weights for its next step."""
         return self._bound is None or self._clocks[worker] - self._slowest <= self._bound
 
     def next_step(self, worker: int) -> int:
+        """Return the number of a worker's next step."""
         return self._pushed[worker]
 
-    def come_back(self, worker: int) -> None:
+    def leave(self, worker: int) -> None:
+        """Stop waiting for a worker, which is done, lost or silent."""
+        self.active.discard(worker)
+
+    def rejoin(self, worker: int) -> None:
+        """Wait for a worker again that was silent."""
         self._clocks[worker] = max(self._clocks[worker], self._slowest)
-        super().come_back(worker)
+        self.active.add(worker)
 
     @property
     def _slowest(self) -> int:
         return min((self._clocks[worker] for worker in self.active), default=0)
 
     def progress(self) -> list[int]:
+        """Return this server's progress: a number for each worker that never decreases.
+
+        Servers with equal numbers have applied the same gradients.
+        """
         return list(self._pushed.values())
 
-    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
-        return self._pushed[worker] >= limit[list(self._pushed).index(worker)]
+    def would_exceed(self, worker: int, target: Sequence[int]) -> bool:
+        """Return whether a request of this worker could raise its ``progress`` above ``target``."""
+        return self._pushed[worker] >= target[list(self._pushed).index(worker)]
 
 
-class Synchronous(Consistency):
-    """Workers make each step together: the first ``wanted`` ones, or all if not given."""
+class Synchronous:
+    """Workers make each step together: the first ``wanted`` ones, or all if None.
+
+    It has the same methods as ``Asynchronous``.
+    """
 
     gathers = True
 
     def __init__(self, workers: Collection[int], wanted: int | None = None) -> None:
-        super().__init__(workers)
+        self.active = set(workers)
         self._size = len(workers)
         self._wanted = self._size if wanted is None else wanted
-        self._has_backup = self._wanted < self._size
         self._step = 0
         self._taken: set[int] = set()
 
     def push(self, worker: int, step: int) -> bool:
+        """Record a worker's gradient, and return whether it is of the current step."""
         if step != self._step:
             return False
         self._taken.add(worker)
         return True
 
     def complete(self) -> bool:
-        # Who has ended after it pushed still counts, and nobody waits for who ended before.
+        """Return whether all gradients of the step are there; if so, the next step starts."""
+        # A worker that left after its push still counts.
         waited_for = len(self.active | self._taken)
         if not self._taken or len(self._taken) < min(self._wanted, waited_for):
             return False
@@ -135,142 +107,157 @@ class Synchronous(Consistency):
         self._taken = set()
         return True
 
-    def may_go_on(self, worker: int) -> bool:
+    def may_proceed(self, worker: int) -> bool:
+        """Return whether the step of a worker's gradient is complete."""
         return worker not in self._taken
 
     def next_step(self, worker: int) -> int:
+        """Return the number of the step."""
         return self._step
 
-    def progress(self) -> list[int]:
-        # With backup workers each server takes the gradients that came to it first: there is no
-        # moment at which all have the same.
-        return [0 if self._has_backup else self._step] * self._size
+    def leave(self, worker: int) -> None:
+        """Stop waiting for a worker, which is done, lost or silent."""
+        self.active.discard(worker)
 
-    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
-        return self.progress()[0] >= limit[0]
+    def rejoin(self, worker: int) -> None:
+        """Wait for a worker again that was silent."""
+        self.active.add(worker)
+
+    def progress(self) -> list[int]:
+        """Return the number of the step for each worker."""
+        # With backup workers each server takes the gradients that arrive first, so servers never
+        # have the same ones.
+        return [0 if self._wanted < self._size else self._step] * self._size
+
+    def would_exceed(self, worker: int, target: Sequence[int]) -> bool:
+        """Return whether another step would raise the progress above ``target``."""
+        return self.progress()[0] >= target[0]
+
+
+Consistency = Asynchronous | Synchronous
 
 
 class WorkerLiveness:
-    """The liveness of workers: which of them may still send something.
+    """Tracks which workers may still send requests, and which are silent.
 
-    A worker that has an answer is expected to speak again. One that takes longer than ``silence_s``
-    is silent until it does, but for the chief: it validates and saves in between, and without it
-    nothing goes on anyway. So does the first step, which comes with the compilation of the model.
+    A worker that doesn't send a request within ``silence_s`` after a reply is silent until it does.
+    The chief never is: it validates and saves between steps, and training stops without it anyway.
+    Neither is a worker before its first step, which includes the compilation of the model.
+
+    Attributes:
+        connected: The workers that are neither done nor lost.
+        training: The workers that may still send gradients.
+        stepped: The workers that have made a step.
     """
 
     def __init__(self, workers: Sequence[int], silence_s: float = math.inf) -> None:
+        self.connected = set(workers)
+        self.training = set(workers)
+        self.stepped: set[int] = set()
         self._chief = workers[0]
         self._silence_s = silence_s
-        self.there = set(workers)
-        """The workers that have neither said that they are done, nor died."""
-        self.training = set(workers)
-        """The workers that may still send gradients."""
-        self._stepped: set[int] = set()
-        self._expected: dict[int, float] = {}  # since when; infinity for those that are silent
+        self._replied: dict[int, float] = {}  # time of the last reply; infinity once silent
 
-    def hear(self, worker: int) -> bool:
-        """Note that a worker speaks; returns whether it had been silent."""
-        return self._expected.pop(worker, 0.0) == math.inf
+    def note_request(self, worker: int) -> bool:
+        """Record a request, and return whether the worker was silent before it."""
+        return self._replied.pop(worker, 0.0) == math.inf
 
-    def note_step(self, worker: int) -> None:
-        self._stepped.add(worker)
-
-    def answer(self, worker: int, now: float) -> None:
-        """Note that a worker got its answer; ``now`` by a monotonic clock."""
-        if worker in self._stepped and worker in self.training and worker != self._chief:
-            self._expected[worker] = now
+    def note_reply(self, worker: int, now: float) -> None:
+        """Expect a worker's next request after a reply at ``now``, on the monotonic clock."""
+        if worker in self.stepped and worker in self.training and worker != self._chief:
+            self._replied[worker] = now
 
     def stop_training(self, worker: int) -> None:
-        """Note that a worker sends no gradients any more."""
+        """Record that a worker sends no more gradients."""
         self.training.discard(worker)
-        self._expected.pop(worker, None)
+        self._replied.pop(worker, None)
 
-    def end(self, worker: int) -> None:
-        """Note that nothing more comes from a worker: it is done, or died."""
+    def disconnect(self, worker: int) -> None:
+        """Record that a worker is done or lost."""
         self.stop_training(worker)
-        self.there.discard(worker)
+        self.connected.discard(worker)
 
     @property
-    def next_silence(self) -> float:
-        """The time at which the next worker falls silent, if it says nothing; infinity for none."""
-        return min(self._expected.values(), default=math.inf) + self._silence_s
+    def next_silence_s(self) -> float:
+        """The time at which the next worker becomes silent; infinity if none can."""
+        return min(self._replied.values(), default=math.inf) + self._silence_s
 
-    def fall_silent(self, now: float) -> list[int]:
-        """Returns the workers that are silent from now on."""
-        silent = [w for w, since in self._expected.items() if now >= since + self._silence_s]
-        self._expected.update(dict.fromkeys(silent, math.inf))
+    def mark_silent(self, now: float) -> list[int]:
+        """Return the workers that have become silent by ``now``."""
+        silent = [w for w, since in self._replied.items() if now >= since + self._silence_s]
+        self._replied.update(dict.fromkeys(silent, math.inf))
         return silent
 
 
 class ConsistentSnapshot:
-    """A moment that is the same on all servers, while workers go on.
+    """One server's part in a snapshot with the same gradients on all servers.
 
-    A worker sends each gradient to all servers at once, and one server may have taken it before
-    another. So the chief first asks all of them how far they are; meanwhile they take nothing more.
-    The furthest is what all can reach, as the gradients that are in it are on their way to each of
-    them. Requests that belong to what comes after the moment are held back until it has been.
+    A worker sends each gradient to all servers, but one server may have applied it before another.
+    So the chief first freezes all servers and gets their progress. The maximum is the target, which
+    every server can reach because the missing gradients are already on their way. Requests that
+    exceed the target are held back until the snapshot is taken.
     """
 
     def __init__(self, consistency: Consistency, workers: Sequence[int]) -> None:
         self._consistency = consistency
         self._workers = tuple(workers)
         self._frozen = False
-        self._limit: Sequence[int] | None = None  # of each worker's progress
+        self._target: Sequence[int] | None = None
         self._held: list[tuple[int, Request]] = []
         self._lost: set[int] = set()
 
-    def lose(self, worker: int) -> None:
-        """Wait for nothing from a worker that died, whose last gradient only some servers have."""
+    def drop_worker(self, worker: int) -> None:
+        """Don't wait for a lost worker, whose last gradient only some servers may have."""
         self._lost.add(worker)
         self._held = [entry for entry in self._held if entry[0] != worker]
 
-    def begin(self) -> list[int]:
-        """Take nothing more until ``aim``; returns how far this server is."""
+    def freeze(self) -> list[int]:
+        """Apply no more gradients until ``resume_to``, and return this server's progress."""
         self._frozen = True
         return self._consistency.progress()
 
-    def aim(self, limit: Sequence[int]) -> None:
-        """Take what is missing to be as far as ``limit``, and nothing beyond it."""
-        self._limit = limit
+    def resume_to(self, target: Sequence[int]) -> None:
+        """Apply gradients until the progress is ``target``."""
+        self._target = target
 
     @property
     def reached(self) -> bool:
-        """Whether this is the moment."""
-        limit = self._limit
-        if limit is None:
+        """Whether the progress is the target."""
+        target = self._target
+        if target is None:
             return False
         if self._lost and not self._consistency.active:
-            return True  # what is missing was on its way from the last of them
+            return True  # the missing gradients were those of lost workers
         return all(
             done >= wanted or worker in self._lost
-            for worker, done, wanted in zip(self._workers, self._consistency.progress(), limit)
+            for worker, done, wanted in zip(self._workers, self._consistency.progress(), target)
         )
 
     @property
     def may_advance(self) -> bool:
-        """Whether a step may be completed, also one that waited only for who is missing."""
-        return not self._frozen or (self._limit is not None and not self.reached)
+        """Whether a step may be completed."""
+        return not self._frozen or (self._target is not None and not self.reached)
 
-    def end(self) -> None:
-        """Let what was held back go on."""
+    def finish(self) -> None:
+        """Release the requests that were held back."""
         self._frozen = False
-        self._limit = None
+        self._target = None
 
-    def holds(self, worker: int, request: Request) -> bool:
-        """Returns whether a request has to wait; it comes back from ``next_held``."""
+    def hold(self, worker: int, request: Request) -> bool:
+        """Hold a request back if it must wait, and return whether it does; see ``next_held``."""
         waits = self._must_wait(worker, request)
         if waits:
             self._held.append((worker, request))
         return waits
 
     def next_held(self) -> tuple[int, Request] | None:
-        """Returns what has waited longest and need not wait any more, or None."""
+        """Return the oldest request that was held back and need not wait any more, or None."""
         for number, (worker, request) in enumerate(self._held):
             if not self._must_wait(worker, request):
                 return self._held.pop(number)
         return None
 
     def _must_wait(self, worker: int, request: Request) -> bool:
-        if not self._frozen or request.kind not in _ADVANCING:
+        if not self._frozen or request.kind not in (Kind.PUSH, Kind.LEAVE, Kind.END):
             return False
-        return self._limit is None or self._consistency.is_beyond(worker, self._limit)
+        return self._target is None or self._consistency.would_exceed(worker, self._target)

@@ -1,15 +1,15 @@
-"""Gradients on their way to a server: packed for its shard, and added up.
+"""Gradients of a shard: packed by workers, received and averaged by servers.
 
-Dense ones lie as they do in the shard, sparse ones are rows. A header of one number for each of the
-shard's pieces goes first; neighbours that are dense travel together, from one flat buffer to
-another, or stay in one that both sides see.
+Dense gradients have the layout of the shard's buffer, sparse ones are rows. A header with one
+number for each of the shard's pieces comes first. Neighbouring dense gradients are sent in one
+block, or stay in shared memory that both sides see.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,26 +21,25 @@ from hvdtrain.parameter_server.sharding import Shard, Spec, VariableSlice, numpy
 __all__ = [
     "SENT",
     "Gradient",
-    "GradientSum",
+    "GradientMean",
     "Rows",
     "ShardGradients",
-    "merge_rows",
     "pack_gradients",
     "take_rows",
 ]
 
-# What the header says of a piece: how many rows it has, or one of these.
+# Values in the header for a piece: its number of rows, or one of these.
 _NONE, _DENSE = -1, -2
-# Where dense gradients are: in a slot by its number, or on their way.
+# The slot in the header if dense gradients are sent and not in shared memory.
 SENT = -1
-# So many values are looked at together.
+# Values that are checked at a time, so that the intermediate result stays in the cache.
 CHECKED_ITEMS = 128 << 10
 
 
 class Rows(NamedTuple):
-    """The rows that a sparse gradient has values for.
+    """A sparse gradient.
 
-    ``indices`` int64 of shape (n,), perhaps with repetitions; ``values`` of shape (n, ...).
+    ``indices`` int64 of shape (n,), possibly repeated; ``values`` of shape (n, ...).
     """
 
     indices: np.ndarray
@@ -52,14 +51,14 @@ Gradient = np.ndarray | Rows | None
 
 @dataclass(frozen=True, kw_only=True)
 class ShardGradients:
-    """Gradients of a shard's pieces, or room for them.
+    """The gradients of a shard's pieces.
 
     Attributes:
-        shard: Where the pieces lie.
-        flat: The gradients of dense pieces, in a buffer of the shard.
-        rows: The gradients of sparse pieces, by the piece's number.
-        missing: Numbers of the pieces without a gradient.
-        slot: Which slot the other side finds ``flat`` in; SENT where it must be sent.
+        shard: The layout.
+        flat: A buffer of the shard with the dense gradients.
+        rows: The sparse gradients, by the piece's number.
+        missing: The numbers of the pieces without a gradient.
+        slot: The slot of shared memory that ``flat`` is in, or SENT.
     """
 
     shard: Shard
@@ -68,33 +67,28 @@ class ShardGradients:
     missing: Set[int] = frozenset()
     slot: int = SENT
 
-    @staticmethod
-    def header_buffer(shard: Shard) -> np.ndarray:
-        """Returns room for a ``header``."""
-        return np.empty(1 + len(shard.pieces), np.int64)
-
     @classmethod
-    def expect(
+    def from_header(
         cls, shard: Shard, header: np.ndarray, flat: np.ndarray, slots: Sequence[np.ndarray] = ()
     ) -> ShardGradients:
-        """Returns room for the gradients that a header announces.
+        """Return empty gradients to receive ``blocks`` into.
 
-        Those of dense pieces come to ``flat``, or lie in one of the ``slots``.
+        Dense gradients are received in ``flat``, or already in one of the ``slots``.
 
         Raises:
-            MismatchError: No worker with this model can have sent this header.
+            MismatchError: The header is not one of a worker with this model.
         """
         slot, *kinds = header.tolist()
         sparse = {n: kind for n, kind in enumerate(kinds) if kind >= 0}
         if min(kinds) < _DENSE or any(len(shard.pieces[n].shape) < 1 for n in sparse):
             raise MismatchError(
-                f"Gradients of kinds {kinds} came for {len(shard.pieces)} pieces of variables. All "
-                "ranks must train the same model."
+                f"Received gradients of kinds {kinds} for {len(shard.pieces)} pieces of variables. "
+                "All ranks must train the same model."
             )
         if not SENT <= slot < len(slots):
             raise MismatchError(
-                f"Gradients were said to lie in slot {slot} of {len(slots)} that this server sees; "
-                "all ranks need the same version of hvdtrain."
+                f"Received gradients in slot {slot} of shared memory, expected one of "
+                f"{len(slots)}; all ranks need the same version of hvdtrain."
             )
         rows = {}
         for number, count in sparse.items():
@@ -107,7 +101,7 @@ class ShardGradients:
 
     @property
     def header(self) -> np.ndarray:
-        """The numbers that are sent first: the slot, and which gradient each piece has."""
+        """The slot and the kind of each piece's gradient; int64 of shape (1 + pieces,)."""
         sparse = {number: len(rows.indices) for number, rows in self.rows.items()}
         kinds = {**sparse, **dict.fromkeys(self.missing, _NONE)}
         return np.array(
@@ -115,7 +109,7 @@ class ShardGradients:
         )
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yields all memory that travels after the header, in its order."""
+        """Yield the arrays that are sent after the header, in order."""
         pieces = self.shard.pieces
         not_dense = self.missing | self.rows.keys()
         for skipped, run in itertools.groupby(range(len(pieces)), not_dense.__contains__):
@@ -128,14 +122,14 @@ class ShardGradients:
                 yield from rows
 
     def by_piece(self) -> list[Gradient]:
-        """Returns the gradient of each piece; dense ones are views of ``flat``."""
+        """Return the gradient of each piece; dense ones are views of ``flat``."""
         return [
             None if number in self.missing else self.rows.get(number, view)
             for number, view in enumerate(self.shard.views(self.flat))
         ]
 
     def check(self) -> None:
-        """Raise MismatchError unless sparse gradients are of rows that there are."""
+        """Raise MismatchError if a row of a sparse gradient is out of range."""
         for number, rows in self.rows.items():
             limit = self.shard.pieces[number].shape[0]
             if len(rows.indices) and not 0 <= rows.indices.min() <= rows.indices.max() < limit:
@@ -145,7 +139,7 @@ class ShardGradients:
                 )
 
     def non_finite(self) -> list[int]:
-        """Returns the numbers of the pieces whose gradient has NaN or infinity."""
+        """Return the numbers of the pieces whose gradient has NaN or infinity."""
         return [n for n, gradient in enumerate(self.by_piece()) if not _all_finite(gradient)]
 
 
@@ -156,9 +150,10 @@ def pack_gradients(
     flat: np.ndarray,
     slot: int = SENT,
 ) -> ShardGradients:
-    """Returns the gradients of a shard's pieces, cut from those of whole variables.
+    """Return a shard's part of the gradients of whole variables.
 
-    Dense ones go to ``flat``, a buffer of the shard, which is that slot if the server sees it.
+    Dense gradients are copied to ``flat``, a buffer of the shard, which is in ``slot`` if the
+    server sees it.
     """
     rows, missing = {}, set()
     for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
@@ -169,78 +164,90 @@ def pack_gradients(
             indices, values = take_rows(piece, spec, *gradient)
             rows[number] = Rows(indices, values.astype(numpy_dtype(piece.dtype), copy=False))
         else:
-            whole = _whole(gradient, spec) if isinstance(gradient, Rows) else gradient
+            whole = _densify(gradient, spec) if isinstance(gradient, Rows) else gradient
             view.reshape(-1)[...] = whole.reshape(-1)[piece.start : piece.stop]
     return ShardGradients(shard=shard, flat=flat, rows=rows, missing=missing, slot=slot)
 
 
-class GradientSum:
-    """Adds up gradients, of each variable in as much memory as one gradient takes.
+class GradientMean:
+    """The weighted mean of the gradients of several workers, in constant memory.
 
     float16 and bfloat16 are summed in float32.
     """
 
     def __init__(self) -> None:
-        self._totals: list[Gradient] = []
+        self._first: ShardGradients | None = None  # has room for the mean
+        self._sums: list[Gradient] = []
+        self._weight = 0.0
 
-    def add(self, gradients: Sequence[Gradient], weight: float) -> None:
-        """Add the weighted gradients of all variables; dense ones may be overwritten."""
-        self._totals = self._totals or [None] * len(gradients)
-        for number, gradient in enumerate(gradients):
-            total = self._totals[number]
-            if isinstance(gradient, Rows):
-                rows = Rows(gradient.indices, _weighted(gradient.values, weight))
-                if isinstance(total, np.ndarray):
-                    np.add.at(total, rows.indices, rows.values)
-                else:
-                    self._totals[number] = merge_rows([rows] if total is None else [total, rows])
-            elif gradient is not None:
-                values = _weighted(gradient, weight)
-                if isinstance(total, np.ndarray):
-                    total += values
-                    continue
-                self._totals[number] = sums = values.astype(accumulator_dtype(gradient.dtype))
-                if total is not None:
-                    np.add.at(sums, total.indices, total.values)
+    def add(self, gradients: ShardGradients, weight: float) -> None:
+        """Add one worker's gradients, which are overwritten.
 
-    def take(self) -> list[Gradient]:
-        """Return the sums in their accumulation type, and start from zero.
-
-        A sum is None if no worker had a gradient of that variable.
+        Raises:
+            MismatchError: They are of other variables than the gradients before.
         """
-        totals, self._totals = self._totals, []
-        return totals
+        first = self._first = self._first or gradients
+        if first.missing != gradients.missing or first.rows.keys() != gradients.rows.keys():
+            raise MismatchError(
+                "Workers have gradients for different variables, or sparse ones where others have "
+                "dense ones. All ranks must train the same variables with the same loss."
+            )
+        every = gradients.by_piece()
+        self._sums = self._sums or [None] * len(every)
+        for number, gradient in enumerate(every):
+            if gradient is not None:
+                self._sums[number] = _add(self._sums[number], gradient, weight)
+        self._weight += weight
+
+    def take(self) -> ShardGradients | None:
+        """Return the weighted mean, or None without gradients, and start again.
+
+        It is in the buffer of the gradients that were added first.
+        """
+        first, self._first = self._first, None
+        sums, self._sums = self._sums, []
+        weight, self._weight = self._weight, 0.0
+        if first is None:
+            return None
+        rows = {}
+        for number, (total, room) in enumerate(zip(sums, first.by_piece())):
+            if isinstance(total, Rows) and isinstance(room, Rows):
+                values = np.divide(total.values, weight)
+                rows[number] = Rows(total.indices, values.astype(room.values.dtype, copy=False))
+            elif isinstance(total, np.ndarray) and isinstance(room, np.ndarray):
+                np.divide(total, weight, out=room, casting="unsafe")
+        return replace(first, rows=rows)
 
 
 def take_rows(
     piece: VariableSlice, spec: Spec, indices: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows of a sparse gradient within ``piece``, counted from its first row.
+    """Return the rows of a sparse gradient that are in ``piece``, counted from its first row.
 
-    ``piece`` consists of whole rows; ``indices`` are rows of the variable, of shape ``(n,)``, and
-    ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
-
-    Raises:
-        ValueError: ``piece`` has parts of rows.
+    ``piece`` must consist of whole rows. ``indices`` are rows of the variable, of shape ``(n,)``,
+    and ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
     """
-    if not _has_whole_rows(piece, spec):
-        raise ValueError(
-            f"Elements {piece.start} to {piece.stop} of {spec.path}, of shape {spec.shape}, are "
-            "not whole rows. Send the gradient of this variable as a whole."
-        )
     first, last = piece.start // spec.row, piece.stop // spec.row
-    mine = (indices >= first) & (indices < last)
-    return indices[mine] - first, values[mine]
+    inside = (indices >= first) & (indices < last)
+    return indices[inside] - first, values[inside]
 
 
-def merge_rows(several: Sequence[Rows]) -> Rows:
-    """Returns the sum of sparse gradients, with each row once, in order."""
-    indices = np.concatenate([rows.indices for rows in several])
-    unique, places = np.unique(indices, return_inverse=True)
-    values = np.concatenate([rows.values for rows in several])
-    merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-    np.add.at(merged, places, values)
-    return Rows(unique, merged)
+def _add(total: Gradient, gradient: np.ndarray | Rows, weight: float) -> Gradient:
+    """Return ``total + weight * gradient``, rows unique and sorted; may overwrite both."""
+    if isinstance(gradient, Rows):
+        indices, values = gradient.indices, _weighted(gradient.values, weight)
+        if isinstance(total, Rows):
+            indices = np.concatenate([total.indices, indices])
+            values = np.concatenate([total.values, values])
+        unique, places = np.unique(indices, return_inverse=True)
+        merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+        np.add.at(merged, places, values)
+        return Rows(unique, merged)
+    values = _weighted(gradient, weight)
+    if isinstance(total, np.ndarray):
+        total += values
+        return total
+    return values.astype(accumulator_dtype(gradient.dtype))
 
 
 def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
@@ -249,7 +256,6 @@ def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def _all_finite(gradient: Gradient) -> bool:
-    """Look block by block, so that what was found of the values stays in the cache."""
     if gradient is None:
         return True
     flat = (gradient.values if isinstance(gradient, Rows) else gradient).reshape(-1)
@@ -263,8 +269,7 @@ def _has_whole_rows(piece: VariableSlice, spec: Spec) -> bool:
     return bool(spec.shape) and piece.start % spec.row == 0 == piece.stop % spec.row
 
 
-def _whole(rows: Rows, spec: Spec) -> np.ndarray:
-    """Returns a sparse gradient with all its zeros."""
+def _densify(rows: Rows, spec: Spec) -> np.ndarray:
     whole = np.zeros(spec.shape, rows.values.dtype)
     np.add.at(whole, rows.indices, rows.values)
     return whole

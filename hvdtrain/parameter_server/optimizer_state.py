@@ -1,4 +1,4 @@
-"""The state of an optimizer whose variables are held in shards: taken apart, and put together."""
+"""The state of an optimizer whose variables are sharded: split and reassembled."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from hvdtrain.private_api.keras import (
 __all__ = [
     "AVERAGES",
     "assign_state",
-    "cut_state",
     "gather_state",
-    "put_states",
+    "pack_states",
     "read_state",
-    "take_states",
+    "split_state",
+    "unpack_states",
 ]
 
 _ITERATIONS = "iterations"
-# The moving averages of the weights, where the optimizer has use_ema.
+# The moving averages of the weights, for optimizers with use_ema.
 AVERAGES = "model_variables_moving_average"
 
-# Variables of an optimizer by key; with the piece of a shard that they belong to, or None.
+# An optimizer's variables by key, each with the piece that it belongs to or None.
 _Entries = dict[str, tuple[keras.Variable, VariableSlice | None]]
 
 
 def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
-    """Returns copies of the state of an optimizer that is built on the pieces of ``shard``.
+    """Return copies of the state of an optimizer that is built on the pieces of ``shard``.
 
-    Keys, their order, shapes and types are those of ``cut_state``.
+    Keys, order, shapes and dtypes are the same as in ``split_state``.
     """
     return {
         key: _scalar(variable) if piece is None else _value(variable)
@@ -50,7 +50,7 @@ def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
 
 
 def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
-    """Give an optimizer the state that ``read_state`` returned.
+    """Assign a state from ``read_state`` or ``split_state``.
 
     Raises:
         CheckpointError: ``values`` are of another optimizer or shard.
@@ -62,11 +62,11 @@ def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray])
         variable.assign(values[key])
 
 
-def cut_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
-    """Returns a shard's part of the state of a whole model's optimizer.
+def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
+    """Return a shard's part of the state of the whole model's optimizer.
 
     Raises:
-        ModelError: The optimizer is not built, or its state can't be taken apart.
+        ModelError: The optimizer is not built, or its state can't be split.
     """
     plain, variables = _built(model_optimizer)
     state = {
@@ -84,15 +84,14 @@ def gather_state(
     *,
     only: str | None = None,
 ) -> None:
-    """Assign what all shards have to the optimizer of the whole model.
+    """Assign the states of all shards to the optimizer of the whole model.
 
-    What concerns all variables is taken from the first. ``only`` assigns nothing but these slots,
-    such as ``momentums``.
+    State that belongs to no variable is taken from the first shard. ``only`` restricts this to the
+    slots of one name, such as ``momentums``.
 
     Raises:
         CheckpointError: The states are of another optimizer or of other shards.
-        ModelError: The optimizer is not built or has no slots ``only``, or its state can't be put
-            together.
+        ModelError: The optimizer is not built, lacks slots ``only``, or its state can't be split.
     """
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
@@ -102,48 +101,51 @@ def gather_state(
                 continue
             if piece is None and shard is not shards[0]:
                 continue
-            value = _check(key, values, _part_shape(variable, piece, variables))
+            shape = tuple(variable.shape)
+            if piece is not None and not _is_whole(piece, variables):
+                shape = piece.shape
+            value = _check(key, values, shape)
             if key == _ITERATIONS:
-                # Beside what the servers count there are gradients that wait for those of more
-                # steps.
+                # Servers don't count steps whose gradients still wait to be accumulated.
                 steps = accumulated_steps(plain)
                 value = value * steps + int(_value(variable)) % steps
             parts.setdefault(id(variable), (variable, []))[1].append((piece, value))
     if only is not None and not parts:
         raise ModelError(
-            f"The servers' {only} can't be given to {type(plain).__name__}, which has no "
-            f"attribute _{only} with an entry for each variable. Use a version of Keras that "
+            f"The servers' {only} can't be assigned to {type(plain).__name__}, which lacks "
+            f"an attribute _{only} with an entry for each variable. Use a version of Keras that "
             "hvdtrain was tested with, or an optimizer that keeps them."
         )
-    # One copy at a time: an optimizer may keep several times as much as the model has.
+    # One copy at a time: an optimizer may be several times as large as the model.
     for variable, pieces in parts.values():
-        whole = _value(variable)
-        for piece, value in pieces:
-            _part(whole, piece, variables)[...] = value
-        variable.assign(whole)
+        value = _value(variable)
+        for piece, part in pieces:
+            _part(value, piece, variables)[...] = part
+        variable.assign(value)
 
 
-def take_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Returns the state of a whole model's optimizer as the flat buffers of all shards."""
-    return [join_bytes(cut_state(optimizer, shard)) for shard in shards]
+def pack_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
+    """Return the state of the whole model's optimizer as a flat buffer for each shard."""
+    return [join_bytes(split_state(optimizer, shard)) for shard in shards]
 
 
-def put_states(
+def unpack_states(
     optimizer: Any,
     shards: Sequence[Shard],
     states: Sequence[np.ndarray],
     *,
     only: str | None = None,
 ) -> None:
-    """Give a whole model's optimizer the state that all shards have, from flat buffers.
+    """Assign the flat buffers of all shards to the whole model's optimizer, as ``gather_state``.
 
-    A learning rate that can be set stays: servers have what this rank told them last. ``only`` is
-    that of ``gather_state``.
+    A learning rate that can be set is kept: servers have an earlier one of this rank.
     """
     rate = rate_of(plain_optimizer(optimizer))
     before = rate.numpy() if isinstance(rate, keras.Variable) else None
-    cut = [split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)]
-    gather_state(optimizer, shards, cut, only=only)
+    split = [
+        split_bytes(state, split_state(optimizer, shard)) for shard, state in zip(shards, states)
+    ]
+    gather_state(optimizer, shards, split, only=only)
     if before is not None:
         rate.assign(before)
 
@@ -153,52 +155,51 @@ def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
 
 
 def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
-    """Returns the variables of a plain optimizer that concern a shard, in one order everywhere.
+    """Return the variables of a plain optimizer for a shard, in the same order on all ranks.
 
-    Those that concern all variables, such as ``iterations``, come by their attribute without
-    leading underscores, with None. Those of each piece, such as its momentum, come with the piece;
-    ``numbers`` says which of the optimizer's variables a piece is, or is of.
+    The key of a scalar such as ``iterations`` is its attribute without leading underscores. The
+    key of a slot such as a momentum also has the piece. ``numbers`` has the number of each piece's
+    variable in the optimizer.
 
     Raises:
-        ModelError: The optimizer has variables that belong neither to all nor to each of the
-            model's.
+        ModelError: The optimizer has variables that are neither scalars nor slots.
     """
     count = len(own_trainable_variables(optimizer))
-    mine = {id(variable) for variable in optimizer.variables}
+    all_ids = {id(variable) for variable in optimizer.variables}
     known = {id(v) for v in accumulated_gradients(optimizer)}
-    found: _Entries = {}
+    entries: _Entries = {}
     for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
         if attribute in NOT_STATE:
             continue
-        if isinstance(value, keras.Variable) and id(value) in mine and not tuple(value.shape):
-            found[name] = value, None
+        if isinstance(value, keras.Variable) and id(value) in all_ids and not tuple(value.shape):
+            entries[name] = value, None
             known.add(id(value))
         elif isinstance(value, (list, tuple)) and len(value) == count:
             ids = {id(entry) for entry in value if entry is not None}
-            if ids and ids <= mine:
+            if ids and ids <= all_ids:
                 known |= ids
                 for number, piece in zip(numbers, shard.pieces):
                     if value[number] is not None:
-                        found[f"{name}/{piece.variable:04d}/{piece.start}"] = value[number], piece
+                        entries[f"{name}/{piece.variable:04d}/{piece.start}"] = value[number], piece
     unknown = [v.path for v in optimizer.variables if id(v) not in known]
     if unknown:
         raise ModelError(
-            f"Can't tell to which variables of the model {', '.join(unknown)} of "
-            f"{type(optimizer).__name__} belong. For parameter servers an optimizer is expected "
-            "to keep its state in attributes that are scalars, or lists with an entry for each "
-            "variable. Use one of Keras' own, or train without parameter servers."
+            f"{type(optimizer).__name__} has variables {', '.join(unknown)} that parameter servers "
+            "can't assign to variables of the model. State must be in attributes that are scalars, "
+            "or lists with an entry for each variable. Use one of Keras' optimizers, or train "
+            "without parameter servers."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(entries.items()))
 
 
 def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the optimizer that updates variables, and these."""
+    """Return the optimizer without loss scaling, and its trainable variables."""
     plain = plain_optimizer(optimizer)
     if not plain.built:
         raise ModelError(
-            f"The model's {type(plain).__name__} has no state yet. Call "
-            "optimizer.build(model.trainable_variables) before."
+            f"The model's {type(plain).__name__} is not built; call "
+            "optimizer.build(model.trainable_variables) first."
         )
     return plain, own_trainable_variables(plain)
 
@@ -208,28 +209,18 @@ def _is_whole(piece: VariableSlice, variables: Sequence[Any]) -> bool:
 
 
 def _part(whole: np.ndarray, piece: VariableSlice | None, variables: Sequence[Any]) -> np.ndarray:
-    """Returns what belongs to ``piece`` of a variable's state, as a view; for None all of it."""
+    """Return a view of the part of a variable's state that belongs to ``piece``."""
     if piece is None or _is_whole(piece, variables):
-        return whole  # which needn't have the variable's shape
+        return whole  # may have another shape than the variable
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
 
 
-def _part_shape(
-    slot: keras.Variable, piece: VariableSlice | None, variables: Sequence[Any]
-) -> tuple[int, ...]:
-    """Returns the shape of that ``_part`` of a slot, which is not copied for it."""
-    if piece is None or _is_whole(piece, variables):
-        return tuple(slot.shape)
-    return piece.shape
-
-
 def _value(variable: Any) -> np.ndarray:
-    """Returns a copy that may be written to."""
-    return np.array(variable.value.numpy())
+    return np.array(variable.value.numpy())  # a copy that may be written to
 
 
 def _scalar(variable: Any) -> np.ndarray:
-    """Returns a copy in a type that doesn't depend on which variables a shard has."""
+    """Return a copy in a dtype that is the same for all shards."""
     value = _value(variable)
     return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)
 
@@ -237,10 +228,10 @@ def _scalar(variable: Any) -> np.ndarray:
 def _check(key: str, values: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     value = values.get(key)
     if value is None or value.shape != shape:
-        held = "nothing" if value is None else f"shape {value.shape}"
+        found = "nothing" if value is None else f"shape {value.shape}"
         raise CheckpointError(
-            f"The state of an optimizer is of another one, or of other shards: for {key} expected "
-            f"shape {shape}, found {held}. Use the model and optimizer that it was taken from, "
-            "and the same number of parameter servers, or put it together with gather_state."
+            "The optimizer state is of another optimizer or of other shards: expected shape "
+            f"{shape} for {key}, got {found}. Use the same model, optimizer and number of "
+            "parameter servers, or assemble the state with gather_state."
         )
     return value

@@ -1,8 +1,8 @@
-"""The protocol of workers and parameter servers: requests and replies, and how they travel.
+"""The wire protocol between workers and parameter servers.
 
-A worker sends a request to every server, with what belongs to it, and each server answers when it
-may go on. All are a few numbers of fixed size; weights, gradients and optimizer states follow as
-flat buffers, whose layout both sides know from the shards.
+A worker sends each request to all servers, and a server replies as soon as the worker may proceed.
+Requests and replies have a fixed size. Weights, gradients and optimizer states follow them as flat
+buffers, whose layout both sides know from the shards.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import enum
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,60 +37,58 @@ __all__ = [
     "ServerHandle",
 ]
 
-# The tags of messages.
+# Message tags.
 REQUEST = 1
 DATA = 2
 REPLY = 3
 REPLY_DATA = 4
 
-# What a request may be refused with.
+# The errors with which a server may refuse a request; a reply holds the index.
 REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
-
-# Answers with data that are on their way at a time: one that goes out, and the next.
-MOST_UNTAKEN = 2
-
-# Small enough to arrive without anybody waiting for it.
+# A message of this size is sent eagerly: no side waits for it.
 REFUSAL_BYTES = 800
+
+# Replies with data in flight at a time: one that is being sent, and the next.
+MAX_IN_FLIGHT = 2
 
 POSITION_NUMBERS = 9
 NO_POSITION = (-1,) * POSITION_NUMBERS
 
-REQUEST_FORMAT = f"<qqq?dd?q{POSITION_NUMBERS}q"
-REPLY_FORMAT = f"<qq?qqb{REFUSAL_BYTES}s"
+_REQUEST = struct.Struct(f"<qqq?dd?q{POSITION_NUMBERS}q")
+_REPLY = struct.Struct(f"<qq?qqb{REFUSAL_BYTES}s")
 
 
 class Kind(enum.IntEnum):
     """The kind of a request.
 
-    The first request of a job is the chief's LOAD; servers let all others wait for it.
+    The first request of a job is the chief's LOAD; servers queue all others until it has arrived.
     """
 
-    LOAD = 1  # the chief gives weights and the optimizer's state
-    PULL = 2  # the weights
-    PUSH = 3  # a gradient, for which the weights come back
-    END = 4  # nothing more; answered when all are done, the chief with the optimizer's state, too
-    LOOK = 5  # how things are; answered at once, without weights
-    LEAVE = 6  # no gradient any more, but END comes later; answered as LOOK
-    FREEZE = 7  # the chief wants a snapshot; answered with how far the server is
-    SNAPSHOT = 8  # the chief says how far to go; weights, state and positions of that moment
-    STATE = 9  # the chief wants weights and state as they are; answered at once
+    LOAD = 1  # the chief sends weights and optimizer state
+    PULL = 2  # get the weights
+    PUSH = 3  # send a gradient and get the weights
+    END = 4  # the last request; the reply comes when all workers are done, with state for the chief
+    STATUS = 5  # get the status at once, without weights
+    LEAVE = 6  # the worker sends no more gradients, only END later; same reply as STATUS
+    FREEZE = 7  # the chief starts a snapshot and gets the server's progress
+    SNAPSHOT = 8  # the chief sends the target progress and gets weights, state and positions
+    STATE = 9  # the chief gets the current weights and state at once
 
 
 class Request(NamedTuple):
-    """A worker's request to a server; what belongs to it comes after it.
+    """A worker's request to a server.
 
     Attributes:
-        kind: Which request it is.
-        step: For a gradient, the number that the server gave with the weights.
-        version: For a gradient, how many updates went into the weights it was computed with.
-        has_gradient: Whether a gradient follows; there may be none in a step.
-        weight: How much a gradient counts beside those of other workers.
-        learning_rate: The chief's, where it has one to tell; NaN otherwise.
-        stop: Whether a worker that is done wants the others to end as well.
-        signal: One that came to this worker; the chief's is the one by which it ends all. 0 for
-            none.
-        position: Where the worker is in its data when this gradient is applied; numbers that
-            servers keep for a snapshot. ``NO_POSITION`` leaves the last ones.
+        kind: The kind of the request.
+        step: For a gradient, the step number from the server's last reply.
+        version: For a gradient, the version of the weights that it was computed with.
+        has_gradient: Whether a gradient follows.
+        weight: The weight of the gradient relative to other workers' gradients.
+        learning_rate: The chief's learning rate; NaN leaves the server's unchanged.
+        stop: Whether this worker stops the training of all workers.
+        signal: A signal that this worker received, or 0. The chief's ends the training.
+        position: The worker's position in its data after this gradient, kept by servers for
+            snapshots. ``NO_POSITION`` leaves the last one unchanged.
     """
 
     kind: Kind
@@ -104,35 +102,34 @@ class Request(NamedTuple):
     position: tuple[int, ...] = NO_POSITION
 
     def pack(self) -> np.ndarray:
-        """Returns the request as bytes, as many as ``buffer`` has."""
-        return _pack(REQUEST_FORMAT, *self[:-1], *self.position)
+        """Return the request as bytes."""
+        return np.frombuffer(_REQUEST.pack(*self[:-1], *self.position), np.uint8)
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Request:
-        """Returns the request that ``pack`` made these bytes of."""
-        kind, *values = struct.unpack(REQUEST_FORMAT, data.tobytes())
-        single, position = values[:-POSITION_NUMBERS], tuple(values[-POSITION_NUMBERS:])
-        return cls._make((Kind(kind), *single, position))
+        """Return the request from the bytes that ``pack`` returned."""
+        kind, *values = _REQUEST.unpack(data.tobytes())
+        fields, position = values[:-POSITION_NUMBERS], tuple(values[-POSITION_NUMBERS:])
+        return cls._make((Kind(kind), *fields, position))
 
     @staticmethod
     def buffer() -> np.ndarray:
-        """Returns room for the bytes of one."""
-        return np.empty(struct.calcsize(REQUEST_FORMAT), np.uint8)
+        """Return an empty receive buffer."""
+        return np.empty(_REQUEST.size, np.uint8)
 
 
 class Reply(NamedTuple):
-    """A server's answer; the weights come after it.
+    """A server's reply.
 
     Attributes:
-        step: The number of this worker's next step.
-        version: How many updates went into the weights.
-        stop: Whether training is to end.
-        signal: To the chief, one that came to some rank; to the others, the one by which the chief
-            has ended the training. 0 for none.
+        step: The number of the worker's next step.
+        version: The version of the weights: how many updates went into them.
+        stop: Whether the worker must stop training.
+        signal: For the chief, a signal that some rank received; for other workers, the signal with
+            which the chief ended the training. 0 without a signal.
         training: How many workers may still send gradients.
-        error: Which of ``REFUSALS`` a refusal is.
-        refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
-            are not to be used.
+        error: The index of the refusal in ``REFUSALS``.
+        refusal: Why the request was refused, or "". The weights of a refusal are undefined.
     """
 
     step: int
@@ -144,167 +141,159 @@ class Reply(NamedTuple):
     refusal: str = ""
 
     def pack(self) -> np.ndarray:
-        """Returns the reply as bytes, as many as ``buffer`` has."""
-        return _pack(REPLY_FORMAT, *self[:-1], self.refusal.encode())
+        """Return the reply as bytes."""
+        return np.frombuffer(_REPLY.pack(*self[:-1], self.refusal.encode()), np.uint8)
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
-        """Returns the reply that ``pack`` made these bytes of."""
-        *values, text = struct.unpack(REPLY_FORMAT, data.tobytes())
+        """Return the reply from the bytes that ``pack`` returned."""
+        *values, text = _REPLY.unpack(data.tobytes())
         # A text that was too long may end within a character.
         return cls._make((*values, text.rstrip(b"\0").decode(errors="replace")))
 
     @staticmethod
     def buffer() -> np.ndarray:
-        """Returns room for the bytes of one."""
-        return np.empty(struct.calcsize(REPLY_FORMAT), np.uint8)
+        """Return an empty receive buffer."""
+        return np.empty(_REPLY.size, np.uint8)
 
 
-# Which weights follow an answer: newest ones may be newer than it, these are not.
-Weights = Literal["newest", "these", "none"]
-_WEIGHTS: dict[Kind, Weights] = {
-    Kind.LOOK: "none",
-    Kind.LEAVE: "none",
-    Kind.FREEZE: "none",
-    Kind.SNAPSHOT: "these",
-    Kind.STATE: "these",
-}
+_WITHOUT_WEIGHTS = (Kind.STATUS, Kind.LEAVE, Kind.FREEZE)
+# Their weights are sent, because those in shared memory may be newer than the reply.
+_EXACT_WEIGHTS = (Kind.SNAPSHOT, Kind.STATE)
 
 
 @dataclass
 class ServerHandle:
-    """A server, as a worker knows it."""
+    """A worker's view of a server.
+
+    Attributes:
+        rank: The server's rank.
+        shard: The variables that it holds.
+        published: The shared memory with its weights; None if it sends them.
+        step: The number of this worker's next step.
+        version: The version of the weights that this worker has.
+    """
 
     rank: int
     shard: Shard
     published: PublishedWeights | None
-    """The memory that its weights are read from; None where it sends them."""
     step: int = 0
-    """The number of this worker's next step there."""
     version: int = 0
-    """The number of updates that went into the weights that this worker has."""
 
 
-@dataclass(eq=False)
 class PendingRequest:
-    """Requests of one kind to all servers, which begin to travel at once, and their answers.
+    """Requests of one kind to all servers, and their replies.
 
-    All is received at once: a server does nothing else until its answer has been taken, so that
-    whoever took one after another could wait for a server that waits for it.
+    All replies are received concurrently. A server blocks until its reply is taken, so receiving
+    one reply after another could deadlock with another worker.
 
-    Attributes:
-        messages: The way to the servers.
-        servers: All of them; what follows has an entry for each.
-        requests: What they are asked.
-        buffers: Where their weights go.
-        data: What follows the request; must stay as it is until ``wait`` returns.
-        more: Where to put what follows the weights.
-        replies: The answers, once they have come.
-        versions: How many updates went into the weights in ``buffers``.
-        heard_s: When the answers came, on the monotonic clock.
+    Args:
+        messages: The connection to the servers.
+        servers: All servers; the other sequences have an entry for each.
+        requests: The requests.
+        buffers: Receive the weights.
+        data: Arrays to send after the request; must not change until ``wait`` returns.
+        extra: Arrays that receive what follows the weights.
     """
 
-    messages: PointToPoint
-    servers: Sequence[ServerHandle]
-    requests: Sequence[Request]
-    buffers: Sequence[np.ndarray]
-    data: Sequence[Sequence[np.ndarray]]
-    more: Sequence[Sequence[np.ndarray]]
-    replies: Sequence[Reply] = field(default=(), init=False)
-    versions: Sequence[int] = field(default=(), init=False)
-    heard_s: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self._kind = self.requests[0].kind
-        self.weights = _WEIGHTS.get(self._kind, "newest")
-        newest = self.weights == "newest"
-        self._published = [server.published if newest else None for server in self.servers]
-        self._answers = [Reply.buffer() for _ in self.servers]
-        # What is sent must live until it has been.
-        self._packed = [request.pack() for request in self.requests]
+    def __init__(
+        self,
+        messages: PointToPoint,
+        servers: Sequence[ServerHandle],
+        requests: Sequence[Request],
+        buffers: Sequence[np.ndarray],
+        data: Sequence[Sequence[np.ndarray]],
+        extra: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        self.buffers = buffers
+        self.replies: Sequence[Reply] = ()
+        self.versions: Sequence[int] = ()  # of the weights in ``buffers``
+        self.replied_s = 0.0  # monotonic clock
+        self._messages = messages
+        self._kind = requests[0].kind
+        self.has_weights = self._kind not in _WITHOUT_WEIGHTS
+        reads = self.has_weights and self._kind not in _EXACT_WEIGHTS
+        self._published = [server.published if reads else None for server in servers]
+        self._replies = [Reply.buffer() for _ in servers]
         self._pending: list[PendingMessage] = []
-        receive, send = self.messages.start_receive, self.messages.start_send
-        for number, server in enumerate(self.servers):
-            self._pending += receive(self._answers[number], server.rank, REPLY)
-            sends_weights = self.weights != "none" and self._published[number] is None
-            weights = [self.buffers[number]] if sends_weights else []
-            for buffer in (*weights, *self.more[number]):
+        # MPI reads and writes these until the messages are complete.
+        self._in_use = packed, data, extra = [request.pack() for request in requests], data, extra
+        receive, send = messages.start_receive, messages.start_send
+        for number, server in enumerate(servers):
+            self._pending += receive(self._replies[number], server.rank, REPLY)
+            sent = self.has_weights and self._published[number] is None
+            weights = [buffers[number]] if sent else []
+            for buffer in (*weights, *extra[number]):
                 self._pending += receive(buffer, server.rank, REPLY_DATA)
-            self._pending += send(self._packed[number], server.rank, REQUEST)
-            for block in self.data[number]:
+            self._pending += send(packed[number], server.rank, REQUEST)
+            for block in data[number]:
                 self._pending += send(block, server.rank, DATA)
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
-        """Return when all answers have come, and weights that are read have been.
+        """Wait for all replies, and read the weights that are in shared memory.
 
-        ``unless``, and what is raised, are those of ``PointToPoint.wait``.
+        For ``unless`` and the errors see ``PointToPoint.wait``.
         """
-        what = f"{self._kind.name.lower()}, for the parameter servers"
-        # Who has ended waits as long as others train.
+        waiting_in = f"{self._kind.name.lower()}, for the parameter servers"
+        # A worker that is done waits as long as others train.
         endless = self._kind is Kind.END
-        self.messages.wait(self._pending, what, endless=endless, unless=unless)
+        self._messages.wait(self._pending, waiting_in, endless=endless, unless=unless)
         if unless():
             return
-        # What was sent may be used again.
-        self._pending, self.data = [], ()
-        self.heard_s = time.monotonic()
-        self.replies = [Reply.unpack(answer) for answer in self._answers]
+        self._pending, self._in_use = [], ([], [], [])
+        self.replied_s = time.monotonic()
+        self.replies = [Reply.unpack(reply) for reply in self._replies]
         self.versions = versions = [reply.version for reply in self.replies]
         if any(reply.refusal for reply in self.replies):
             return
         for number, published in enumerate(self._published):
             if published is not None:
-                # They are of the reply's version, or newer.
                 versions[number] = published.read(self.buffers[number])
 
 
 class ReplySender:
-    """Sends each worker one answer after another.
+    """Sends replies to workers in the background.
 
-    What comes with an answer is copied, and on its way while the server receives the next
-    gradient: so both directions of its link are busy. A worker that has died gets none, which is no
-    error: who is lost is seen elsewhere, for all of them together.
+    Data are copied, and are sent while the server receives the next gradient, so that both
+    directions of its link are busy. Replies to a worker that died are dropped without an error: the
+    server checks for lost ranks itself.
     """
 
     def __init__(self, messages: PointToPoint) -> None:
         self._messages = messages
-        # By worker, the oldest first; MPI reads what is sent until it is taken.
-        self._untaken: dict[int, tuple[Sequence[np.ndarray], Sequence[PendingMessage]]] = {}
-        self._pool = BufferPool(max_idle=MOST_UNTAKEN)
+        # By worker, the oldest first; MPI reads the arrays until the messages are complete.
+        self._in_flight: dict[int, tuple[Sequence[np.ndarray], Sequence[PendingMessage]]] = {}
+        self._pool = BufferPool(max_idle=MAX_IN_FLIGHT)
 
     def send(self, worker: int, reply: Reply, data: Sequence[np.ndarray]) -> None:
-        """Send an answer, and what comes with it; return without waiting until that is taken.
+        """Send a reply followed by ``data``, without waiting for the worker to take it.
 
-        Only of ``MOST_UNTAKEN`` with data the oldest is waited for, as each is a copy.
+        With data, wait until at most ``MAX_IN_FLIGHT`` replies with data are in flight.
         """
-        # Taken long ago, but MPI keeps what belongs to a message until somebody has asked.
-        self._await_taken(worker)
+        # The last one was taken long ago, but MPI keeps its memory until it is waited for.
+        self._wait(worker)
         if data:
-            with_data = [other for other, (parts, _) in self._untaken.items() if len(parts) > 1]
-            for other in with_data[: 1 - MOST_UNTAKEN]:
-                self._await_taken(other)
+            with_data = [other for other, (parts, _) in self._in_flight.items() if len(parts) > 1]
+            for other in with_data[: 1 - MAX_IN_FLIGHT]:
+                self._wait(other)
         parts = [reply.pack(), *map(self._copy, data)]
         with contextlib.suppress(PeerLostError):
             pending = self._messages.start_send(parts[0], worker, REPLY)
             for part in parts[1:]:
                 pending += self._messages.start_send(part, worker, REPLY_DATA)
-            self._untaken[worker] = parts, pending
+            self._in_flight[worker] = parts, pending
 
     def finish(self) -> None:
-        """Return when every answer is taken."""
-        for worker in tuple(self._untaken):
-            self._await_taken(worker)
+        """Wait until every reply is taken."""
+        for worker in tuple(self._in_flight):
+            self._wait(worker)
 
     def _copy(self, part: np.ndarray) -> np.ndarray:
         buffer = self._pool.take(part.nbytes)
         np.copyto(buffer, part.reshape(-1).view(np.uint8))
         return buffer
 
-    def _await_taken(self, worker: int) -> None:
-        _, pending = self._untaken.pop(worker, ((), ()))
+    def _wait(self, worker: int) -> None:
+        _, pending = self._in_flight.pop(worker, ((), ()))
         with contextlib.suppress(PeerLostError):
-            self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
-
-
-def _pack(form: str, *values: object) -> np.ndarray:
-    return np.frombuffer(struct.pack(form, *values), np.uint8)
+            self._messages.wait(pending, f"parameter server, for rank {worker} to take its reply")

@@ -1,11 +1,9 @@
-"""Memory that workers and servers of one host share: gradients one way, weights the other.
+"""Shared memory of workers and servers on one host, for gradients and weights.
 
-Dense gradients stay in the worker's own memory, where servers read them, so that a server needs no
-more memory for more workers. A server's weights are read without asking or waiting: each
-publication goes into the oldest of a few slots, whose number is taken away meanwhile; a reader
-takes the newest, and begins again if its number has changed until the copy is made (a seqlock:
-Lameter 2005, "Effective synchronization on Linux/NUMA systems"). So neither side ever waits for the
-other, and the slots are enough for any number of workers.
+Dense gradients stay in the worker's memory, where servers read them, so a server's memory does not
+grow with the number of workers. A server writes its weights to the oldest of a few slots, and
+readers copy the newest one without any lock: they retry if the slot's number changed meanwhile (a
+seqlock: Lameter 2005, "Effective synchronization on Linux/NUMA systems").
 """
 
 from __future__ import annotations
@@ -21,45 +19,34 @@ from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool, aligned
 from hvdtrain.errors import CollectiveError
 from hvdtrain.parameter_server.sharding import Shard
 
-__all__ = [
-    "GRADIENT_SLOTS",
-    "PublishedWeights",
-    "SharedMemory",
-    "Slots",
-    "published_bytes",
-    "share_memory",
-]
+__all__ = ["GRADIENT_SLOTS", "PublishedWeights", "SharedMemory", "published_bytes", "share_memory"]
 
-# A worker fills one while a server may still read the other.
+# A worker writes one while a server may still read the other.
 GRADIENT_SLOTS = 2
-# A reader begins again only if this many less one publications are made during one copy.
+# A reader retries only if WEIGHT_SLOTS - 1 versions are published during one copy.
 WEIGHT_SLOTS = 3
-MOST_READS = 1000
+MAX_READS = 1000
 
-# Words: how many publications there are; then for each slot which one it holds, 0 while it is
-# written, and its version. Each on a cache line of its own.
+# The header: the number of publications; then for each slot the number of the publication that it
+# holds (0 while it is written) and its version. Each has its own cache line.
 LINE_WORDS = ALIGNMENT_BYTES // 8
 COUNT = 0
 
-Slots = Sequence[np.ndarray]
-"""Buffers of one shard, for the gradients of one worker."""
-
 
 def published_bytes(nbytes: int, slots: int = WEIGHT_SLOTS) -> int:
-    """Returns how much memory ``PublishedWeights`` takes for weights of ``nbytes``."""
+    """Return the size of the memory of ``PublishedWeights`` for weights of ``nbytes``."""
     return (1 + slots) * ALIGNMENT_BYTES + slots * aligned(nbytes)
 
 
 class PublishedWeights:
-    """One server's weights of ``nbytes``, for whoever sees the memory.
+    """One server's weights of ``nbytes`` in memory that readers share.
 
-    ``memory`` is uint8, aligned, of ``published_bytes``, and zero at first; a server's own, or one
-    that others see.
+    ``memory`` is uint8, aligned, of ``published_bytes``, and initially zero.
     """
 
     def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:
         header = (1 + slots) * ALIGNMENT_BYTES
-        # Python's own integers: an item is read and written at once.
+        # Items of a memoryview are read and written atomically.
         self._words = memory[:header].data.cast("q")
         self._slots = [
             memory[start : start + nbytes]
@@ -67,10 +54,10 @@ class PublishedWeights:
         ]
 
     def write(self, fill: Callable[[np.ndarray], None], version: int) -> None:
-        """Publish weights, which ``fill`` writes to a buffer; one rank alone may do so."""
+        """Publish the weights that ``fill`` writes to its argument; for a single writer."""
         number = self._words[COUNT] + 1
         slot = number % len(self._slots)
-        # Each line is written after the one before it, and seen so.
+        # Readers depend on the order of these writes.
         line = (1 + slot) * LINE_WORDS
         self._words[line] = 0
         fill(self._slots[slot])
@@ -80,16 +67,16 @@ class PublishedWeights:
 
     @property
     def newest(self) -> np.ndarray:
-        """The weights that were written last, for the rank that writes them."""
+        """The newest weights, for the writer."""
         return self._slots[self._words[COUNT] % len(self._slots)]
 
     def read(self, buffer: np.ndarray) -> int:
-        """Copy the newest weights to ``buffer``; returns their version.
+        """Copy the newest weights to ``buffer``, and return their version.
 
         Raises:
-            CollectiveError: They can't be had in one piece.
+            CollectiveError: They were overwritten during every attempt.
         """
-        for _ in range(MOST_READS):
+        for _ in range(MAX_READS):
             number = self._words[COUNT]
             slot = number % len(self._slots)
             line = (1 + slot) * LINE_WORDS
@@ -98,8 +85,8 @@ class PublishedWeights:
             if self._words[line] == number and self._words[line + 1] == version:
                 return int(version)
         raise CollectiveError(
-            f"Weights were overwritten while this rank read them, {MOST_READS} times in a row; "
-            "this is an error of hvdtrain."
+            f"Weights were overwritten while this rank read them, {MAX_READS} times in a row; "
+            "this is a bug in hvdtrain."
         )
 
 
@@ -107,54 +94,49 @@ class SharedMemory(NamedTuple):
     """The memory that this rank shares with others of its host.
 
     Attributes:
-        published: By server, where its weights are put; of the servers that this rank sees, and
-            of this rank if it serves.
-        readers: The ranks that read what this one publishes.
-        slots: On a worker, by server, where its dense gradients are read; on a server, by worker,
-            where that one's are.
+        published: The weights of the servers that this rank sees, and its own if it is one.
+        readers: The ranks that can read this rank's weights.
+        slots: Buffers for dense gradients: on a worker by server, on a server by worker.
     """
 
     published: Mapping[int, PublishedWeights]
     readers: frozenset[int]
-    slots: Mapping[int, Slots]
+    slots: Mapping[int, Sequence[np.ndarray]]
 
 
 def share_memory(
     collectives: Engine, servers: Sequence[int], shards: Sequence[Shard]
 ) -> SharedMemory:
-    """Set up memory for the weights of all servers and the gradients of all workers; collective."""
+    """Allocate memory for all servers' weights and all workers' gradients; collective."""
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
-    me = collectives.member
-    mine = published_bytes(sizes[me]) if me in sizes else 0
-    memory = collectives.share(mine)
+    rank = collectives.member
+    memory = collectives.share(published_bytes(sizes[rank]) if rank in sizes else 0)
     near = {server: nbytes for server, nbytes in sizes.items() if server in memory}
     published = {server: PublishedWeights(memory[server], near[server]) for server in near}
-    if me in sizes and me not in published:
-        own = BufferPool().take(published_bytes(sizes[me], slots=1))
+    if rank in sizes and rank not in published:
+        own = BufferPool().take(published_bytes(sizes[rank], slots=1))
         own.fill(0)
-        published[me] = PublishedWeights(own, sizes[me], slots=1)
-    slots = _share_slots(collectives, sizes, near)
-    return SharedMemory(published, frozenset(memory), slots)
+        published[rank] = PublishedWeights(own, sizes[rank], slots=1)
+    return SharedMemory(published, frozenset(memory), _share_slots(collectives, sizes, near))
 
 
 def _share_slots(
     collectives: Engine, sizes: Mapping[int, int], near: Mapping[int, int]
-) -> Mapping[int, Slots]:
-    """Set up slots for gradients; collective.
+) -> Mapping[int, Sequence[np.ndarray]]:
+    """Allocate slots for gradients; collective.
 
-    ``sizes`` are the bytes of each server's shard, ``near`` those of the servers whose memory this
-    rank sees.
+    ``sizes`` has the bytes of every server's shard, ``near`` only of servers on this host.
     """
     strides = [GRADIENT_SLOTS * aligned(nbytes) for nbytes in near.values()]
     starts = dict(zip(near, itertools.accumulate(strides, initial=0)))
-    me = collectives.member
-    memory = collectives.share(0 if me in sizes else sum(strides))
+    rank = collectives.member
+    memory = collectives.share(0 if rank in sizes else sum(strides))
 
-    def slots(worker: int, server: int) -> Slots:
+    def slots(worker: int, server: int) -> Sequence[np.ndarray]:
         first, nbytes = starts[server], sizes[server]
-        places = range(first, first + GRADIENT_SLOTS * aligned(nbytes), aligned(nbytes))
-        return [memory[worker][place : place + nbytes] for place in places]
+        offsets = range(first, first + GRADIENT_SLOTS * aligned(nbytes), aligned(nbytes))
+        return [memory[worker][offset : offset + nbytes] for offset in offsets]
 
-    if me in sizes:
-        return {worker: slots(worker, me) for worker in memory if worker not in sizes and near}
-    return {server: slots(me, server) for server in near if memory}
+    if rank in sizes:
+        return {worker: slots(worker, rank) for worker in memory if worker not in sizes and near}
+    return {server: slots(rank, server) for server in near if memory}

@@ -1,4 +1,4 @@
-"""A parameter server: holds a shard of the variables and answers workers until all are done."""
+"""A parameter server: holds a shard of the variables and serves workers until all are done."""
 
 from __future__ import annotations
 
@@ -36,22 +36,25 @@ WAITING = "parameter server, for workers"
 class Server:
     """Serves one ``fit``.
 
-    A request is carried out as a whole before the next one is looked at, so that a few buffers are
-    enough for any number of workers.
+    Each request is handled completely before the next one, so that the memory for receive buffers
+    does not depend on the number of workers.
 
-    Where ranks may be lost, the others go on without a worker that dies, and nobody waits for one
-    that says nothing until it speaks again. Without the chief, or another server, nothing goes on.
+    Where ranks may be lost, training continues without workers that die. Nobody waits for a silent
+    worker until its next request. If the chief or another server dies, ``serve`` raises.
 
     Attributes:
-        memory: What this rank shares with workers of its host. Those that don't read its weights
-            there get them in messages, and send gradients.
+        messages: The connection to the workers.
+        updates: The shard.
+        memory: Shared with workers on this host. Others send gradients and receive weights in
+            messages.
         workers: The ranks that train; the first is the chief.
+        consistency: When workers may proceed.
         require_finite: Refuse gradients with NaN or infinity.
-        received: Returns a signal that has come to this rank, or 0; the chief is told.
-        silence_s: How long a worker may take for a step before it counts as silent.
-        least_workers: How many workers must be left; with fewer, training ends.
-        tell: Called with a line on a worker that falls silent, or comes back.
-        ended_by: The signal by which the chief ended the training; 0 for none.
+        received_signal: Returns a signal that this rank received, or 0, to forward to the chief.
+        silence_s: Seconds for a step after which a worker counts as silent.
+        least_workers: Training ends when fewer workers are left.
+        warn: Called with a line when a worker becomes silent, or is back.
+        ended_by: The signal with which the chief ended the training, or 0.
     """
 
     messages: PointToPoint
@@ -61,50 +64,51 @@ class Server:
     workers: Sequence[int]
     consistency: Consistency
     require_finite: bool = True
-    received: Callable[[], int] = lambda: 0
+    received_signal: Callable[[], int] = lambda: 0
     silence_s: float = math.inf
     least_workers: int = 1
-    tell: Callable[[str], None] = lambda line: None
+    warn: Callable[[str], None] = lambda line: None
     ended_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._chief = self.workers[0]
+        workers, messages = self.workers, self.messages
+        self._chief = workers[0]
         self._shard = self.updates.table.shard
-        self._liveness = WorkerLiveness(self.workers, self.silence_s)
-        self._lost = self.messages.lost.difference(self.workers)
-        self._signal = 0  # that came to a worker
-        self._snapshot = ConsistentSnapshot(self.consistency, self.workers)
-        self._positions = dict.fromkeys(self.workers, NO_POSITION)
+        self._liveness = WorkerLiveness(workers, self.silence_s)
+        self._lost = messages.lost.difference(workers)
+        self._signal = 0  # that a worker received
+        self._snapshot = ConsistentSnapshot(self.consistency, workers)
+        self._positions = dict.fromkeys(workers, NO_POSITION)
         self._gathered_positions: dict[int, tuple[int, ...]] = {}
         self._loaded = False
         self._stop = False
-        self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
-        self._replies = ReplySender(self.messages)
+        self._waiting: dict[int, bool] = {}  # workers that wait for weights; True after END
+        self._replies = ReplySender(messages)
         self._flat = BufferPool().take(self._shard.nbytes)  # aligned
-        self._pushes = dict.fromkeys(self.workers, 0)
+        self._pushes = dict.fromkeys(workers, 0)
 
     def serve(self) -> None:
-        """Return when every worker is done.
+        """Serve until every worker is done.
 
         Raises:
-            PeerFailedError: A rank failed, or one died that is no mere worker.
-            CollectiveTimeoutError: No worker said anything for too long.
+            PeerFailedError: A rank failed, or the chief or another server died.
+            CollectiveTimeoutError: No request came in time.
         """
-        while self._liveness.there or self._waiting:
-            heard = self._snapshot.next_held() or self._hear()
-            if heard is not None and not self._snapshot.holds(*heard):
-                worker, request = heard
+        while self._liveness.connected or self._waiting:
+            entry = self._snapshot.next_held() or self._receive_request()
+            if entry is not None and not self._snapshot.hold(*entry):
+                worker, request = entry
                 try:
-                    self._carry_out(worker, request)
+                    self._handle(worker, request)
                 except REFUSALS as error:
                     self._refuse(worker, error)
                 except PeerLostError:
-                    pass  # in the middle of a request; who is lost is seen next
-            self._see_who_is_there()
-            self._answer()
+                    pass  # in the middle of a request; handled next
+            self._check_liveness()
+            self._send_replies()
         self._replies.finish()
 
-    def _carry_out(self, worker: int, request: Request) -> None:
+    def _handle(self, worker: int, request: Request) -> None:
         match request.kind:
             case Kind.LOAD:
                 state = np.empty_like(self.updates.state_buffer())
@@ -117,36 +121,41 @@ class Server:
             case Kind.PUSH:
                 self._push(worker, request)
             case Kind.END:
-                self._end(worker, request)
-            case Kind.LOOK:
+                self._liveness.disconnect(worker)
+                if worker in self._waiting:
+                    # It abandoned a push, whose reply still comes first.
+                    self._reply_with_weights(worker, [])
+                self._waiting[worker] = True
+                self._stop_training(worker, request)
+            case Kind.STATUS:
                 self._reply(worker, [])
             case Kind.LEAVE:
                 self._stop_training(worker, request)
                 self._reply(worker, [])
             case Kind.FREEZE:
-                self._reply(worker, [np.array(self._snapshot.begin(), np.int64)])
+                self._reply(worker, [np.array(self._snapshot.freeze(), np.int64)])
             case Kind.SNAPSHOT:
-                limit = np.empty(len(self.workers), np.int64)
-                self._receive(worker, [limit])
-                self._snapshot.aim(limit.tolist())
-                self._complete()
+                target = np.empty(len(self.workers), np.int64)
+                self._receive(worker, [target])
+                self._snapshot.resume_to(target.tolist())
+                self._complete_step()
             case Kind.STATE:
-                self._give_weights(worker, [self.updates.state_buffer()], these=True)
+                self._reply_with_weights(worker, [self.updates.state_buffer()], exact=True)
 
-    def _hear(self) -> tuple[int, Request] | None:
-        """Returns the next request, or None where something else is to be seen to."""
+    def _receive_request(self) -> tuple[int, Request] | None:
+        """Return the next request, or None if a worker was lost or has become silent."""
         buffer, messages = Request.buffer(), self.messages
-        silence_at = self._liveness.next_silence
+        silence_at_s = self._liveness.next_silence_s
 
-        def has_news() -> bool:
-            return len(messages.lost) > len(self._lost) or time.monotonic() >= silence_at
+        def interrupted() -> bool:
+            return len(messages.lost) > len(self._lost) or time.monotonic() >= silence_at_s
 
-        worker = messages.receive_any(buffer, REQUEST, WAITING, unless=has_news)
+        worker = messages.receive_any(buffer, REQUEST, WAITING, unless=interrupted)
         if worker is None or worker in self._lost:
             return None
-        if self._liveness.hear(worker):
-            self.consistency.come_back(worker)
-            self.tell(f"rank {worker} is back, and is waited for again")
+        if self._liveness.note_request(worker):
+            self.consistency.rejoin(worker)
+            self.warn(f"rank {worker} is back, and others wait for it again")
         request = Request.unpack(buffer)
         if worker == self._chief:
             self.ended_by = request.signal
@@ -154,33 +163,38 @@ class Server:
             self._signal = self._signal or request.signal
         return worker, request
 
-    def _see_who_is_there(self) -> None:
-        """Go on without workers that died, and wait for none that says nothing."""
+    def _check_liveness(self) -> None:
         for rank in sorted(self.messages.lost - self._lost):
-            self._go_on_without(rank)
-        for worker in self._liveness.fall_silent(time.monotonic()):
-            self.tell(
-                f"rank {worker} has said nothing for {self.silence_s:g} s; the others wait for "
-                "it no longer"
+            self._drop_worker(rank)
+        for worker in self._liveness.mark_silent(time.monotonic()):
+            self.warn(
+                f"rank {worker} has been silent for {self.silence_s:g} s; others no longer wait "
+                "for it"
             )
             self.consistency.leave(worker)
-            self._complete()
+            self._complete_step()
 
-    def _go_on_without(self, rank: int) -> None:
+    def _drop_worker(self, rank: int) -> None:
         self._lost.add(rank)
         if rank == self._chief or rank not in self.workers:
             raise self.messages.loss_of(rank, "served the workers")
-        self._liveness.end(rank)
+        self._liveness.disconnect(rank)
         self._waiting.pop(rank, None)
-        self._snapshot.lose(rank)
+        self._snapshot.drop_worker(rank)
         self.consistency.leave(rank)
         self._stop = self._stop or len(set(self.workers) - self._lost) < self.least_workers
-        self._complete()
+        self._complete_step()
 
     def _push(self, worker: int, request: Request) -> None:
         gradients = self._receive_gradients(worker) if request.has_gradient else None
-        self._check(worker, request)
-        self._liveness.note_step(worker)
+        if worker not in self._liveness.training:
+            raise MismatchError(f"Rank {worker} sent a gradient after its last one.")
+        if not 0 <= request.version <= self.updates.version:
+            raise MismatchError(
+                f"Rank {worker} sent a gradient for version {request.version} of the weights; "
+                f"expected 0 to {self.updates.version}."
+            )
+        self._liveness.stepped.add(worker)
         rate, table = request.learning_rate, self.updates.table
         if not math.isnan(rate) and table.learning_rate != np.float32(rate):
             table.learning_rate = rate
@@ -193,107 +207,91 @@ class Server:
         origin = Origin(worker, self._pushes[worker], request.version, request.weight)
         self._pushes[worker] += 1
         if gradients is None:
-            self._complete()
+            self._complete_step()
         elif not in_time:
             self.updates.drop(origin)
         elif gathers:
             self.updates.gather(gradients, origin)
-            self._complete()
+            self._complete_step()
         else:
             self.updates.apply(gradients, origin)
-
-    def _end(self, worker: int, request: Request) -> None:
-        self._liveness.end(worker)
-        if worker in self._waiting:
-            # It has given up waiting for an answer, which still comes before that to this request.
-            self._give_weights(worker, [])
-        self._waiting[worker] = True
-        self._stop_training(worker, request)
 
     def _stop_training(self, worker: int, request: Request) -> None:
         self._liveness.stop_training(worker)
         self.consistency.leave(worker)
         self._stop = self._stop or request.stop
-        self._complete()
+        self._complete_step()
 
-    def _complete(self) -> None:
-        """Apply what was gathered, if it is all that there will be."""
+    def _complete_step(self) -> None:
+        """Apply the mean of the gathered gradients if no other gradient is awaited."""
         if self._snapshot.may_advance and self.consistency.complete():
             self._positions.update(self._gathered_positions)
             self._gathered_positions = {}
             self.updates.apply_mean()
 
-    def _check(self, worker: int, request: Request) -> None:
-        """Raise MismatchError for a gradient of other weights than there were."""
-        if worker not in self._liveness.training:
-            raise MismatchError(
-                f"Rank {worker} sent a gradient after it had said that it was done."
-            )
-        if not 0 <= request.version <= self.updates.version:
-            raise MismatchError(
-                f"Rank {worker} sent a gradient for version {request.version} of the weights; "
-                f"expected one of 0 to {self.updates.version}."
-            )
-
-    def _answer(self) -> None:
-        """Answer the workers that may go on."""
+    def _send_replies(self) -> None:
+        """Reply to the workers that may proceed."""
         if not self._loaded:
             return
         if self._snapshot.reached:
             positions = np.array([self._positions[worker] for worker in self.workers], np.int64)
-            more = [self.updates.state_buffer(), positions]
-            self._give_weights(self._chief, more, these=True)
-            self._snapshot.end()
-            self._complete()
+            extra = [self.updates.state_buffer(), positions]
+            self._reply_with_weights(self._chief, extra, exact=True)
+            self._snapshot.finish()
+            self._complete_step()
         for worker, ends in list(self._waiting.items()):
-            if not self._liveness.there if ends else self.consistency.may_go_on(worker):
+            if not self._liveness.connected if ends else self.consistency.may_proceed(worker):
                 del self._waiting[worker]
-                gives_state = ends and worker == self._chief
-                self._give_weights(worker, [self.updates.state_buffer()] if gives_state else [])
+                sends_state = ends and worker == self._chief
+                self._reply_with_weights(
+                    worker, [self.updates.state_buffer()] if sends_state else []
+                )
 
-    def _give_weights(
-        self, worker: int, more: Sequence[np.ndarray], *, these: bool = False
+    def _reply_with_weights(
+        self, worker: int, extra: Sequence[np.ndarray], *, exact: bool = False
     ) -> None:
-        """Answer with the weights and more; send weights to who doesn't read them.
+        """Reply with the weights, then ``extra``.
 
-        ``these`` sends them in any case: what is read may be newer.
+        Weights are sent unless the worker reads them from shared memory. With ``exact`` they are
+        always sent, as those in shared memory may be newer.
         """
         weights = self.updates.publish()
-        reads = worker in self.memory.readers and not these
-        self._reply(worker, more if reads else [weights, *more])
+        reads = worker in self.memory.readers and not exact
+        self._reply(worker, extra if reads else [weights, *extra])
 
     def _refuse(self, worker: int, error: CollectiveError) -> None:
         self._waiting.pop(worker, None)
-        # As many messages as it waits for; it doesn't look at what they hold.
+        # The worker expects the messages of any reply, and ignores the weights.
         weights = [] if worker in self.memory.readers else [self.updates.published.newest]
         self._reply(worker, weights, str(error), REFUSALS.index(type(error)))
 
     def _reply(
         self, worker: int, data: Sequence[np.ndarray], refusal: str = "", error: int = 0
     ) -> None:
+        for_chief = worker == self._chief
         reply = Reply(
             self.consistency.next_step(worker),
             self.updates.version,
             self._stop,
-            signal=(self._signal or self.received()) if worker == self._chief else self.ended_by,
+            signal=(self._signal or self.received_signal()) if for_chief else self.ended_by,
             training=len(self._liveness.training),
             error=error,
             refusal=refusal,
         )
         self._replies.send(worker, reply, data)
-        self._liveness.answer(worker, time.monotonic())
+        self._liveness.note_reply(worker, time.monotonic())
 
     def _receive_gradients(self, worker: int) -> ShardGradients:
-        """Returns a worker's gradients, as they may be applied.
+        """Receive a worker's gradients.
 
         Raises:
             MismatchError: They are of another model.
-            NonFiniteError: They hold NaN or infinity.
+            NonFiniteError: They have NaN or infinity.
         """
-        header = ShardGradients.header_buffer(self._shard)
+        header = np.empty(1 + len(self._shard.pieces), np.int64)
         self._receive(worker, [header])
         slots = self.memory.slots.get(worker, ())
-        gradients = ShardGradients.expect(self._shard, header, self._flat, slots)
+        gradients = ShardGradients.from_header(self._shard, header, self._flat, slots)
         self._receive(worker, list(gradients.blocks()))
         gradients.check()
         if self.require_finite and (bad := gradients.non_finite()):
@@ -307,10 +305,6 @@ class Server:
         return gradients
 
     def _receive(self, worker: int, buffers: Sequence[np.ndarray]) -> None:
-        messages = self.messages
-        pending = [
-            request
-            for buffer in buffers
-            for request in messages.start_receive(buffer, worker, DATA)
-        ]
-        messages.wait(pending, f"parameter server, for data of rank {worker}")
+        receive = self.messages.start_receive
+        pending = [message for buffer in buffers for message in receive(buffer, worker, DATA)]
+        self.messages.wait(pending, f"parameter server, for data of rank {worker}")

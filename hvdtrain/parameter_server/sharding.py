@@ -1,7 +1,7 @@
-"""Sharding of a model's variables among parameter servers, and a shard's layout in memory.
+"""The sharding of a model's variables among parameter servers.
 
-All variables, one after another, are cut into as many ranges as there are servers, of nearly the
-same number of bytes. A range is a shard: pieces of variables in one flat buffer, which travels as
+The concatenated variables are cut into one range for each server, of nearly equal size in bytes.
+The pieces of variables in a range are a shard. They are stored in one flat buffer, which is sent as
 it is.
 """
 
@@ -30,12 +30,12 @@ __all__ = [
     "specs_of",
 ]
 
-# Rows larger than this part of a shard are cut, or shards would differ too much.
+# Rows larger than this part of a shard are cut, to balance the shards.
 _LARGEST_ROW = 0.02
 
 
 class Spec(NamedTuple):
-    """Path, shape and type of a trainable variable; ``dtype`` is a name such as ``bfloat16``."""
+    """Path, shape and dtype (a name such as ``bfloat16``) of a trainable variable."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,31 +43,34 @@ class Spec(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def row(self) -> int:
-        """The number of elements in a row; one for a vector or a scalar."""
+        """The number of elements in a row; 1 for a vector or a scalar."""
         return math.prod(self.shape[1:])
 
     @property
     def itemsize(self) -> int:
+        """The size of an element in bytes."""
         return numpy_dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return self.size * self.itemsize
 
 
 @dataclass(frozen=True)
 class VariableSlice:
-    """Elements ``[start, stop)`` of a flattened variable, in a shard's buffer.
+    """Elements ``[start, stop)`` of a flattened variable.
 
     Attributes:
         variable: The variable's number.
-        shape: ``(rows, ...)`` where these are whole rows, that of the variable where it is whole,
-            else ``(stop - start,)``.
-        offset: Where it begins in the buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
+        shape: ``(rows, ...)`` for whole rows, the variable's shape if it is complete, otherwise
+            ``(stop - start,)``.
+        offset: Position in the shard's buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
     """
 
     variable: int
@@ -79,21 +82,22 @@ class VariableSlice:
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return (self.stop - self.start) * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of the variables that one server holds; ``nbytes`` is the size of its buffer.
+    """The pieces of variables that one server holds, in a buffer of ``nbytes``.
 
-    Variables without elements are part of no shard.
+    Variables without elements are in no shard.
     """
 
     pieces: tuple[VariableSlice, ...]
     nbytes: int
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
-        """Returns the pieces within ``buffer``, uint8 of shape ``(nbytes,)``, without copies."""
+        """Return views of the pieces in ``buffer``, uint8 of shape ``(nbytes,)``."""
         self.check(buffer)
         return [
             buffer[piece.offset : piece.offset + piece.nbytes]
@@ -103,40 +107,38 @@ class Shard:
         ]
 
     def pack(self, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
-        """Copy this shard's part of whole variables, by number, to ``buffer``."""
+        """Copy this shard's part of all variables to ``buffer``."""
         for piece, view in zip(self.pieces, self.views(buffer)):
             view.reshape(-1)[...] = arrays[piece.variable].reshape(-1)[piece.start : piece.stop]
 
     def check(self, buffer: np.ndarray) -> None:
-        """Raise ValueError unless ``buffer`` can hold this shard."""
+        """Raise ValueError if ``buffer`` is not a buffer of this shard."""
         if buffer.dtype != np.uint8 or buffer.shape != (self.nbytes,):
             raise ValueError(
-                f"Expected a buffer of type uint8 and shape ({self.nbytes},), received "
-                f"{buffer.dtype} {buffer.shape}."
+                f"buffer must be uint8 of shape ({self.nbytes},), got {buffer.dtype} "
+                f"{buffer.shape}."
             )
 
 
 def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:
-    """Returns the specs of Keras variables."""
+    """Return the specs of Keras variables."""
     return tuple(Spec(v.path, tuple(int(n) for n in v.shape), str(v.dtype)) for v in variables)
 
 
 def shard_variables(
     specs: Sequence[Spec], servers: int, whole: Collection[int] = ()
 ) -> tuple[Shard, ...]:
-    """Share out variables among servers, each as many bytes as the others.
+    """Return a shard for each server, of nearly equal size in bytes.
 
-    Cuts lie between rows, so that a row has one owner, unless a row is so large that shards would
-    differ by it. Variables whose number is in ``whole`` must not be cut. They are dealt out first,
-    the largest to the server that has least; the others level the shards.
+    Variables are cut between rows, so that a row has one owner, unless rows are so large that the
+    shards would be unbalanced. Variables whose number is in ``whole`` are not cut: the largest goes
+    to the server with the fewest bytes, and so on; all other variables then balance the shards.
 
     Raises:
-        ConfigurationError: There are more servers than can be given something.
-        ModelError: There is nothing to share out.
+        ConfigurationError: There are too many servers for the variables.
+        ModelError: The model lacks trainable variables.
     """
-    kept = sorted(
-        (i for i in set(whole) if specs[i].size), key=lambda i: (-specs[i].nbytes, i)
-    )  # fmt: skip
+    kept = sorted((i for i in set(whole) if specs[i].size), key=lambda i: (-specs[i].nbytes, i))
     loose = [i for i, spec in enumerate(specs) if spec.size and i not in set(kept)]
     _check_servers(servers, sum(specs[i].size for i in loose), len(kept))
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(servers)]
@@ -154,38 +156,38 @@ def shard_variables(
 def assemble(
     specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Returns all variables from the buffers of all shards; no copy where one has the whole."""
-    found: dict[int, np.ndarray] = {}
+    """Return all variables from the buffers of all shards; uncut variables are views."""
+    arrays: dict[int, np.ndarray] = {}
     for shard, buffer in zip(shards, buffers):
         for piece, view in zip(shard.pieces, shard.views(buffer)):
             spec = specs[piece.variable]
             if view.size == spec.size:
-                found[piece.variable] = view
+                arrays[piece.variable] = view
                 continue
-            if piece.variable not in found:
-                found[piece.variable] = np.empty(spec.shape, view.dtype)
-            flat = found[piece.variable].reshape(-1)
+            if piece.variable not in arrays:
+                arrays[piece.variable] = np.empty(spec.shape, view.dtype)
+            flat = arrays[piece.variable].reshape(-1)
             flat[piece.start : piece.stop] = view.reshape(-1)
     # Variables without elements are in no shard.
     return [
-        found[number] if number in found else np.empty(spec.shape, numpy_dtype(spec.dtype))
+        arrays[number] if number in arrays else np.empty(spec.shape, numpy_dtype(spec.dtype))
         for number, spec in enumerate(specs)
     ]
 
 
 class _Sequence:
-    """Variables one after another; positions are elements counted from the first one's first."""
+    """The concatenated elements of the variables ``members``."""
 
     def __init__(self, specs: Sequence[Spec], members: Sequence[int], shard_bytes: float) -> None:
         self._specs = specs
         self._members = members
-        self._shard_bytes = shard_bytes  # of a shard on average
+        self._shard_bytes = shard_bytes  # of an average shard
         self._items = [0, *itertools.accumulate(specs[i].size for i in members)]
         self._bytes = [0, *itertools.accumulate(specs[i].nbytes for i in members)]
         self.items, self.nbytes = self._items[-1], self._bytes[-1]
 
     def nearest(self, byte: float) -> int:
-        """Returns the position next to ``byte`` where it is good to cut."""
+        """Return the element next to ``byte`` before which the sequence may be cut."""
         at = bisect.bisect_right(self._bytes, byte) - 1
         if at >= len(self._members):
             return self.items
@@ -196,7 +198,7 @@ class _Sequence:
         return self._items[at] + min(units * unit, spec.size)
 
     def between(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yields variable, start and stop for each part of ``[first, last)``."""
+        """Yield variable, start and stop for each part of the elements ``[first, last)``."""
         at = bisect.bisect_right(self._items, first) - 1
         while first < last:
             stop = min(last, self._items[at + 1])
@@ -206,26 +208,21 @@ class _Sequence:
 
 
 def _ranges(sequence: _Sequence, loads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields a range of positions for each server, which has ``loads`` bytes already."""
-    # Who has nothing else gets one element at least.
+    """Yield a range of elements for each server, which already has ``loads`` bytes."""
+    # A server without any load gets at least one element.
     needs = [0 if load else 1 for load in loads]
+    # Bytes to which the servers with the smallest loads can be filled.
+    below = enumerate(itertools.accumulate(sorted(loads)), 1)
+    level = min((sequence.nbytes + nbytes) / count for count, nbytes in below)
     start, byte = 0, 0.0
-    for server, share in enumerate(_shares(sequence.nbytes, loads)):
-        byte += share
+    for server, load in enumerate(loads):
+        byte += max(0.0, level - load)
         most = sequence.items - sum(needs[server + 1 :])
         stop = min(max(sequence.nearest(byte), start + needs[server]), most)
         if server == len(loads) - 1:
             stop = sequence.items
         yield start, stop
         start = stop
-
-
-def _shares(rest: int, loads: Sequence[int]) -> list[float]:
-    """Returns how to pour ``rest`` bytes over servers so that the fullest is as low as can be."""
-    # With too few of the least loaded ones the level is too high; with too many as well.
-    below = enumerate(itertools.accumulate(sorted(loads)), 1)
-    level = min((rest + nbytes) / count for count, nbytes in below)
-    return [max(0.0, level - load) for load in loads]
 
 
 def _lay_out(specs: Sequence[Spec], parts: Iterable[tuple[int, int, int]]) -> Shard:
@@ -248,17 +245,17 @@ def _lay_out(specs: Sequence[Spec], parts: Iterable[tuple[int, int, int]]) -> Sh
 def _check_servers(servers: int, elements: int, kept: int) -> None:
     if not elements + kept:
         raise ModelError(
-            "The model has no trainable variables with elements. Expected some for the parameter "
-            "servers to hold: build the model, and leave some of its layers trainable."
+            "Parameter servers need trainable variables with elements, and the model has none; "
+            "build the model, and leave some of its layers trainable."
         )
     if not 1 <= servers <= elements + kept:
         raise ConfigurationError(
-            f"{servers} parameter servers can't hold something each: expected at least 1 and at "
-            f"most {elements + kept}, for the model has {elements} elements that can be shared "
-            f"out and {kept} variables that must stay whole. Ask for another number of servers."
+            f"The number of parameter servers must be between 1 and {elements + kept}, got "
+            f"{servers}: the model has {elements} elements that can be divided and {kept} "
+            "variables that can't be split."
         )
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Returns the type of a name, such as ``bfloat16``, which NumPy itself needn't know."""
+    """Return the NumPy dtype of a Keras dtype name, such as ``bfloat16``."""
     return np.dtype(getattr(ml_dtypes, name, name))

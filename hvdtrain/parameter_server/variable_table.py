@@ -1,4 +1,4 @@
-"""The variables of one shard, and the optimizer that updates them."""
+"""The variables of one shard and the optimizer that updates them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from hvdtrain.private_api.keras import average_weights, iterations_of, take_aver
 
 __all__ = ["VariableTable"]
 
-# Where the buffers are; on a GPU's way there and back the copies would cost more than is won.
+# Copies to a GPU and back would cost more than the faster update saves.
 _DEVICE = "/CPU:0"
 
 
 class VariableTable:
-    """Weights in pieces, to which gradients from elsewhere are applied.
+    """The variables of one shard and their optimizer, for one thread at a time.
 
-    One thread at a time may use it. Buffers are uint8 of shape ``(shard.nbytes,)``, laid out as
-    ``shard`` says; one that is aligned to ``ALIGNMENT_BYTES`` saves a copy in ``apply``.
+    Buffers are uint8 of shape ``(shard.nbytes,)`` with the layout of ``shard``; one that is aligned
+    to ``ALIGNMENT_BYTES`` saves a copy in ``apply``.
 
     Args:
-        optimizer: The model's; it is read once and stays as it is. Gradients are expected to be
-            unscaled and, where it accumulates those of several steps, averaged.
-        shard: Which parts of the variables are held here.
-        variables: All trainable variables of the model, for names, constraints and exclusions
-            from weight decay; not for their values, see ``load``.
+        optimizer: The model's, which is copied. Gradients must be unscaled and accumulated.
+        shard: The parts of the variables.
+        variables: All trainable variables of the model, for their names, constraints and exclusions
+            from weight decay; see ``load`` for their values.
+
+    Attributes:
+        paths: The path of each piece's variable in the model.
 
     Raises:
-        ModelError: The optimizer can't do this with parts of the model.
+        ModelError: The optimizer can't be applied to parts of the model.
     """
 
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
         self.shard = shard
         wholes = [variables[piece.variable] for piece in shard.pieces]
         self.paths = [whole.path for whole in wholes]
-        """The paths of the model's variables that the shard's pieces belong to."""
         with tf.device(_DEVICE):
             self._variables = [_piece_of(v, piece) for v, piece in zip(wholes, shard.pieces)]
             self._optimizer = optimizer_for_pieces(optimizer, self._variables, wholes)
@@ -56,12 +57,12 @@ class VariableTable:
         self._assign = _trace(self._assign_all, [self._flat])
         self._read = _trace(self._read_all, [])
         self._steps: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
-        self._bytes: Sequence[tf.Tensor] = ()  # of the newest weights; in the variables' memory
+        self._bytes: Sequence[tf.Tensor] = ()  # the newest weights, in the variables' memory
         self._aligned: np.ndarray | None = None
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next update. Setting it raises TypeError where a schedule decides."""
+        """The rate of the next update. Setting it raises TypeError if there is a schedule."""
         return float(keras.ops.convert_to_tensor(self._optimizer.learning_rate))
 
     @learning_rate.setter
@@ -69,7 +70,7 @@ class VariableTable:
         self._optimizer.learning_rate = value
 
     def load(self, buffer: np.ndarray) -> None:
-        """Take the weights from ``buffer``."""
+        """Set the weights from ``buffer``."""
         self._bytes = ()
         self._assign(self._tensor(buffer))
 
@@ -91,11 +92,10 @@ class VariableTable:
         """Update the weights once.
 
         Args:
-            buffer: The gradients of all pieces that have dense ones.
-            rows: Gradients that are zero but for some rows, by the number of their piece within
-                the shard; what ``buffer`` holds for these is not looked at. Rows are counted from
-                the piece's first, and may come several times. See ``take_rows``.
-            missing: Numbers of pieces that have no gradient; they stay as they are.
+            buffer: The dense gradients.
+            rows: The sparse gradients by the number of their piece, see ``take_rows``; rows may be
+                repeated.
+            missing: The numbers of pieces without a gradient, which stay unchanged.
         """
         rows = rows or {}
         key = frozenset(rows), frozenset(missing)
@@ -110,21 +110,17 @@ class VariableTable:
             self._bytes = self._steps[key](self._tensor(buffer), *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Returns copies of all that the optimizer remembers, as ``read_state`` does."""
+        """Return copies of the optimizer's state, as ``read_state``."""
         return read_state(self._optimizer, self.shard)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Go on from a state, which ``state`` or ``cut_state`` returned.
-
-        Raises:
-            CheckpointError: It is of another optimizer or another shard.
-        """
+        """Set the optimizer's state, as ``assign_state``."""
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
-        """Returns one update, for gradients of which these are rows and these are missing.
+        """Return a traced update for gradients of these kinds.
 
-        It returns the weights: one call more would cost as much as copying a megabyte.
+        It also returns the weights: a second call would cost as much as copying a megabyte.
         """
         signature = [self._flat]
         for number in sorted(sparse):
@@ -151,7 +147,7 @@ class VariableTable:
         return _trace(step, signature)
 
     def _count_update(self) -> None:
-        """Do what an update does where no variable held here has a gradient."""
+        """Do what Keras does in an update, without any gradient."""
         optimizer = self._optimizer
         average_weights(optimizer, self._variables)
         iterations_of(optimizer).assign_add(1)
@@ -168,15 +164,15 @@ class VariableTable:
                 variable.assign(_value_in(flat, piece))
 
     def _read_all(self) -> list[tf.Tensor]:
-        """Returns the weights' bytes: not every type has a name in Python's buffer protocol."""
+        # As bytes: Python's buffer protocol doesn't support all dtypes.
         with tf.device(_DEVICE):
             values = [tf.convert_to_tensor(variable.value) for variable in self._variables]
             return [tf.reshape(tf.bitcast(value, tf.uint8), [-1]) for value in values]
 
     def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
-        """Returns a tensor that lives in ``buffer``."""
+        """Return a tensor in the memory of ``buffer``."""
         self.shard.check(buffer)
-        # TensorFlow ends the process where memory isn't aligned.
+        # TensorFlow aborts the process if memory isn't aligned.
         if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
             if self._aligned is None:
                 self._aligned = BufferPool().take(self.shard.nbytes)
@@ -186,17 +182,17 @@ class VariableTable:
 
 
 def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> Any:
-    """Returns the graph itself: ``tf.function`` would look at the arguments again each time."""
+    # Calling the concrete function skips the check of the arguments.
     return tf.function(function, signature, autograph=False).get_concrete_function()
 
 
 def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
-    """Returns a variable for a part of the model's variable ``whole``, with the same path."""
+    """Return a variable for a piece of the model's variable ``whole``, with the same path."""
     if whole.constraint is not None and tuple(whole.shape) != piece.shape:
         raise ModelError(
-            f"{whole.path} has the constraint {type(whole.constraint).__name__}, which must see "
-            f"all of it: expected shape {tuple(whole.shape)}, received {piece.shape}. Cut shards "
-            "with the variables of stays_whole as whole."
+            f"{whole.path} has the constraint {type(whole.constraint).__name__}, which needs the "
+            f"whole variable of shape {tuple(whole.shape)}, got a piece of shape {piece.shape}; "
+            "use unsplittable_variables."
         )
     *scopes, name = whole.path.split("/")
     with ExitStack() as stack:
@@ -209,9 +205,9 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 
 
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
-    """Returns what a flat buffer holds for ``piece``; in the buffer's own memory unless ``copied``.
+    """Return the value of ``piece`` in a flat buffer.
 
-    A variable may keep the memory of what it is assigned, while the buffer goes to other uses.
+    It must be copied if a variable may keep its memory, because buffers are reused.
     """
     part = tf.slice(flat, [piece.offset], [piece.nbytes])
     if copied:
@@ -223,7 +219,7 @@ def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.
 
 
 def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Returns rows as a sparse gradient in which none comes twice: Keras squares each by itself."""
+    """Return a sparse gradient with unique rows; Keras would square repeated ones separately."""
     unique, places = tf.unique(indices)
     sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
     return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))

@@ -1,4 +1,4 @@
-"""A job of two workers and some servers, on real ranks."""
+"""A job of two workers and one or more parameter servers, on real ranks."""
 
 import math
 
@@ -8,7 +8,7 @@ import numpy as np
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
-from hvdtrain.parameter_server.optimizer_state import put_states, take_states
+from hvdtrain.parameter_server.optimizer_state import pack_states, unpack_states
 from hvdtrain.parameter_server.published_weights import share_memory
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
@@ -31,58 +31,58 @@ class Worker:
         self._shards = shards
 
     def begin(self):
-        """The first weights, which are the chief's."""
+        """Load the weights, as the chief, and return the initial ones."""
         if self.rank == 0:
             weights = [np.full(shape, START, "float32") for shape in SHAPES]
-            self.client.load(weights, take_states(self.optimizer, self._shards))
+            self.client.load(weights, pack_states(self.optimizer, self._shards))
         return self.client.pull()
 
-    def push(self, gradient=-1.0, *, weight=1.0, rate=math.nan, ahead=False):
-        """Send a gradient that is the same everywhere; None for none."""
+    def push(self, gradient=-1.0, *, weight=1.0, rate=math.nan, overlap=False):
+        """Send a gradient with this value everywhere, or no gradient for None."""
         gradients = None
         if gradient is not None:
             gradients = [np.full(shape, gradient, "float32") for shape in SHAPES]
-        return self.client.push(gradients, weight=weight, learning_rate=rate, ahead=ahead)
+        return self.client.push(gradients, weight=weight, learning_rate=rate, overlap=overlap)
 
-    def done(self, **options):
-        """Where all weights are in the end, from where they began."""
-        return went(self.last(**options))
-
-    def last(self, **options):
-        """All weights in the end."""
+    def end(self, **options):
+        """Return the final weights."""
         if self.rank:
             return self.client.end(**options)
-        states = [np.empty_like(s) for s in take_states(self.optimizer, self._shards)]
+        states = [np.empty_like(s) for s in pack_states(self.optimizer, self._shards)]
         weights = self.client.end(states=states, **options)
-        put_states(self.optimizer, self._shards, states)
+        unpack_states(self.optimizer, self._shards, states)
         return weights
 
-    def tell(self, other):
-        """Let another worker go on."""
+    def total(self, **options):
+        """Return the change of all weights at the end."""
+        return change(self.end(**options))
+
+    def notify(self, other):
         self._signals.wait(self._signals.start_send(np.ones(1), other, 1), "the test")
 
-    def hear(self, other):
-        """Wait until another worker tells."""
+    def wait_for(self, other):
+        """Wait until another worker calls ``notify``."""
         self._signals.wait(self._signals.start_receive(np.ones(1), other, 1), "the test")
 
 
-def went(weights):
+def change(weights):
+    """Return how much all weights have changed, which must be the same for all of them."""
     values = np.concatenate([array.reshape(-1) for array in weights]) - START
     assert (values == values[0]).all(), values
     return float(values[0])
 
 
 def serve(work, consistency, *, optimizer=None, **options):
-    """Let ranks 0 and 1 ``work`` and the others serve.
+    """Call ``work`` with a ``Worker`` on ranks 0 and 1, and run servers on the others.
 
     Args:
-        work: Called with a ``Worker``.
-        consistency: Makes the consistency model of a server.
+        work: Its results are returned.
+        consistency: Returns a server's consistency model.
         optimizer: The model's.
-        options: More, as for ``Server`` and ``ShardUpdates``.
+        options: Other arguments of ``Server`` and ``ShardUpdates``.
 
     Returns:
-        What ``work`` returned on each worker, and the servers' counts.
+        The result of each worker, and the statistics of each server.
     """
     collectives = state.collectives()
     servers = tuple(range(len(WORKERS), collectives.size))
@@ -95,7 +95,7 @@ def serve(work, consistency, *, optimizer=None, **options):
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
         client = Client(messages, specs, servers, shards, memory)
-        said = work(Worker(collectives.rank, client, signals, optimizer, shards))
+        result = work(Worker(collectives.rank, client, signals, optimizer, shards))
     else:
         shard = shards[servers.index(collectives.rank)]
         table = VariableTable(optimizer, shard, variables)
@@ -105,14 +105,14 @@ def serve(work, consistency, *, optimizer=None, **options):
             messages, updates, memory, workers=WORKERS, consistency=consistency(), **options
         )
         server.serve()
-        said = updates.counts.to_json()
-    everyone = collectives.allgather_object(said, name="what came of it")
-    return everyone[:2], [StalenessStats.from_json(counts) for counts in everyone[2:]]
+        result = updates.counts.to_json()
+    results = collectives.allgather_object(result, name="results")
+    return results[:2], [StalenessStats.from_json(counts) for counts in results[2:]]
 
 
-def free(bound=None):
+def asynchronous(bound=None):
     return lambda: Asynchronous(WORKERS, bound)
 
 
-def rounds(wanted=None):
+def synchronous(wanted=None):
     return lambda: Synchronous(WORKERS, wanted)

@@ -1,11 +1,11 @@
-"""Tables of several servers in one process, and the plain optimizer they are compared with."""
+"""Variable tables of several servers in one process, and the optimizer they are compared with."""
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
-from hvdtrain.parameter_server.shard_optimizer import stays_whole
+from hvdtrain.parameter_server.optimizer_state import gather_state, split_state
+from hvdtrain.parameter_server.shard_optimizer import unsplittable_variables
 from hvdtrain.parameter_server.sharding import assemble, shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 
@@ -32,13 +32,11 @@ def make_gradients(step, variables):
 
 
 class Servers:
-    """What parameter servers do, in one process."""
-
     def __init__(self, optimizer, variables, count):
         specs = specs_of(variables)
         self.optimizer = optimizer
         self.variables = variables
-        self.shards = shard_variables(specs, count, stays_whole(optimizer, variables))
+        self.shards = shard_variables(specs, count, unsplittable_variables(optimizer, variables))
         self.tables = [VariableTable(optimizer, shard, variables) for shard in self.shards]
         values = [np.array(v.value) for v in variables]
         for shard, table in zip(self.shards, self.tables):
@@ -63,9 +61,9 @@ class Servers:
     def gather(self, optimizer):
         gather_state(optimizer, self.shards, [table.state() for table in self.tables])
 
-    def cut(self, optimizer):
+    def split(self, optimizer):
         for shard, table in zip(self.shards, self.tables):
-            table.load_state(cut_state(optimizer, shard))
+            table.load_state(split_state(optimizer, shard))
 
 
 def decayed(variables, optimizer):
@@ -100,7 +98,7 @@ OPTIMIZERS = {
 
 
 class Plain:
-    """The optimizer as ``fit`` runs it, on whole variables."""
+    """An optimizer on whole variables, traced as in ``fit``."""
 
     def __init__(self, optimizer, variables):
         optimizer.build(variables)
@@ -111,14 +109,13 @@ def plain(optimizer):
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def assert_close(found, expected, rtol=1e-6):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected):
+def assert_close(actual, expected, rtol=1e-6):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.array(a, "float64"), np.array(b, "float64"), rtol, 1e-7)
 
 
 class KeepsGradient(opt.SGD):
-    """Puts the gradient itself into a variable."""
+    """Assigns the gradient to a variable."""
 
     def build(self, variables):
         super().build(variables)
@@ -129,7 +126,7 @@ class KeepsGradient(opt.SGD):
 
 
 class OddState(opt.SGD):
-    """Its state can't be told apart."""
+    """Has state that belongs to no single variable."""
 
     def build(self, variables):
         super().build(variables)
@@ -137,7 +134,7 @@ class OddState(opt.SGD):
 
 
 class NoConfig(opt.SGD):
-    """Can't be made again from its configuration."""
+    """Can't be created from its configuration."""
 
     def __init__(self, needed, **options):
         super().__init__(**options)

@@ -1,5 +1,3 @@
-"""Who may go on when, which gradients count, and who is waited for."""
-
 import math
 import random
 
@@ -8,101 +6,96 @@ import pytest
 from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous, WorkerLiveness
 
 
-def pushed(rule, *workers):
-    """What became of a gradient for the step at hand from each."""
-    return [rule.push(worker, rule.next_step(worker)) for worker in workers]
+def push(model, *workers):
+    """Push a gradient for the current step of each worker, and return which are in time."""
+    return [model.push(worker, model.next_step(worker)) for worker in workers]
 
 
-def free(rule, workers):
-    return [worker for worker in workers if rule.may_go_on(worker)]
+def free(model, workers):
+    return [worker for worker in workers if model.may_proceed(worker)]
 
 
-def test_who_comes_back_is_not_behind():
-    """Nobody waits until it has made up for the steps that it missed."""
-    rule = Asynchronous([0, 1, 2], 1)
-    rule.leave(2)
+def test_asynchronous_workers_do_not_wait_for_the_missed_steps_of_one_that_rejoins():
+    model = Asynchronous([0, 1, 2], 1)
+    model.leave(2)
     for _ in range(5):
-        pushed(rule, 0, 1)
-    assert free(rule, [0, 1]) == [0, 1]
-    rule.come_back(2)
-    assert rule.next_step(2) == 0, "its own steps"
-    pushed(rule, 0)
-    assert free(rule, [0, 1, 2]) == [0, 1, 2]
-    pushed(rule, 0)
-    assert not rule.may_go_on(0), "but it is waited for again"
-    pushed(rule, 1, 2)
-    assert rule.may_go_on(0)
-    assert rule.progress() == [7, 6, 1]
+        push(model, 0, 1)
+    assert free(model, [0, 1]) == [0, 1]
+    model.rejoin(2)
+    assert model.next_step(2) == 0, "its own steps"
+    push(model, 0)
+    assert free(model, [0, 1, 2]) == [0, 1, 2]
+    push(model, 0)
+    assert not model.may_proceed(0), "it waits again"
+    push(model, 1, 2)
+    assert model.may_proceed(0)
+    assert model.progress() == [7, 6, 1]
 
 
-def test_rounds_with_who_comes_back():
-    rule = Synchronous([0, 1, 2])
-    rule.leave(2)
-    pushed(rule, 0, 1)
-    assert rule.complete()
-    rule.come_back(2)
-    assert not rule.push(2, 0), "that step is over"
-    assert pushed(rule, 0, 1) == [True, True]
-    assert not rule.complete(), "waited for again"
-    assert pushed(rule, 2) == [True]
-    assert rule.complete()
+def test_synchronous_steps_wait_again_for_a_worker_that_rejoins():
+    model = Synchronous([0, 1, 2])
+    model.leave(2)
+    push(model, 0, 1)
+    assert model.complete()
+    model.rejoin(2)
+    assert not model.push(2, 0), "that step is over"
+    assert push(model, 0, 1) == [True, True]
+    assert not model.complete()
+    assert push(model, 2) == [True]
+    assert model.complete()
 
 
-def test_round_of_who_has_left():
-    """The last one to leave completes what is there."""
-    rule = Synchronous([0, 1, 2])
-    pushed(rule, 0)
+def test_a_synchronous_step_completes_when_all_workers_leave():
+    model = Synchronous([0, 1, 2])
+    push(model, 0)
     for worker in range(3):
-        assert not rule.complete()
-        rule.leave(worker)
-    assert rule.complete()
-    assert not rule.complete()
+        assert not model.complete()
+        model.leave(worker)
+    assert model.complete()
+    assert not model.complete()
 
 
-def test_progress_of_free_workers():
-    rule = Asynchronous([0, 3, 5], None)
-    pushed(rule, 3, 3, 5)
-    assert rule.progress() == [rule.next_step(worker) for worker in (0, 3, 5)] == [0, 2, 1]
-    assert [rule.is_beyond(worker, [1, 2, 2]) for worker in (0, 3, 5)] == [False, True, False]
+def test_progress():
+    model = Asynchronous([0, 3, 5], None)
+    push(model, 3, 3, 5)
+    assert model.progress() == [model.next_step(worker) for worker in (0, 3, 5)] == [0, 2, 1]
+    assert [model.would_exceed(worker, [1, 2, 2]) for worker in (0, 3, 5)] == [False, True, False]
+    model = Synchronous([0, 1])
+    push(model, 0, 1)
+    assert model.progress() == [0, 0]
+    model.complete()
+    assert model.progress() == [1, 1]
+    assert (model.would_exceed(0, [1, 1]), model.would_exceed(0, [2, 2])) == (True, False)
 
 
-def test_progress_of_rounds():
-    rule = Synchronous([0, 1])
-    pushed(rule, 0, 1)
-    assert rule.progress() == [0, 0]
-    rule.complete()
-    assert rule.progress() == [1, 1]
-    assert (rule.is_beyond(0, [1, 1]), rule.is_beyond(0, [2, 2])) == (True, False)
+def test_with_backup_workers_servers_do_not_wait_for_each_other():
+    """They may have taken different gradients."""
+    model = Synchronous([0, 1, 2], wanted=2)
+    push(model, 0, 1)
+    model.complete()
+    assert model.progress() == [0, 0, 0]
+    assert model.would_exceed(2, [0, 0, 0])
 
 
-def test_progress_of_rounds_with_backup_workers():
-    """Servers may have taken different gradients: none waits for another."""
-    rule = Synchronous([0, 1, 2], wanted=2)
-    pushed(rule, 0, 1)
-    rule.complete()
-    assert rule.progress() == [0, 0, 0]
-    assert rule.is_beyond(2, [0, 0, 0])
-
-
-class Workers:
-    """Workers of different speed that a server deals with in any order.
+class Simulation:
+    """One server and workers of different speed, with random events.
 
     Args:
-        rule: Of the server.
+        model: The server's consistency model.
         steps: How many gradients each worker has.
-        speeds: How soon each is done with a step, on average.
-        seed: Of the order.
+        speeds: The relative speed of each worker.
+        seed: Of the random events.
     """
 
-    def __init__(self, rule, steps, speeds, seed):
-        self.rule = rule
+    def __init__(self, model, steps, speeds, seed):
+        self.model = model
         self.left = dict(enumerate(steps))
         self.speeds = speeds
         self.pushed = dict.fromkeys(self.left, 0)
         self.step = dict.fromkeys(self.left, 0)
         self.busy = set(self.left)
         self.waiting = set()
-        self.taken = self.late = self.rounds = 0
+        self.taken = self.late = self.completed = 0
         self._random = random.Random(seed)
 
     @property
@@ -110,20 +103,20 @@ class Workers:
         return self.busy | self.waiting
 
     def events(self):
-        """Until all have ended; yields after each event."""
+        """Yield after each event, until all workers are done."""
         while self.active:
-            assert self.busy, f"nobody may go on: {self.waiting} wait"
+            assert self.busy, f"all workers wait: {self.waiting}"
             busy = sorted(self.busy)
             (worker,) = self._random.choices(busy, [self.speeds[w] for w in busy])
             self.busy.remove(worker)
             if self.left[worker]:
                 self._push(worker)
             else:
-                self.rule.leave(worker)
-            self.rounds += self.rule.complete()
+                self.model.leave(worker)
+            self.completed += self.model.complete()
             for other in sorted(self.waiting):
-                if self.rule.may_go_on(other):
-                    self.step[other] = self.rule.next_step(other)
+                if self.model.may_proceed(other):
+                    self.step[other] = self.model.next_step(other)
                     self.waiting.remove(other)
                     self.busy.add(other)
             yield
@@ -131,106 +124,105 @@ class Workers:
     def _push(self, worker):
         self.left[worker] -= 1
         self.pushed[worker] += 1
-        if self.rule.push(worker, self.step[worker]):
+        if self.model.push(worker, self.step[worker]):
             self.taken += 1
         else:
             self.late += 1
         self.waiting.add(worker)
 
 
-def cases(seed):
-    """Any number of workers, some without gradients, some much slower than others."""
+def random_workers(seed):
+    """Return steps and speeds of random workers, some without gradients, some slow."""
     chance = random.Random(seed)
     steps = [chance.choice([0, 1, 10, 10, 12]) for _ in range(chance.randint(1, 5))]
     return steps, [chance.choice([1, 1, 10]) for _ in steps]
 
 
 @pytest.mark.parametrize("bound", [None, 1, 3])
-def test_any_order_of_free_workers(bound):
+def test_asynchronous_workers_in_any_order(bound):
     for seed in range(200):
-        steps, speeds = cases(seed)
-        workers = Workers(Asynchronous(range(len(steps)), bound), steps, speeds, seed)
+        steps, speeds = random_workers(seed)
+        workers = Simulation(Asynchronous(range(len(steps)), bound), steps, speeds, seed)
         for _ in workers.events():
             slowest = min((workers.pushed[w] for w in workers.active), default=0)
             for worker in workers.active:
                 ahead = workers.pushed[worker] - slowest
                 assert (worker in workers.busy) == (bound is None or ahead <= bound)
-        assert (workers.taken, workers.late, workers.rounds) == (sum(steps), 0, 0)
+        assert (workers.taken, workers.late, workers.completed) == (sum(steps), 0, 0)
 
 
 @pytest.mark.parametrize("backup", [0, 1])
-def test_any_order_of_rounds(backup):
+def test_synchronous_workers_in_any_order(backup):
     late = 0
     for seed in range(200):
-        steps, speeds = cases(seed)
+        steps, speeds = random_workers(seed)
         most = len(steps) - backup
         if not most:
             continue
-        workers = Workers(Synchronous(range(len(steps)), most), steps, speeds, seed)
-        rounds = taken = 0
+        workers = Simulation(Synchronous(range(len(steps)), most), steps, speeds, seed)
+        completed = taken = 0
         for _ in workers.events():
-            if workers.rounds > rounds:
+            if workers.completed > completed:
                 new = workers.taken - taken
-                assert workers.rounds == rounds + 1
+                assert workers.completed == completed + 1
                 assert max(1, min(most, len(workers.active))) <= new <= most
-                rounds, taken = workers.rounds, workers.taken
+                completed, taken = workers.completed, workers.taken
         assert workers.taken + workers.late == sum(steps)
-        assert workers.taken == taken, "all that was taken went into a round"
+        assert workers.taken == taken, "every gradient taken is in a completed step"
         late += workers.late
         if not backup:
             assert workers.late == 0
-            assert workers.rounds == max(steps)
+            assert workers.completed == max(steps)
     assert late > 0 or not backup
 
 
-def stepped(workers, *, now=0.0, silence_s=5.0):
-    """All of them have made a step, and have the answer."""
-    attendance = WorkerLiveness(workers, silence_s)
+def after_a_step(workers):
+    """Return the liveness of workers that got the reply to their first step at time 0."""
+    liveness = WorkerLiveness(workers, 5.0)
     for worker in workers:
-        attendance.hear(worker)
-        attendance.note_step(worker)
-        attendance.answer(worker, now)
-    return attendance
+        liveness.note_request(worker)
+        liveness.stepped.add(worker)
+        liveness.note_reply(worker, 0.0)
+    return liveness
 
 
-def test_silence():
-    """Counted from the answer; the chief may take its time."""
-    attendance = stepped([0, 1, 2])
-    attendance.hear(2)
-    attendance.answer(2, 3.0)
-    assert attendance.next_silence == 5.0
-    assert attendance.fall_silent(4.9) == []
-    assert attendance.fall_silent(5.0) == [1]
-    assert attendance.fall_silent(6.0) == [], "told once"
-    assert attendance.next_silence == 8.0
-    assert attendance.training == {0, 1, 2}, "it may come back"
-    assert attendance.hear(1)
-    assert not attendance.hear(1)
-    attendance.answer(1, 7.0)
-    assert sorted(attendance.fall_silent(100.0)) == [1, 2]
-    assert attendance.next_silence == math.inf
+def test_a_worker_is_silent_some_seconds_after_a_reply_but_never_the_chief():
+    liveness = after_a_step([0, 1, 2])
+    liveness.note_request(2)
+    liveness.note_reply(2, 3.0)
+    assert liveness.next_silence_s == 5.0
+    assert liveness.mark_silent(4.9) == []
+    assert liveness.mark_silent(5.0) == [1]
+    assert liveness.mark_silent(6.0) == [], "reported once"
+    assert liveness.next_silence_s == 8.0
+    assert liveness.training == {0, 1, 2}, "it may come back"
+    assert liveness.note_request(1)
+    assert not liveness.note_request(1)
+    liveness.note_reply(1, 7.0)
+    assert sorted(liveness.mark_silent(100.0)) == [1, 2]
+    assert liveness.next_silence_s == math.inf
 
 
-def test_who_waits_for_an_answer_is_not_silent():
-    attendance = stepped([0, 1])
-    attendance.hear(1)
-    assert attendance.next_silence == math.inf
-    assert attendance.fall_silent(1000.0) == []
+def test_a_worker_that_waits_for_a_reply_is_not_silent():
+    liveness = after_a_step([0, 1])
+    liveness.note_request(1)
+    assert liveness.next_silence_s == math.inf
+    assert liveness.mark_silent(1000.0) == []
 
 
-def test_the_first_step_may_take_its_time():
-    attendance = WorkerLiveness([0, 1], 5.0)
-    attendance.hear(1)
-    attendance.answer(1, 0.0)
-    assert attendance.next_silence == math.inf
+def test_a_worker_is_not_silent_before_its_first_step():
+    liveness = WorkerLiveness([0, 1], 5.0)
+    liveness.note_request(1)
+    liveness.note_reply(1, 0.0)
+    assert liveness.next_silence_s == math.inf
 
 
-def test_who_trains_no_more_is_not_waited_for():
-    attendance = stepped([0, 1, 2])
-    attendance.stop_training(1)
-    attendance.end(2)
-    assert attendance.training == {0}
-    assert attendance.there == {0, 1}
-    assert attendance.fall_silent(1000.0) == []
-    attendance.answer(1, 0.0)
-    assert attendance.next_silence == math.inf
+def test_a_worker_that_is_done_is_not_silent():
+    liveness = after_a_step([0, 1, 2])
+    liveness.stop_training(1)
+    liveness.disconnect(2)
+    assert liveness.training == {0}
+    assert liveness.connected == {0, 1}
+    assert liveness.mark_silent(1000.0) == []
+    liveness.note_reply(1, 0.0)
+    assert liveness.next_silence_s == math.inf

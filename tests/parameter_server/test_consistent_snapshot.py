@@ -1,4 +1,4 @@
-"""A snapshot holds the same gradients on all servers, whatever order messages come in."""
+"""A snapshot has the same gradients on all servers, for any order of messages."""
 
 import random
 from collections import deque
@@ -8,96 +8,116 @@ import pytest
 from hvdtrain.parameter_server.consistency import Asynchronous, ConsistentSnapshot, Synchronous
 from hvdtrain.parameter_server.protocol import Kind, Request
 
-# What a server has of a worker that died, after the last message that came.
+# In a server's inbox after the last message of a worker that died.
 DEATH = None
 
 
 class Server:
-    """What a server does with requests, without the gradients."""
+    """Handles requests as a server does, without the gradients."""
 
-    def __init__(self, rule, workers):
-        self.rule = rule
-        self.freezing = ConsistentSnapshot(rule, workers)
+    def __init__(self, model, workers):
+        self.model = model
+        self.snapshot = ConsistentSnapshot(model, workers)
         self.inbox = {worker: deque() for worker in workers}
         self.waiting = set()
         self.taken = []  # (worker, number of its gradient), in order
         self.gathered = []
 
-    def work(self, worker):
-        """Take up what has come from a worker."""
+    def receive(self, worker):
+        """Handle the next message of a worker."""
         request, number = self.inbox[worker].popleft()
         if request is DEATH:
-            self._lose(worker)
-        elif not self.freezing.holds(worker, request._replace(step=number)):
-            self._carry_out(worker, request.kind, number)
-        self.take_up_held()
+            self.snapshot.drop_worker(worker)
+            self.model.leave(worker)
+            self.waiting.discard(worker)
+            self.complete()
+        elif not self.snapshot.hold(worker, request._replace(step=number)):
+            self._handle(worker, request.kind, number)
+        self.handle_held()
 
-    def _lose(self, worker):
-        self.freezing.lose(worker)
-        self.rule.leave(worker)
-        self.waiting.discard(worker)
-        self.complete()
+    def handle_held(self):
+        while entry := self.snapshot.next_held():
+            self._handle(entry[0], entry[1].kind, entry[1].step)
 
-    def take_up_held(self):
-        """What need not wait any more."""
-        while held := self.freezing.next_held():
-            self._carry_out(held[0], held[1].kind, held[1].step)
-
-    def _carry_out(self, worker, kind, number):
+    def _handle(self, worker, kind, number):
         if kind is Kind.PUSH:
-            self.rule.push(worker, self.rule.next_step(worker))
+            self.model.push(worker, self.model.next_step(worker))
             self.waiting.add(worker)
-            (self.gathered if self.rule.gathers else self.taken).append((worker, number))
+            (self.gathered if self.model.gathers else self.taken).append((worker, number))
         else:
-            self.rule.leave(worker)
+            self.model.leave(worker)
         self.complete()
 
     def complete(self):
-        if self.freezing.may_advance and self.rule.complete():
+        if self.snapshot.may_advance and self.model.complete():
             self.taken += self.gathered
             self.gathered = []
 
-    def answers(self):
-        """Who may go on now."""
-        free = {worker for worker in self.waiting if self.rule.may_go_on(worker)}
+    def take_replies(self):
+        """Return the workers that may proceed now."""
+        free = {worker for worker in self.waiting if self.model.may_proceed(worker)}
         self.waiting -= free
         return free
 
 
 class Job:
-    """Workers and servers whose messages come in any order.
+    """Workers and servers whose messages arrive in random order.
 
     Args:
-        rule: Makes a rule for some workers.
+        make_model: Makes the consistency model of a server for some workers.
         steps: How many gradients each worker has; the first is the chief.
-        servers: How many there are.
+        servers: How many servers there are.
         seed: Of the order.
         mortal: Whether workers other than the chief may die.
     """
 
-    def __init__(self, rule, steps, servers, seed, mortal=False):
+    def __init__(self, make_model, steps, servers, seed, mortal):
         self.mortal = mortal
         self.dead = set()
         self.workers = range(len(steps))
         self.left = list(steps)
         self.sent = [0] * len(steps)
-        self.answered = [set(range(servers)) for _ in steps]
-        self.gone = set()
-        self.servers = [Server(rule(self.workers), self.workers) for _ in range(servers)]
+        self.replied = [set(range(servers)) for _ in steps]
+        self.done = set()
+        self.servers = [Server(make_model(self.workers), self.workers) for _ in range(servers)]
         self.random = random.Random(seed)
 
-    def run(self, snapshot):
-        """Until all have left; the chief calls ``snapshot`` between its steps, and afterwards."""
+    def run(self, check):
+        """Run until all are done; ``check`` gets this job between the chief's steps."""
         while moves := self._moves():
             self._make(*self.random.choice(moves))
-            between = 0 in self.gone or len(self.answered[0]) == len(self.servers)
+            between = 0 in self.done or len(self.replied[0]) == len(self.servers)
             if between and self.random.random() < 0.3:
-                snapshot(self)
-        assert len(self.gone) == len(self.workers), "somebody waits in vain"
-        snapshot(self)
+                check(self)
+        assert len(self.done) == len(self.workers), "a worker waits forever"
+        check(self)
+
+    def snapshot(self):
+        """Return the gradients that each server has applied at the moment of a snapshot."""
+        progress = []
+        for server in self.random.sample(self.servers, len(self.servers)):
+            self._make_another_move()
+            progress.append(server.snapshot.freeze())
+        target = [max(column) for column in zip(*progress)]
+        for server in self.random.sample(self.servers, len(self.servers)):
+            self._make_another_move()
+            server.snapshot.resume_to(target)
+            server.complete()
+        moments = {}
+        while len(moments) < len(self.servers):
+            for number, server in enumerate(self.servers):
+                server.handle_held()
+                if number not in moments and server.snapshot.reached:
+                    moments[number] = sorted(server.taken)
+                    server.snapshot.finish()
+                    server.complete()
+                    server.handle_held()
+            self._deliver_replies()
+            assert self._make_another_move() or len(moments) == len(self.servers), "stuck"
+        return list(moments.values())
 
     def _moves(self):
-        """What may happen next: a server takes a worker's message up, or with None one sends."""
+        """Return the possible moves: a server receives from a worker, or with None one sends."""
         arriving = [
             (number, worker)
             for number, server in enumerate(self.servers)
@@ -107,139 +127,90 @@ class Job:
         sending = [
             (None, worker)
             for worker in self.workers
-            if worker not in self.gone and len(self.answered[worker]) == len(self.servers)
+            if worker not in self.done and len(self.replied[worker]) == len(self.servers)
         ]
         return arriving + sending
 
     def _make(self, server, worker):
         if server is None:
-            self.send(worker)
+            self._send(worker)
         else:
-            self.servers[server].work(worker)
-            self.release()
+            self.servers[server].receive(worker)
+            self._deliver_replies()
 
-    def release(self):
+    def _make_another_move(self):
+        """Let something happen during a snapshot, which the chief waits for; False if stuck."""
+        moves = [move for move in self._moves() if move != (None, 0)]
+        alive = [worker for worker in self.workers[1:] if worker not in self.done]
+        if self.mortal and alive and self.random.random() < 0.05:
+            self._kill(self.random.choice(alive))
+            self._deliver_replies()
+        if moves:
+            self._make(*self.random.choice(moves))
+        return bool(moves)
+
+    def _deliver_replies(self):
         for number, server in enumerate(self.servers):
-            for worker in server.answers():
-                self.answered[worker].add(number)
+            for worker in server.take_replies():
+                self.replied[worker].add(number)
 
-    def send(self, worker):
-        """The next gradient, or that there is none."""
+    def _send(self, worker):
+        """Send the next gradient, or leave."""
         push = self.left[worker] > 0
         self.left[worker] -= push
         self.sent[worker] += push
         if push:
-            self.answered[worker] = set()
+            self.replied[worker] = set()
         else:
-            self.gone.add(worker)
+            self.done.add(worker)
         for server in self.servers:
             kind = Kind.PUSH if push else Kind.LEAVE
             server.inbox[worker].append((Request(kind), self.sent[worker]))
 
-    def die(self, worker):
-        """With a message that may have come to some servers, and not to others."""
+    def _kill(self, worker):
+        """Kill a worker, whose last message reaches only some servers."""
         self.dead.add(worker)
-        self.gone.add(worker)
+        self.done.add(worker)
         for server in self.servers:
             inbox = server.inbox[worker]
             if inbox and self.random.random() < 0.5:
                 inbox.pop()
             inbox.append((DEATH, 0))
 
-    def snapshot(self):
-        """What each server has applied at the moment; the chief does nothing else meanwhile."""
-        far = []
-        for number in self.shuffled():
-            self._go_on()
-            far.append(self.servers[number].freezing.begin())
-        limit = [max(column) for column in zip(*far)]
-        for number in self.shuffled():
-            self._go_on()
-            self.servers[number].freezing.aim(limit)
-            self.servers[number].complete()
-        moments = {}
-        while len(moments) < len(self.servers):
-            for number, server in enumerate(self.servers):
-                server.take_up_held()
-                if number not in moments and server.freezing.reached:
-                    moments[number] = sorted(server.taken)
-                    server.freezing.end()
-                    server.complete()
-                    server.take_up_held()
-            self.release()
-            assert self._go_on() or len(moments) == len(self.servers), "no such moment comes"
-        return list(moments.values())
 
-    def shuffled(self):
-        return self.random.sample(range(len(self.servers)), len(self.servers))
-
-    def _go_on(self):
-        """Something may happen beside what the chief does; whether anything could."""
-        moves = [move for move in self._moves() if move != (None, 0)]
-        alive = [worker for worker in self.workers[1:] if worker not in self.gone]
-        if self.mortal and alive and self.random.random() < 0.05:
-            self.die(self.random.choice(alive))
-            self.release()
-        if moves:
-            self._make(*self.random.choice(moves))
-        return bool(moves)
-
-
+@pytest.mark.parametrize("mortal", [False, True])
 @pytest.mark.parametrize(
-    "rule",
+    "make_model",
     [
         lambda workers: Asynchronous(workers, None),
         lambda workers: Asynchronous(workers, 1),
         Synchronous,
     ],
-    ids=["free", "bound", "rounds"],
+    ids=["unbounded", "bound", "synchronous"],
 )
-def test_any_order(rule):
-    uneven = 0
+def test_all_servers_have_the_same_gradients_in_a_snapshot(make_model, mortal):
+    """Except for the last gradients of workers that died."""
+    uneven = deaths = differing = 0
 
     def check(job):
-        nonlocal uneven
+        nonlocal uneven, differing
         uneven += len({len(server.taken) for server in job.servers}) > 1
         first, *others = job.snapshot()
-        assert all(other == first for other in others)
-
-    for seed in range(300):
-        chance = random.Random(seed)
-        steps = [chance.choice([0, 1, 6, 9]) for _ in range(chance.randint(1, 4))]
-        job = Job(rule, steps, chance.randint(1, 3), seed)
-        job.run(check)
-        for server in job.servers:
-            assert len(server.taken) == sum(steps)
-    assert uneven > 20
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda workers: Asynchronous(workers, None),
-        lambda workers: Asynchronous(workers, 1),
-        Synchronous,
-    ],
-    ids=["free", "bound", "rounds"],
-)
-def test_workers_that_die(rule):
-    """The moment comes, and is the same but for the last gradient of who died."""
-    deaths = torn = 0
-
-    def check(job):
-        nonlocal torn
-        first, *others = job.snapshot()
         for other in others:
-            differing = set(first) ^ set(other)
-            torn += bool(differing)
-            assert {worker for worker, _ in differing} <= job.dead
-            assert len(differing) <= len(job.dead)
+            difference = set(first) ^ set(other)
+            differing += bool(difference)
+            assert {worker for worker, _ in difference} <= job.dead
+            assert len(difference) <= len(job.dead)
 
     for seed in range(300):
         chance = random.Random(seed)
-        steps = [chance.choice([1, 6, 9]) for _ in range(chance.randint(2, 4))]
-        job = Job(rule, steps, chance.randint(1, 3), seed, mortal=True)
+        workers = chance.randint(1 + mortal, 4)
+        steps = [chance.choice([1, 6, 9] if mortal else [0, 1, 6, 9]) for _ in range(workers)]
+        job = Job(make_model, steps, chance.randint(1, 3), seed, mortal)
         job.run(check)
         deaths += len(job.dead)
-    assert deaths > 20
-    assert torn > 5
+        if not mortal:
+            for server in job.servers:
+                assert len(server.taken) == sum(steps)
+    assert uneven > 20
+    assert (deaths > 20, differing > 5) == (mortal, mortal)

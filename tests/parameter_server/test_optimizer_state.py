@@ -1,11 +1,9 @@
-"""The state of an optimizer, cut and put together."""
-
 import keras
 import numpy as np
 import pytest
 
 from hvdtrain.errors import CheckpointError, ModelError
-from hvdtrain.parameter_server.optimizer_state import AVERAGES, cut_state, gather_state
+from hvdtrain.parameter_server.optimizer_state import AVERAGES, gather_state, split_state
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
@@ -20,22 +18,22 @@ from tests.parameter_server.tables import (
 opt = keras.optimizers
 
 
-def test_a_state_looks_the_same_wherever_it_comes_from():
-    """So that it can travel as bytes, also where a shard begins with another type."""
+def test_the_layout_of_a_state_is_the_same_on_workers_and_servers():
+    """It is sent as bytes. Here a shard's first variable has another dtype than the model's."""
     variables = make_variables()
     variables[3] = keras.Variable(np.zeros(200), name="scale", dtype="float16")
     for optimizer in (opt.Nadam(0.01), opt.Adam(0.01, gradient_accumulation_steps=2)):
         servers = Servers(optimizer, variables, 3)
         optimizer.build(variables)
         for shard, table in zip(servers.shards, servers.tables):
-            mine, cuts = table.state(), cut_state(optimizer, shard)
-            assert [(k, a.dtype, a.shape) for k, a in mine.items()] == [
-                (k, a.dtype, a.shape) for k, a in cuts.items()
+            of_server, of_worker = table.state(), split_state(optimizer, shard)
+            assert [(k, a.dtype, a.shape) for k, a in of_server.items()] == [
+                (k, a.dtype, a.shape) for k, a in of_worker.items()
             ]
 
 
-def test_accumulated_gradients_come_as_their_average():
-    """Schedules go on as if the steps of a worker were counted, as Keras does."""
+def test_servers_apply_the_mean_of_accumulated_gradients():
+    """Schedules and ``iterations`` count the workers' steps, as Keras does."""
     steps = 3
     variables, others = make_variables(), make_variables()
     expected = opt.Adam(RATES, gradient_accumulation_steps=steps)
@@ -51,12 +49,12 @@ def test_accumulated_gradients_come_as_their_average():
     compiled.build(others)
     servers.gather(compiled)
     assert int(compiled._iterations.numpy()) == 12
-    again = Servers(compiled, others, 3)
-    again.cut(compiled)
-    assert [int(table.state()["iterations"]) for table in again.tables] == [4, 4, 4]
+    resumed = Servers(compiled, others, 3)
+    resumed.split(compiled)
+    assert [int(table.state()["iterations"]) for table in resumed.tables] == [4, 4, 4]
 
 
-def test_the_state_keeps_no_memory_of_a_buffer_either():
+def test_optimizer_variables_do_not_keep_the_memory_of_a_buffer():
     variable = keras.Variable(np.zeros((64, 64), "float32"), name="kernel")
     (shard,) = shard_variables(specs_of([variable]), 1)
     raw = np.zeros(shard.nbytes + 64, np.uint8)
@@ -68,24 +66,24 @@ def test_the_state_keeps_no_memory_of_a_buffer_either():
     assert (table.state()["last/0000/0"] == 3).all()
 
 
-def test_a_state_of_something_else():
+def test_a_state_of_another_optimizer_or_shard_is_an_error():
     variables = make_variables()
     optimizer = opt.Adam(0.1)
     two, three = [Servers(optimizer, variables, count) for count in (2, 3)]
-    with pytest.raises(CheckpointError, match=r"of other shards: for .* expected shape"):
+    with pytest.raises(CheckpointError, match=r"of other shards: expected shape .* for "):
         three.tables[1].load_state(two.tables[1].state())
-    with pytest.raises(ModelError, match=r"no state yet.*optimizer\.build"):
+    with pytest.raises(ModelError, match=r"is not built; call optimizer\.build"):
         two.gather(optimizer)
     optimizer.build(variables)
-    with pytest.raises(CheckpointError, match="found nothing"):
+    with pytest.raises(CheckpointError, match="got nothing"):
         two.tables[0].load_state({})
-    with pytest.raises(CheckpointError, match="found shape"):
+    with pytest.raises(CheckpointError, match="got shape"):
         gather_state(optimizer, three.shards, [table.state() for table in two.tables] * 2)
-    with pytest.raises(ModelError, match=f"{AVERAGES} can't be given to Adam, which has no"):
+    with pytest.raises(ModelError, match=f"{AVERAGES} can't be assigned to Adam, which lacks"):
         gather_state(optimizer, two.shards, [t.state() for t in two.tables], only=AVERAGES)
 
 
-def test_nothing_is_assigned_of_states_that_do_not_fit():
+def test_an_incomplete_state_changes_nothing():
     variables = make_variables()
     optimizer = opt.Adam(0.1)
     servers = Servers(optimizer, variables, 2)
@@ -94,7 +92,7 @@ def test_nothing_is_assigned_of_states_that_do_not_fit():
     states = [table.state() for table in servers.tables]
     states[-1].popitem()
     before = [np.array(v) for v in optimizer.variables]
-    with pytest.raises(CheckpointError, match="found nothing"):
+    with pytest.raises(CheckpointError, match="got nothing"):
         gather_state(optimizer, servers.shards, states)
     for value, expected in zip(optimizer.variables, before):
         np.testing.assert_array_equal(value, expected)

@@ -1,5 +1,3 @@
-"""What workers and servers say to each other, as bytes and back."""
-
 import math
 
 import numpy as np
@@ -18,8 +16,8 @@ from hvdtrain.parameter_server.protocol import (
 )
 
 
-def arrived(message):
-    """What the other side makes of it, which has room for one message of this kind."""
+def received(message):
+    """Copy a message to a receive buffer, and unpack it."""
     buffer = type(message).buffer()
     packed = message.pack()
     assert (packed.dtype, packed.shape) == (buffer.dtype, buffer.shape) == (np.uint8, packed.shape)
@@ -28,41 +26,33 @@ def arrived(message):
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_request(kind):
+def test_a_request_is_received_unchanged(kind):
     request = Request(
         kind, 3, 1 << 40, has_gradient=True, weight=0.1, learning_rate=1e-30, stop=True
     )
-    assert arrived(request) == request
-    assert isinstance(arrived(request).kind, Kind)
+    assert received(request) == request
+    assert isinstance(received(request).kind, Kind)
     request = request._replace(signal=15, position=tuple(range(-1, POSITION_NUMBERS - 1)))
-    assert arrived(request) == request
-
-
-def test_request_without_a_learning_rate():
-    found = arrived(Request(Kind.PUSH, step=1))
-    assert math.isnan(found.learning_rate)
-    assert found._replace(learning_rate=0.0) == Request(Kind.PUSH, step=1, learning_rate=0.0)
+    assert received(request) == request
+    assert math.isnan(received(Request(kind)).learning_rate)
 
 
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("refusal", ["", "no", "nö, 不行, нет", "x" * 800])
-def test_reply(stop, refusal):
+def test_a_reply_is_received_unchanged(stop, refusal):
     reply = Reply(7, 1 << 50, stop, 15, 3, error=1, refusal=refusal)
-    assert arrived(reply) == reply
+    assert received(reply) == reply
 
 
-def test_refusal_that_is_too_long():
-    assert arrived(Reply(0, 0, refusal="x" * 50_000)).refusal == "x" * 800
-
-
-def test_refusal_that_is_cut_within_a_character():
-    """266 characters of three bytes, and the first two of the next one."""
-    assert arrived(Reply(0, 0, refusal="不" * 500)).refusal == "不" * 266 + "\ufffd"
+def test_a_long_refusal_is_truncated():
+    assert received(Reply(0, 0, refusal="x" * 50_000)).refusal == "x" * 800
+    # Within a character, after 266 of three bytes each.
+    assert received(Reply(0, 0, refusal="不" * 500)).refusal == "不" * 266 + "\ufffd"
 
 
 @pytest.mark.ranks(3)
-def test_answers_go_out_while_the_server_does_something_else():
-    """Both workers take theirs only once the server has sent both and changed its weights."""
+def test_replies_are_sent_in_the_background():
+    """Workers receive them after the server has sent both and changed its weights."""
     hvdtrain.init()
     collectives = state.collectives()
     messages, signals = collectives.messages(), collectives.messages()
@@ -84,4 +74,4 @@ def test_answers_go_out_while_the_server_does_something_else():
         messages.wait(pending, "the test")
         assert Reply.unpack(packed).step == collectives.rank
         assert (weights == collectives.rank + 1).all()
-    collectives.barrier(name="all have theirs")
+    collectives.barrier(name="end")

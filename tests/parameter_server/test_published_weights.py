@@ -1,7 +1,3 @@
-"""Memory of workers and servers: whoever reads weights gets those of one version, whatever is
-written, and servers read gradients where workers put them.
-"""
-
 import numpy as np
 import pytest
 
@@ -15,45 +11,36 @@ from hvdtrain.parameter_server.published_weights import (
     share_memory,
 )
 from hvdtrain.parameter_server.sharding import Spec, shard_variables
-from tests.parameter_server.serving import WORKERS, free, serve
+from tests.parameter_server.serving import WORKERS, asynchronous, serve
 
 NBYTES = 1000
 
 
-def _make(slots=3):
+def make_writer_and_reader(slots=3):
     memory = np.zeros(published_bytes(NBYTES, slots), np.uint8)
     return PublishedWeights(memory, NBYTES, slots), PublishedWeights(memory, NBYTES, slots)
 
 
-def _fill(value):
+def fill_with(value):
     return lambda buffer: buffer.fill(value)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_the_newest_is_read(slots):
-    writer, reader = _make(slots)
+def test_the_newest_weights_are_read(slots):
+    writer, reader = make_writer_and_reader(slots)
     buffer = np.empty(NBYTES, np.uint8)
     for value in range(1, 8):
-        writer.write(_fill(value), version=10 * value)
+        writer.write(fill_with(value), version=10 * value)
         assert (writer.newest == value).all()
         assert reader.read(buffer) == 10 * value
         assert (buffer == value).all()
+    writer.write(fill_with(99), version=99)
+    assert (buffer == 7).all(), "a copy"
 
 
-def test_what_is_read_stays():
-    writer, reader = _make()
-    buffer = np.empty(NBYTES, np.uint8)
-    writer.write(_fill(1), version=1)
-    reader.read(buffer)
-    for value in range(2, 9):
-        writer.write(_fill(value), version=value)
-    assert (buffer == 1).all()
-
-
-def test_a_slot_that_is_written_again_is_not_read(monkeypatch):
-    """All slots are overwritten while a reader copies its first one; it begins again."""
-    writer, reader = _make()
-    writer.write(_fill(1), version=1)
+def test_a_slot_that_was_overwritten_while_it_was_copied_is_not_returned(monkeypatch):
+    writer, reader = make_writer_and_reader()
+    writer.write(fill_with(1), version=1)
     copyto, calls = np.copyto, []
 
     def slow(target, source):
@@ -61,7 +48,7 @@ def test_a_slot_that_is_written_again_is_not_read(monkeypatch):
         if len(calls) == 1:
             copyto(target[:500], source[:500])
             for value in (2, 3, 4):
-                writer.write(_fill(value), version=value)
+                writer.write(fill_with(value), version=value)
             copyto(target[500:], source[500:])
         else:
             copyto(target, source)
@@ -72,21 +59,20 @@ def test_a_slot_that_is_written_again_is_not_read(monkeypatch):
     assert (buffer == 4).all()
 
 
-def test_a_slot_that_is_being_written_is_not_read(monkeypatch):
-    """A reader ends its copy while the writer is in the middle of the same slot."""
-    writer, reader = _make()
-    writer.write(_fill(1), version=1)
+def test_a_slot_that_is_being_written_is_not_returned(monkeypatch):
+    writer, reader = make_writer_and_reader()
+    writer.write(fill_with(1), version=1)
     copyto, calls = np.copyto, []
 
     def half(buffer):
         buffer[:500] = 4
-        raise KeyboardInterrupt  # goes no further until the reader has looked
+        raise KeyboardInterrupt  # the reader continues in the middle of the write
 
     def slow(target, source):
         calls.append(0)
         if len(calls) == 1:
             for value in (2, 3):
-                writer.write(_fill(value), version=value)
+                writer.write(fill_with(value), version=value)
             with pytest.raises(KeyboardInterrupt):
                 writer.write(half, version=4)
         copyto(target, source)
@@ -97,13 +83,13 @@ def test_a_slot_that_is_being_written_is_not_read(monkeypatch):
     assert (buffer == 3).all()
 
 
-def test_a_reader_gives_up_in_the_end(monkeypatch):
-    writer, reader = _make()
-    writer.write(_fill(1), version=1)
+def test_a_reader_that_is_overtaken_every_time_raises(monkeypatch):
+    writer, reader = make_writer_and_reader()
+    writer.write(fill_with(1), version=1)
 
     def overtaken(target, source):
         for _ in range(3):
-            writer.write(_fill(1), version=1)
+            writer.write(fill_with(1), version=1)
 
     monkeypatch.setattr(module.np, "copyto", overtaken)
     with pytest.raises(CollectiveError, match="1000 times in a row"):
@@ -111,17 +97,17 @@ def test_a_reader_gives_up_in_the_end(monkeypatch):
 
 
 @pytest.mark.ranks(2, 3)
-def test_on_real_ranks(world):
-    """The last rank writes as fast as it can, and the others read; never is a copy of two."""
+def test_readers_on_other_ranks_never_get_a_mixture(world):
+    """The last rank writes as fast as it can."""
     collectives = state.collectives()
     server = collectives.size - 1
     (shard,) = shard_variables([Spec("kernel", (1_000_000,), "float32")], 1)
-    weights = share_memory(collectives, [server], [shard])
-    assert weights.readers == frozenset(range(collectives.size))
-    published = weights.published[server]
+    memory = share_memory(collectives, [server], [shard])
+    assert memory.readers == frozenset(range(collectives.size))
+    published = memory.published[server]
     if collectives.rank == server:
         for version in range(1, 401):
-            published.write(_fill(version % 251), version)
+            published.write(fill_with(version % 251), version)
             if version == 1:
                 collectives.barrier()
     else:
@@ -135,22 +121,8 @@ def test_on_real_ranks(world):
     collectives.barrier()
 
 
-@pytest.mark.ranks(2)
-def test_weights_where_ranks_cannot_share(world, monkeypatch):
-    collectives = state.collectives()
-    monkeypatch.setattr(collectives, "share", lambda nbytes: {})
-    (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
-    weights = share_memory(collectives, [1], [shard])
-    assert weights.readers == frozenset()
-    assert list(weights.published) == [1] * collectives.rank
-    if collectives.rank == 1:
-        weights.published[1].write(_fill(5), version=1)
-        assert (weights.published[1].newest == 5).all()
-
-
 @pytest.mark.ranks(3, 4)
-def test_each_worker_has_slots_for_each_server(world):
-    """None of them lies in another, and a server sees what the worker has written."""
+def test_each_worker_has_its_own_slots_for_each_server(world):
     collectives = state.collectives()
     ranks = range(collectives.size)
     servers = [rank for rank in ranks if rank not in WORKERS]
@@ -177,8 +149,9 @@ def test_each_worker_has_slots_for_each_server(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["another host", "no memory", "no memory for gradients"])
-def test_gradients_where_ranks_cannot_share(world, monkeypatch, case):
-    """Neither with a server of another host, nor where there is no memory for it."""
+def test_without_shared_memory_servers_keep_weights_and_workers_have_no_slots(
+    world, monkeypatch, case
+):
     collectives = state.collectives()
     share, calls = collectives.share, []
 
@@ -186,19 +159,26 @@ def test_gradients_where_ranks_cannot_share(world, monkeypatch, case):
         calls.append(nbytes)
         if case == "no memory" or (case == "no memory for gradients" and len(calls) == 2):
             return {}
-        found = share(nbytes)
+        shared = share(nbytes)
         if case == "another host":
-            return {rank: memory for rank, memory in found.items() if rank == collectives.rank}
-        return found
+            return {rank: memory for rank, memory in shared.items() if rank == collectives.rank}
+        return shared
 
     monkeypatch.setattr(collectives, "share", share_some)
     (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
-    assert not share_memory(collectives, [1], [shard]).slots
+    memory = share_memory(collectives, [1], [shard])
+    assert not memory.slots
+    if case == "no memory":
+        assert memory.readers == frozenset()
+        assert list(memory.published) == [1] * collectives.rank
+    if collectives.rank == 1:
+        memory.published[1].write(fill_with(5), version=1)
+        assert (memory.published[1].newest == 5).all()
 
 
 @pytest.mark.ranks(3)
-def test_dense_gradients_are_not_sent(world, monkeypatch):
-    """But where they lie is told; a slot is used again when its gradient has been applied."""
+def test_dense_gradients_in_shared_memory_are_not_sent(world, monkeypatch):
+    """The first slot is reused once its gradient has been applied."""
     sent = []
 
     def work(worker):
@@ -213,24 +193,24 @@ def test_dense_gradients_are_not_sent(world, monkeypatch):
         for _ in range(3):
             worker.push()
         slots = worker.client._slots[2]
-        return [max(sent) < 1000, bool(slots[0].any()), bool(slots[1].any()), worker.done()]
+        return [max(sent) < 1000, bool(slots[0].any()), bool(slots[1].any()), worker.total()]
 
-    said, (counts,) = serve(work, free())
-    assert said == [[True, True, False, 6.0]] * 2
+    results, (counts,) = serve(work, asynchronous())
+    assert results == [[True, True, False, 6.0]] * 2
     assert counts.taken == 6
 
 
 @pytest.mark.ranks(3)
-def test_a_slot_that_is_under_way_is_left_alone(world):
-    """The next gradient goes into the other one, also while the server still reads."""
+def test_overlapping_pushes_alternate_between_slots(world):
+    """A server may still read the slot of the gradient in flight."""
 
     def work(worker):
         worker.begin()
-        found = []
+        values = []
         for value in (1.0, 2.0, 3.0):
-            worker.push(-value, ahead=True)
-            found.append([float(slot[:4].view("float32")[0]) for slot in worker.client._slots[2]])
-        return [found, worker.done()]
+            worker.push(-value, overlap=True)
+            values.append([float(slot[:4].view("float32")[0]) for slot in worker.client._slots[2]])
+        return [values, worker.total()]
 
-    said, _ = serve(work, free())
-    assert said == [[[[-1.0, 0.0], [-1.0, -2.0], [-3.0, -2.0]], 12.0]] * 2
+    results, _ = serve(work, asynchronous())
+    assert results == [[[[-1.0, 0.0], [-1.0, -2.0], [-3.0, -2.0]], 12.0]] * 2

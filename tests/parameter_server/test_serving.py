@@ -1,4 +1,4 @@
-"""Servers and workers of a real job: every gradient counts once, and nobody waits in vain."""
+"""Servers and workers of a real job: every gradient counts once, and nobody waits forever."""
 
 import json
 import math
@@ -14,7 +14,15 @@ from hvdtrain.collectives import fusion as messages_module
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.parameter_server import gradients as gradients_module
 from hvdtrain.parameter_server.gradients import Rows
-from tests.parameter_server.serving import SHAPES, START, WORKERS, free, rounds, serve, went
+from tests.parameter_server.serving import (
+    SHAPES,
+    START,
+    WORKERS,
+    asynchronous,
+    change,
+    serve,
+    synchronous,
+)
 
 one_server = pytest.mark.ranks(3)
 one_or_two_servers = pytest.mark.ranks(3, 4)
@@ -24,7 +32,7 @@ one_or_two_servers = pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("bound", [None, 1])
 def test_every_gradient_is_applied_once(world, monkeypatch, bound, shares):
-    """Also when one worker has more of them than the other; and where no memory is shared."""
+    """One worker has more gradients than the other; with and without shared memory."""
     if not shares:
         monkeypatch.setattr(state.collectives(), "share", lambda nbytes: {})
 
@@ -32,31 +40,29 @@ def test_every_gradient_is_applied_once(world, monkeypatch, bound, shares):
         worker.begin()
         for _ in range(5 + 7 * worker.rank):
             worker.push()
-        return [worker.client.pushed, worker.done(), int(worker.optimizer.iterations.numpy())]
+        return [worker.client.pushed, worker.total(), int(worker.optimizer.iterations.numpy())]
 
-    said, served = serve(work, free(bound))
-    assert said == [[5, 17.0, 17], [12, 17.0, 0]]
-    for counts in served:
+    results, stats = serve(work, asynchronous(bound))
+    assert results == [[5, 17.0, 17], [12, 17.0, 0]]
+    for counts in stats:
         assert (counts.taken, counts.late, counts.updates) == (17, 0, 17)
 
 
 @one_or_two_servers
 @pytest.mark.parametrize("late", WORKERS)
-def test_nobody_begins_before_the_chief_has_loaded(world, late):
+def test_workers_wait_for_the_chief_to_load_weights(world, late):
     def work(worker):
         time.sleep(0.4 * (worker.rank == late))
-        first = went(worker.begin())
-        return [first, worker.done()]
+        initial = change(worker.begin())
+        return [initial, worker.total()]
 
-    said, served = serve(work, free())
-    assert said == [[0.0, 0.0]] * 2
-    assert [counts.updates for counts in served] == [0] * len(served)
+    results, stats = serve(work, asynchronous())
+    assert results == [[0.0, 0.0]] * 2
+    assert [counts.updates for counts in stats] == [0] * len(stats)
 
 
 @one_or_two_servers
-def test_state_of_the_optimizer_goes_there_and_back(world):
-    """It goes on from the chief's, and that ends as if it had made all updates by itself."""
-
+def test_optimizer_state_goes_to_the_servers_and_back(world):
     def make():
         optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
         variables = [keras.Variable(np.full(shape, START, "float32")) for shape in SHAPES]
@@ -74,24 +80,24 @@ def test_state_of_the_optimizer_goes_there_and_back(world):
         worker.begin()
         for _ in range(3):
             worker.push()
-        return worker.done()
+        return worker.total()
 
     optimizer, variables = make()
-    said, _ = serve(work, free(), optimizer=optimizer)
+    results, _ = serve(work, asynchronous(), optimizer=optimizer)
     expected, plain = make()
     update(expected, plain, 2)
     before = float(plain[2].numpy())
     update(expected, plain, 6)
-    assert said == pytest.approx([float(plain[2].numpy()) - before] * 2)
+    assert results == pytest.approx([float(plain[2].numpy()) - before] * 2)
     if state.collectives().rank == 0:
-        for found, wanted in zip(optimizer.variables, expected.variables, strict=True):
-            np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-6)
+        for got, wanted in zip(optimizer.variables, expected.variables, strict=True):
+            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-6)
 
 
 @one_or_two_servers
 @pytest.mark.parametrize("message_bytes", [messages_module.MESSAGE_BYTES, 2048])
-def test_gradient_for_weights_that_never_were(world, monkeypatch, message_bytes):
-    """It is refused and changes nothing; all go on, its worker too, however large the shards."""
+def test_a_gradient_with_an_impossible_version_is_refused(world, monkeypatch, message_bytes):
+    """It changes nothing, and all continue, whether weights take one message or several."""
     monkeypatch.setattr(messages_module, "MESSAGE_BYTES", message_bytes)
 
     def work(worker):
@@ -104,16 +110,16 @@ def test_gradient_for_weights_that_never_were(world, monkeypatch, message_bytes)
                 worker.push()
         for _ in range(5):
             worker.push()
-        return worker.done()
+        return worker.total()
 
-    said, served = serve(work, free())
-    assert said == [11.0, 11.0]
-    assert [counts.taken for counts in served] == [11] * len(served)
+    results, stats = serve(work, asynchronous())
+    assert results == [11.0, 11.0]
+    assert [counts.taken for counts in stats] == [11] * len(stats)
 
 
 @one_server
-def test_gradient_of_rows_that_there_are_not(world, monkeypatch):
-    """As a worker with other variables might send it: here no row is left out, or counted anew."""
+def test_a_gradient_with_rows_out_of_range_is_refused(world, monkeypatch):
+    """As from a worker with other variables, which is simulated by not selecting any rows."""
     monkeypatch.setattr(gradients_module, "take_rows", lambda piece, spec, *rows: rows)
 
     def work(worker):
@@ -123,18 +129,18 @@ def test_gradient_of_rows_that_there_are_not(world, monkeypatch):
             with pytest.raises(MismatchError, match="rows 0 to 1500 of a piece with 1500"):
                 worker.client.push([rows, None, None], weight=1.0, learning_rate=math.nan)
         worker.push()
-        return worker.done()
+        return worker.total()
 
-    said, (counts,) = serve(work, free())
-    assert said == [2.0, 2.0]
+    results, (counts,) = serve(work, asynchronous())
+    assert results == [2.0, 2.0]
     assert counts.taken == 2
 
 
 @one_server
-@pytest.mark.parametrize(("rule", "total"), [(free(), 2.0), (rounds(), 1.0)])
+@pytest.mark.parametrize(("model", "total"), [(asynchronous(), 2.0), (synchronous(), 1.0)])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_gradient_that_is_not_finite(world, rule, total, bad):
-    """It is refused and changes nothing; its worker may send another in its place."""
+def test_a_gradient_that_is_not_finite_is_refused(world, model, total, bad):
+    """It changes nothing, and its worker may send another one."""
 
     def work(worker):
         worker.begin()
@@ -143,169 +149,158 @@ def test_gradient_that_is_not_finite(world, rule, total, bad):
         rows = Rows(np.array([2, 1499]), np.array([[-1, -1], [-1, bad]], "float32"))
         if worker.rank == 1:
             for gradients in (dense, [rows, None, None]):
-                said = "rank 2: Rank 1 sent a gradient with NaN or infinity: variable"
-                with pytest.raises(NonFiniteError, match=said):
+                message = "rank 2: Rank 1 sent a gradient with NaN or infinity: variable"
+                with pytest.raises(NonFiniteError, match=message):
                     worker.client.push(gradients, weight=1.0, learning_rate=math.nan)
         worker.push()
-        return worker.done()
+        return worker.total()
 
-    said, (counts,) = serve(work, rule)
-    assert said == [total] * 2
+    results, (counts,) = serve(work, model)
+    assert results == [total] * 2
     assert counts.taken == 2
 
 
 @one_or_two_servers
-def test_values_that_are_not_finite_where_they_may_be(world):
+def test_gradients_that_are_not_finite_are_applied_if_allowed(world):
     def work(worker):
         worker.begin()
         if worker.rank == 1:
             worker.push(math.nan)
-        return bool(np.isnan(worker.last()[0]).all())
+        return bool(np.isnan(worker.end()[0]).all())
 
-    said, served = serve(work, free(), require_finite=False)
-    assert said == [True, True]
-    assert [counts.taken for counts in served] == [1] * len(served)
+    results, stats = serve(work, asynchronous(), require_finite=False)
+    assert results == [True, True]
+    assert [counts.taken for counts in stats] == [1] * len(stats)
 
 
 @one_or_two_servers
-def test_rows_reach_their_server(world):
-    """Sparse gradients of both workers, and variables without any."""
-
+def test_sparse_gradients_of_both_workers_are_applied(world):
     def work(worker):
         worker.begin()
         indices = np.array([worker.rank, 1499, worker.rank])
         rows = Rows(indices, np.full((3, 2), -1.0, "float32"))
         worker.client.push([rows, None, None], weight=1.0, learning_rate=math.nan)
-        table, *others = worker.last()
+        table, *others = worker.end()
         assert all((array == START).all() for array in others)
         changed = np.flatnonzero((table != START).any(axis=1))
         return [changed.tolist(), (table[changed] - START).tolist()]
 
-    said, _ = serve(work, free())
-    assert said == [[[0, 1, 1499], [[2.0, 2.0]] * 3]] * 2
+    results, _ = serve(work, asynchronous())
+    assert results == [[[0, 1, 1499], [[2.0, 2.0]] * 3]] * 2
 
 
 @one_server
-def test_staleness(world):
-    """Worker 0 takes a while for its gradient, meanwhile there are three updates."""
-
+def test_staleness_counts_the_updates_during_a_step(world):
     def work(worker):
         worker.begin()
         if worker.rank == 0:
-            worker.tell(1)
-            worker.hear(1)
+            worker.notify(1)
+            worker.wait_for(1)
             worker.push()
         else:
-            worker.hear(0)
+            worker.wait_for(0)
             for _ in range(3):
                 worker.push()
-            worker.tell(0)
-        return worker.done()
+            worker.notify(0)
+        return worker.total()
 
-    said, (counts,) = serve(work, free())
-    assert said == pytest.approx([4] * 2)
+    results, (counts,) = serve(work, asynchronous())
+    assert results == pytest.approx([4] * 2)
     assert counts.staleness == {0: 3, 3: 1}
 
 
 @one_server
-@pytest.mark.parametrize("leaves", [False, True])
-def test_worker_waits_for_one_that_is_behind(world, leaves):
-    """With a bound of 1 its second gradient is answered when the other has sent one, or left."""
-
+def test_a_worker_stops_waiting_for_one_that_is_behind_and_leaves(world):
     def work(worker):
         worker.begin()
         if worker.rank == 0:
             worker.push()
-            worker.tell(1)
+            worker.notify(1)
             worker.push()
-            went_on = time.monotonic()
-            return [went_on, worker.done()]
-        worker.hear(0)
+            return [time.monotonic(), worker.total()]
+        worker.wait_for(0)
         time.sleep(0.5)
-        followed = time.monotonic()
-        if not leaves:
-            worker.push()
-        return [followed, worker.done()]
+        return [time.monotonic(), worker.total()]
 
-    ((went_on, total), (followed, _)), _ = serve(work, free(1))
-    assert went_on > followed
-    assert total == 2.0 + (not leaves)
+    ((proceeded_s, total), (left_s, _)), _ = serve(work, asynchronous(1))
+    assert proceeded_s > left_s
+    assert total == 2.0
 
 
 @one_or_two_servers
-def test_rounds_take_the_mean(world):
-    """Of those that have a gradient, by their weights; steps without any change nothing."""
+def test_synchronous_steps_apply_the_weighted_mean(world):
+    """Of the workers that have a gradient; steps without any change nothing."""
 
     def work(worker):
         worker.begin()
-        found = []
+        changes = []
         for step in [(-1.0, -4.0), (-1.0, None), (None, -8.0), (None, None), (-6.0, -6.0)]:
             weights = worker.push(step[worker.rank], weight=1.0 + worker.rank)
-            found.append(went(weights))
-        return [*found, worker.done()]
+            changes.append(change(weights))
+        return [*changes, worker.total()]
 
-    said, served = serve(work, rounds())
-    assert said == [[3.0, 4.0, 12.0, 12.0, 18.0, 18.0]] * 2
-    for counts in served:
+    results, stats = serve(work, synchronous())
+    assert results == [[3.0, 4.0, 12.0, 12.0, 18.0, 18.0]] * 2
+    for counts in stats:
         assert (counts.taken, counts.late, counts.updates) == (6, 0, 4)
         assert counts.staleness == {0: 4}
 
 
 @one_or_two_servers
-def test_rounds_go_on_when_a_worker_has_no_more(world):
+def test_synchronous_steps_continue_when_a_worker_is_done(world):
     def work(worker):
         worker.begin()
         for _ in range(2 + 4 * worker.rank):
             worker.push()
-        return worker.done()
+        return worker.total()
 
-    said, served = serve(work, rounds())
-    assert said == [6.0, 6.0]
-    assert [counts.updates for counts in served] == [6] * len(served)
+    results, stats = serve(work, synchronous())
+    assert results == [6.0, 6.0]
+    assert [counts.updates for counts in stats] == [6] * len(stats)
 
 
 @one_server
-def test_late_gradients_of_a_step_are_dropped(world):
-    """One of two is enough; the other's is too late, and its next is for the step at hand."""
+def test_gradients_that_come_after_their_step_are_dropped(world):
+    """With one gradient per step wanted, the second is dropped, and the next one is taken."""
 
     def work(worker):
         worker.begin()
         if worker.rank == 0:
-            worker.hear(1)
+            worker.wait_for(1)
             for _ in range(3):
                 worker.push()
-            worker.tell(1)
-            worker.hear(1)
+            worker.notify(1)
+            worker.wait_for(1)
         else:
-            worker.tell(0)
-            worker.hear(0)
-            assert went(worker.push(-100.0)) == 3.0
-            assert went(worker.push(-10.0)) == 13.0
-            worker.tell(0)
-        return worker.done()
+            worker.notify(0)
+            worker.wait_for(0)
+            assert change(worker.push(-100.0)) == 3.0
+            assert change(worker.push(-10.0)) == 13.0
+            worker.notify(0)
+        return worker.total()
 
-    said, (counts,) = serve(work, rounds(1))
-    assert said == [13.0, 13.0]
+    results, (counts,) = serve(work, synchronous(1))
+    assert results == [13.0, 13.0]
     assert (counts.taken, counts.late, counts.updates) == (4, 1, 4)
 
 
 @one_server
-def test_gradients_of_different_variables(world):
-    """Whoever comes second is told that it has another loss, and the round is the other's."""
+def test_gradients_of_different_variables_are_refused(world):
+    """The second worker gets an error, and the step has the first one's gradient."""
 
     def work(worker):
         worker.begin()
         gradients = [np.full(shape, -1.0, "float32") for shape in SHAPES]
         if worker.rank == 1:
             gradients[1:] = [None, None]
-        refused = ""
+        refusal = ""
         try:
             worker.client.push(gradients, weight=1.0, learning_rate=math.nan)
         except MismatchError as error:
-            refused = str(error)
-        return [refused, [float(array.max()) - START for array in worker.last()]]
+            refusal = str(error)
+        return [refusal, [float(array.max()) - START for array in worker.end()]]
 
-    ((first, weights), (second, others)), (counts,) = serve(work, rounds())
+    ((first, weights), (second, others)), (counts,) = serve(work, synchronous())
     assert bool(first) != bool(second)
     assert "Workers have gradients for different variables" in first + second
     assert weights == others == ([1.0, 0.0, 0.0] if first else [1.0, 1.0, 1.0])
@@ -313,50 +308,45 @@ def test_gradients_of_different_variables(world):
 
 
 @one_or_two_servers
-def test_learning_rate_is_the_chiefs(world):
+def test_the_chief_sets_the_learning_rate(world):
     def work(worker):
         worker.begin()
         if worker.rank == 0:
             worker.push(rate=0.25)
             worker.push()
-            worker.tell(1)
-            worker.hear(1)
+            worker.notify(1)
+            worker.wait_for(1)
             worker.push(rate=2.0)
         else:
-            worker.hear(0)
+            worker.wait_for(0)
             worker.push()
-            worker.tell(0)
-        return worker.done()
+            worker.notify(0)
+        return worker.total()
 
-    said, _ = serve(work, free())
-    assert said == [2.75, 2.75]
+    results, _ = serve(work, asynchronous())
+    assert results == [2.75, 2.75]
 
 
 @one_or_two_servers
 @pytest.mark.parametrize("ends", WORKERS)
-def test_worker_that_ends_the_training_of_all(world, ends):
-    """The other sees it with its next weights."""
-
+def test_a_worker_can_stop_all_others(world, ends):
     def work(worker):
         worker.begin()
         if worker.rank == ends:
             worker.push()
-            return [worker.client.stopped, worker.done(stop=True)]
+            return [worker.client.stopped, worker.total(stop=True)]
         limit = time.monotonic() + 60
         while not worker.client.stopped and time.monotonic() < limit:
             worker.push(0.0)
-        return [worker.client.stopped, worker.done()]
+        return [worker.client.stopped, worker.total()]
 
-    said, _ = serve(work, free())
-    stopped = [entry[0] for entry in said]
-    assert stopped[1 - ends]
-    assert not stopped[ends]
-    assert [entry[1] for entry in said] == [1.0, 1.0]
+    results, _ = serve(work, asynchronous())
+    assert results == [[rank != ends, 1.0] for rank in WORKERS]
 
 
 @one_server
-def test_memory_of_a_server_does_not_grow_with_its_updates(world):
-    """In 2500 more; where nobody asked for the end of an answer's message, MPI kept 1 KB each."""
+def test_a_servers_memory_does_not_grow_with_updates(world):
+    """MPI keeps 1 KB for each message that is never waited for."""
     resident = {}
 
     class Memory:
@@ -369,9 +359,9 @@ def test_memory_of_a_server_does_not_grow_with_its_updates(world):
         worker.begin()
         for _ in range(1500):
             worker.push()
-        return worker.done()
+        return worker.total()
 
-    _, served = serve(work, free(), log=Memory())
-    assert [counts.updates for counts in served] == [3000]
+    _, stats = serve(work, asynchronous(), log=Memory())
+    assert [counts.updates for counts in stats] == [3000]
     if state.collectives().rank not in WORKERS:
         assert resident[3000] - resident[500] < 2**20

@@ -1,11 +1,9 @@
-"""What shards make of an optimizer: copies, rules that need whole variables, refusals."""
-
 import keras
 import numpy as np
 import pytest
 
 from hvdtrain.errors import ModelError
-from hvdtrain.parameter_server.shard_optimizer import check_optimizer, stays_whole
+from hvdtrain.parameter_server.shard_optimizer import check_optimizer, unsplittable_variables
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
@@ -21,7 +19,7 @@ from tests.parameter_server.tables import (
 opt = keras.optimizers
 
 
-def test_paths_are_those_of_the_model():
+def test_variables_have_the_paths_of_the_models():
     variables = make_variables()
     for shard in shard_variables(specs_of(variables), 2):
         table = VariableTable(opt.SGD(0.1), shard, variables)
@@ -29,11 +27,11 @@ def test_paths_are_those_of_the_model():
         assert paths == [variables[piece.variable].path for piece in shard.pieces]
 
 
-def test_constraints_see_whole_variables():
+def test_variables_with_a_constraint_are_not_split():
     variables, others = [make_variables(constraint=keras.constraints.MaxNorm(0.5)) for _ in "ab"]
     expected = opt.SGD(0.1)
     optimizer = opt.SGD(0.1)
-    assert stays_whole(optimizer, others) == {0}
+    assert unsplittable_variables(optimizer, others) == {0}
     servers = Servers(optimizer, others, 3)
     for step in range(3):
         expected.apply(make_gradients(step, variables), variables)
@@ -46,8 +44,7 @@ def test_constraints_see_whole_variables():
         VariableTable(optimizer, shard, others)
 
 
-def test_variables_that_their_gradients_overwrite():
-    """float8 scales."""
+def test_variables_such_as_float8_scales_are_overwritten_with_their_gradients():
     variables = make_variables()
     variables[1].overwrite_with_gradient = True
     servers = Servers(compiled := opt.Adam(0.1), variables, 2)
@@ -56,25 +53,25 @@ def test_variables_that_their_gradients_overwrite():
     assert_close([servers.weights()[1]], [gradients[1]])
     compiled.build(variables)
     servers.gather(compiled)
-    servers.cut(compiled)
+    servers.split(compiled)
 
 
-def test_optimizers_that_can_not_be_shared_out():
+def test_optimizers_that_servers_cannot_apply_are_refused():
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
-    with pytest.raises(ModelError, match=r"Can't tell .*of_all of OddState belong"):
+    with pytest.raises(ModelError, match=r"OddState has variables \S*of_all that"):
         VariableTable(OddState(0.1), shard, variables)
-    with pytest.raises(ModelError, match="NoConfig of its own: expected get_config"):
+    with pytest.raises(ModelError, match="could not create its NoConfig: expected get_config"):
         VariableTable(NoConfig(3), shard, variables)
-    with pytest.raises(ModelError, match="Expected a Keras 3 optimizer, received str"):
+    with pytest.raises(ModelError, match="must be a Keras 3 optimizer, got str"):
         check_optimizer("adam", 1)
-    with pytest.raises(ModelError, match=r"global_clipnorm=1.0 and 2 parameter servers"):
+    with pytest.raises(ModelError, match=r"got 2 \(global_clipnorm=1.0\)"):
         check_optimizer(opt.LossScaleOptimizer(opt.SGD(global_clipnorm=1.0)), 2)
     check_optimizer(opt.SGD(global_clipnorm=1.0), 1)
     check_optimizer(OddState(0.1), 2)
     if hasattr(opt, "MultiOptimizer"):
         several = opt.MultiOptimizer(opt.OptimizerMap(opt.SGD()))
-        with pytest.raises(ModelError, match="MultiOptimizer, which has an optimizer for each"):
+        with pytest.raises(ModelError, match="got MultiOptimizer, which has one for each"):
             check_optimizer(several, 1)
 
 
@@ -89,5 +86,5 @@ def test_optimizers_that_can_not_be_shared_out():
         (KeepsGradient(0.1), {0, 1, 2, 3}),
     ],
 )
-def test_what_must_not_be_cut(optimizer, whole):
-    assert stays_whole(optimizer, make_variables()) == whole
+def test_unsplittable_variables(optimizer, whole):
+    assert unsplittable_variables(optimizer, make_variables()) == whole

@@ -1,5 +1,3 @@
-"""Steps through several tables equal those of one plain optimizer on whole variables."""
-
 import gc
 import weakref
 
@@ -24,19 +22,22 @@ from tests.parameter_server.tables import (
 opt = keras.optimizers
 
 
-FEW = ("SGD", "SGD nesterov", "Adam EMA", "Adafactor")
 QUICK = ("SGD", "Adam EMA")
+SLOW = ("SGD nesterov", "Adafactor")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FEW),
-        *(pytest.param(name, marks=pytest.mark.more) for name in OPTIMIZERS if name not in FEW),
+        pytest.param(
+            name,
+            marks=() if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.more,
+        )
+        for name in OPTIMIZERS
     ],
 )
-def test_tables_do_as_a_plain_optimizer(name):
-    """Also when the state moves to the model's optimizer, and to another number of servers."""
+def test_sharded_updates_equal_those_of_the_optimizer(name):
+    """Before and after the state was moved to the model's optimizer and to fewer servers."""
     variables = make_variables()
     expected = plain(OPTIMIZERS[name](variables))
     whole = Plain(expected, variables)
@@ -56,7 +57,7 @@ def test_tables_do_as_a_plain_optimizer(name):
     for variable, value in zip(others, servers.weights()):
         variable.assign(value)
     servers = Servers(compiled, others, 2)
-    servers.cut(compiled)
+    servers.split(compiled)
     for step in range(3, 6):
         whole.apply(*make_gradients(step, variables))
         servers.apply(make_gradients(step, variables))
@@ -66,7 +67,7 @@ def test_tables_do_as_a_plain_optimizer(name):
     assert_close(plain(compiled).variables, expected.variables)
 
 
-def test_the_learning_rate_is_the_current_one_and_can_be_set():
+def test_the_learning_rate_can_be_read_and_set():
     variables = make_variables()
     optimizer = opt.SGD(0.5)
     optimizer.learning_rate = 0.25
@@ -87,8 +88,8 @@ def test_the_learning_rate_is_the_current_one_and_can_be_set():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adafactor", "Lamb", "Muon")])
-def test_rows_do_as_whole_gradients_that_are_zero_elsewhere(name):
-    """Any number of rows, also of the same index, and none at all."""
+def test_sparse_updates_equal_dense_ones(name):
+    """With any number of rows, some repeated."""
     variables = make_variables()
     whole = Plain(plain(OPTIMIZERS[name](variables)), variables)
     others = make_variables()
@@ -113,8 +114,7 @@ def test_rows_do_as_whole_gradients_that_are_zero_elsewhere(name):
     assert_close(servers.weights(), [v.value for v in variables], rtol=1e-5)
 
 
-def test_rows_change_nothing_else():
-    """A sparse update is one: it is not made dense on the way."""
+def test_sparse_updates_are_not_made_dense():
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     table = VariableTable(opt.SGD(1.0), shard, variables)
@@ -143,7 +143,7 @@ def test_steps_are_traced_once():
     assert len(table._steps) == 2
 
 
-def test_missing_gradients_leave_variables_as_they_are():
+def test_variables_without_gradients_do_not_change():
     variables = make_variables()
     expected = opt.AdamW(0.01, weight_decay=0.5)
     expected.build(variables)
@@ -162,8 +162,8 @@ def test_missing_gradients_leave_variables_as_they_are():
     assert servers.tables[0].state()["iterations"] == 4
 
 
-def test_a_buffer_may_be_used_again_at_once():
-    """No variable keeps the memory of a buffer, aligned or not, and not that of read-only ones."""
+def test_variables_do_not_keep_the_memory_of_a_buffer():
+    """Aligned, unaligned or read-only."""
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     raw = np.zeros(shard.nbytes + 128, np.uint8)
@@ -178,33 +178,33 @@ def test_a_buffer_may_be_used_again_at_once():
         table.apply(buffer)
         buffer.flags.writeable = True
         shard.pack([np.full(v.shape, 7, "float32") for v in variables], buffer)
-        found = np.zeros(shard.nbytes, np.uint8)
-        table.weights(found)
-        assert {float(n) for view in shard.views(found) for n in view.flat} == {2.0}
+        weights = np.zeros(shard.nbytes, np.uint8)
+        table.weights(weights)
+        assert {float(n) for view in shard.views(weights) for n in view.flat} == {2.0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_types(dtype):
+def test_other_dtypes(dtype):
     variables, others = make_variables(dtype), make_variables(dtype)
     expected = opt.SGD(0.1, momentum=0.5)
     servers = Servers(opt.SGD(0.1, momentum=0.5), others, 3)
     for step in range(3):
         expected.apply(make_gradients(step, variables), variables)
         servers.apply(make_gradients(step, variables))
-    # Half precision rounds elsewhere in other orders of the same operations.
+    # Keras applies the same operations in another order, which matters in half precision.
     assert_close(servers.weights(), [v.value for v in variables], rtol=1e-2)
     assert {np.dtype(w.dtype).name for w in servers.weights()} == {dtype}
 
 
-def test_nothing_is_left_of_a_table():
-    """Each ``fit`` has its own; TensorFlow and Keras must not remember those before."""
+def test_tables_are_garbage_collected():
+    """Each ``fit`` creates one; TensorFlow and Keras must not keep references."""
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     table = VariableTable(opt.Adam(0.1), shard, variables)
     table.apply(np.zeros(shard.nbytes, np.uint8))
     table.weights(np.empty(shard.nbytes, np.uint8))
     (step,) = table._steps.values()
-    left = [weakref.ref(thing) for thing in (table, step.graph, table._variables[0].value)]
+    references = [weakref.ref(x) for x in (table, step.graph, table._variables[0].value)]
     del table, step
     gc.collect()
-    assert [reference() for reference in left] == [None] * 3
+    assert [reference() for reference in references] == [None] * 3

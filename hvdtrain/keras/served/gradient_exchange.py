@@ -174,7 +174,7 @@ class GradientExchange:
         """Give the model the servers' newest weights for validation."""
         if self._averages is not None:
             self.assign(self._averages.newest_weights(self.reach()))
-        elif self.reach().is_ahead:
+        elif self.reach().has_newer_weights:
             self.pull()
 
     def step(
@@ -228,7 +228,7 @@ class GradientExchange:
                     weight=float(counts),
                     learning_rate=float(rate),
                     position=position,
-                    ahead=self._overlaps,
+                    overlap=self._overlaps,
                 )
                 return [np.array(weights is not None), *(weights or nothing)]
 

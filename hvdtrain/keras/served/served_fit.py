@@ -181,11 +181,11 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
             workers=workers,
             consistency=_consistency(job, workers),
             require_finite=settings.non_finite == "error",
-            received=lambda: signals.received,
+            received_signal=lambda: signals.received,
             # Who waits for it would give up otherwise.
             silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
             least_workers=settings.min_np - len(shards.roles.servers),
-            tell=logger.warning if rank == shards.roles.servers[0] else lambda line: None,
+            warn=logger.warning if rank == shards.roles.servers[0] else lambda line: None,
         )
         if checkpoint is not None:
             signals.catch()

@@ -19,9 +19,13 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers, remove_mixins
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
+from hvdtrain.parameter_server.optimizer_state import AVERAGES, pack_states, unpack_states
 from hvdtrain.parameter_server.published_weights import SharedMemory, share_memory
-from hvdtrain.parameter_server.shard_optimizer import check_optimizer, plain_optimizer, stays_whole
+from hvdtrain.parameter_server.shard_optimizer import (
+    check_optimizer,
+    plain_optimizer,
+    unsplittable_variables,
+)
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
 from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
@@ -55,7 +59,7 @@ def shard_model(
     check_optimizer(optimizer, len(servers))
     variables = model.trainable_variables
     specs = specs_of(variables)
-    shards = shard_variables(specs, len(servers), stays_whole(optimizer, variables))
+    shards = shard_variables(specs, len(servers), unsplittable_variables(optimizer, variables))
     return ServerShards(
         roles=roles,
         specs=specs,
@@ -81,15 +85,15 @@ class ServerOptimizerState:
 
     def take(self) -> list[np.ndarray]:
         """Return the initial state of the servers, a flat buffer for each."""
-        return take_states(self.optimizer, self._shards)
+        return pack_states(self.optimizer, self._shards)
 
     def buffers(self) -> list[np.ndarray]:
         """Return empty buffers for the state of all servers."""
-        return [np.empty_like(state) for state in take_states(self.optimizer, self._shards)]
+        return [np.empty_like(state) for state in pack_states(self.optimizer, self._shards)]
 
     def put(self, states: Sequence[np.ndarray], *, only: str | None = None) -> None:
-        """Load the state that the servers sent; ``only`` as in ``put_states``."""
-        put_states(self.optimizer, self._shards, states, only=only)
+        """Load the state that the servers sent; ``only`` as in ``unpack_states``."""
+        unpack_states(self.optimizer, self._shards, states, only=only)
 
     def newest_weights(self, client: Client) -> list[np.ndarray]:
         """Load the servers' averages, and return their weights."""

@@ -165,8 +165,8 @@ class WorkerSession(CheckpointSession):
             client.own_signal = own
             return client.signal
         # Once all have ended, no server is there to be asked.
-        if client.training and time.monotonic() - client.heard_s > LOOK_S:
-            client.look()
+        if client.training and time.monotonic() - client.last_reply_s > LOOK_S:
+            client.update_status()
         return own or client.signal
 
     def _save(self, save: Callable[[], object]) -> None:
@@ -176,7 +176,7 @@ class WorkerSession(CheckpointSession):
             saved = thread.submit(save)
             while not wait([saved], LOOK_S).done:
                 if client.training:
-                    client.look()
+                    client.update_status()
             saved.result()
 
     def _others(self) -> Sequence[WorkerPosition]:
@@ -205,7 +205,7 @@ class WorkerSession(CheckpointSession):
                 self._take_if_asked()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LOOK_S)
-                client.look()
+                client.update_status()
 
 
 def _begin_at(

@@ -52,8 +52,8 @@ def test_mistakes_that_every_rank_sees(launch):
     said = {
         "two optimizers": "has 2 optimizers, and parameter servers apply one",
         "use_ema": "received gradient_accumulation_steps=2",
-        "global_clipnorm": "global_clipnorm=1.0 and 2 parameter servers",
-        "too many servers": "2 parameter servers can't hold something each",
+        "global_clipnorm": "global_clipnorm needs one parameter server, got 2",
+        "too many servers": "number of parameter servers must be between 1 and 1, got 2",
         "train_on_batch": "Call model.fit",
         "train_on_batch after fit": "Call model.fit",
     }

@@ -292,8 +292,8 @@ def test_nobody_waits_for_who_says_nothing(launch, mode, settings):
     assert [entry["like"] for entry in facts(done, "end")] == [True] * 4
     lines = [line for line in done.stderr.splitlines() if "rank 1" in line]
     assert lines == [
-        "hvdtrain: rank 1 has said nothing for 4 s; the others wait for it no longer",
-        "hvdtrain: rank 1 is back, and is waited for again",
+        "hvdtrain: rank 1 has been silent for 4 s; others no longer wait for it",
+        "hvdtrain: rank 1 is back, and others wait for it again",
     ]
     assert "3 workers sent 120 gradients" in done.stderr
 
