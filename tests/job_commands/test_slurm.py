@@ -104,7 +104,7 @@ def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> No
     assert commands.run("stop", later) == f"{later}: stopped\n"
     assert "before its turn" in commands.show(later)["verdict"]
 
-    # Preempted, it is in the queue again, and stopped there.
+    # Preempted, it is requeued, and stopped there.
     commands.run("stop", name, "--save", "--wait", "0", code=1)
     seen = commands.until(name, "queued")
     assert commands.run("logs", name).count("saved") == 2

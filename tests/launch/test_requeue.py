@@ -83,7 +83,7 @@ class Job:
         """Was preempted once, and its second run, which may not be over yet, did what was left."""
         self.until(lambda: self.shown("JobState") == "COMPLETED", timeout_s)
         assert self.shown("Restarts") == "1", self.output()
-        assert self.output().count("is in the queue again") == 1, self.output()
+        assert self.output().count("is requeued") == 1, self.output()
         (preempted,) = re.findall(
             r"hvdtrain run: (?:preempted|the job was ended by \w+) at step (\d+), checkpoint saved",
             self.output(),
@@ -175,13 +175,13 @@ def test_a_real_training_goes_on_in_the_second_run(
     """A signal comes to one rank within the first epoch; each sample of it is seen once."""
     program = str(REPOSITORY / "tests/keras/saving/program.py")
     job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
-    job.until(lambda: "is in the queue again" in job.output(), 120)
+    job.until(lambda: "is requeued" in job.output(), 120)
     job.start_again(180)
     job.until(lambda: job.shown("JobState") == "COMPLETED", 180)
     output = job.output()
     assert job.shown("Restarts") == "1", output
     assert output.count("received SIGUSR1; the checkpoint of step") == 1, output
-    assert output.count("is in the queue again") == 1, output
+    assert output.count("is requeued") == 1, output
     assert "resuming from the checkpoint of step" in output
     assert "least [1.0, 1.0, 1.0]" in output
     assert "most [1.0, 1.0, 1.0]" in output
@@ -196,7 +196,7 @@ def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:
     job.start_again(60)
     job.until(lambda: job.shown("JobState") == "COMPLETED", 120)
     assert job.shown("Restarts") == "1", job.output()
-    assert "is in the queue again" not in job.output()
+    assert "is requeued" not in job.output()
     steps = [step for _, step in job.steps()]
     assert set(steps) == set(range(1, STEPS + 1))
     assert len(steps) < STEPS + 50, "it went on from a checkpoint"
