@@ -1,15 +1,13 @@
-"""One call of an operation: what the ranks must agree on, and its arguments: checks, and bytes.
-
-Objects cross as JSON, and by pickle only if the caller asks for it.
-"""
+"""Descriptions of calls, on which the ranks must agree, and checks of their arguments."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,15 +15,19 @@ import numpy as np
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
+    "JOIN",
+    "RAISED",
     "Call",
-    "Calls",
     "Codec",
+    "RanksRaised",
+    "SomeJoined",
     "as_bytes",
     "check_ranks",
     "check_root",
     "check_splits",
     "decode",
     "encode",
+    "make_call",
     "plain",
     "row_bytes",
     "type_name",
@@ -34,18 +36,41 @@ __all__ = [
 
 Codec = Literal["json", "pickle"]
 
-_MOST_CALLS = 4096
+JOIN = "join"
+# The kind of call with which a rank leaves a section after an error.
+RAISED = "raised"
+
+
+class RanksRaised(Exception):
+    """Some ranks left the section with an error; raised on all ranks.
+
+    Args:
+        reasons: The errors, by the job's rank.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        self.text = "; ".join(f"rank {rank} failed: {text}" for rank, text in reasons.items())
+        super().__init__(self.text)
+
+
+class SomeJoined(Exception):
+    """Some ranks called ``join`` and all others the same operation; raised on all ranks.
+
+    Args:
+        ranks: The joined ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(ranks)} have joined")
+        self.ranks = frozenset(ranks)
 
 
 class Call:
-    """One operation as all ranks must agree on it, and as an error shows it.
-
-    They need not agree on the note.
-    """
+    """An operation and its arguments as the ranks compare them, except for ``note``."""
 
     __slots__ = ("detail", "digest", "kind", "name", "note", "short_text", "text", "title")
 
-    def __init__(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
+    def __init__(self, kind: str, name: str, detail: tuple[Any, ...], note: str) -> None:
         self.kind, self.name, self.detail, self.note = kind, name, detail, note
         self.text = self.title = f"{kind}({name})" if name else kind
         if detail:
@@ -57,114 +82,102 @@ class Call:
         self.short_text = self.text if len(self.text) <= 200 else self.text[:200] + " …"
 
 
-class Calls:
-    """Makes each call once: a training loop makes the same ones over and over."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], Call] = {}
-
-    def get(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> Call:
-        """The call of an operation; ``detail`` is what else the ranks must agree on."""
-        key = (kind, name, detail, note)
-        call = self._made.get(key)
-        if call is None:
-            if len(self._made) > _MOST_CALLS:
-                self._made.clear()
-            call = self._made[key] = Call(kind, name, detail, note)
-        return call
+@functools.lru_cache(maxsize=4096)
+def make_call(kind: str, name: str, detail: tuple[Any, ...] = (), note: str = "") -> Call:
+    """Return the description of a call; cached, as a training loop repeats the same calls."""
+    return Call(kind, name, detail, note)
 
 
 def check_root(root: int, size: int) -> None:
-    """Refuse a ``root`` that is no rank."""
+    """Raise ``ConfigurationError`` if ``root`` is not a rank."""
     if not 0 <= root < size:
-        raise ConfigurationError(f"root={root} is no rank; expected 0 to {size - 1}.")
+        raise ConfigurationError(f"root must be between 0 and {size - 1}, got {root}.")
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Put ranks in order; refuses what are not different ranks of ``size``."""
-    wanted = tuple(sorted(ranks))
-    if not wanted or len(set(wanted)) < len(wanted) or wanted[0] < 0 or wanted[-1] >= size:
+    """Return the ranks in ascending order; raise if they are not distinct ranks."""
+    ordered = tuple(sorted(ranks))
+    if not ordered or len(set(ordered)) < len(ordered) or ordered[0] < 0 or ordered[-1] >= size:
         raise ConfigurationError(
-            f"Received ranks {list(ranks)}; expected at least one, each once, of 0 to {size - 1}."
+            f"ranks must be one or more distinct ranks between 0 and {size - 1}, got {list(ranks)}."
         )
-    return wanted
+    return ordered
 
 
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Return how many of ``rows`` go to each of ``size`` ranks; evenly without ``splits``."""
+    """Return the number of rows for each of ``size`` ranks; equal numbers without ``splits``."""
     if splits is None:
         if rows % size:
             raise ConfigurationError(
-                f"alltoall without splits divides the rows evenly, and {rows} rows don't "
-                f"divide by {size} ranks; pass splits."
+                f"alltoall without splits needs a multiple of {size} rows, one share for each "
+                f"rank, got {rows}; pass splits."
             )
         return [rows // size] * size
     counts = [int(count) for count in splits]
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise ConfigurationError(
-            f"splits={counts} don't fit: expected {size} numbers, none negative, that "
-            f"add up to {rows} rows."
+            f"splits must be {size} non-negative numbers with a sum of {rows} rows, got {counts}."
         )
     return counts
 
 
 def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
-    """An array with a first axis whose bytes can be sent."""
+    """Return a contiguous array with at least one axis whose bytes can be sent."""
     if array.ndim == 0:
         raise ConfigurationError(
-            f"{operation} works along the first axis and received a scalar; pass an array of "
-            "one element."
+            f"{operation} needs an array with a first axis, got a scalar; pass an array of one "
+            "element."
         )
     return plain(array, operation)
 
 
 def plain(array: np.ndarray, operation: str) -> np.ndarray:
-    """An array whose bytes can be sent."""
+    """Return a contiguous array whose bytes can be sent."""
     if array.dtype.hasobject:
         raise ConfigurationError(
-            f"{operation}: an array of type {array.dtype} can't be sent, its bytes mean nothing to "
-            "other ranks. Pass numbers, or use broadcast_object or allgather_object."
+            f"{operation} can't send an array of Python objects, got dtype {array.dtype}; pass "
+            "numbers, or use broadcast_object or allgather_object."
         )
     return np.asarray(array, order="C")
 
 
 def type_name(dtype: np.dtype) -> str:
-    """The name of a type, with its byte order where that is not this machine's."""
+    """Return the name of a dtype, including the byte order if it is not native."""
     return dtype.name if dtype.isnative else dtype.str
 
 
 def row_bytes(array: np.ndarray) -> int:
-    """Bytes of one row of the first axis."""
+    """Return the size of one row of the first axis, in bytes."""
     return math.prod(array.shape[1:]) * array.dtype.itemsize
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """A flat view of the array's bytes."""
+    """Return a flat uint8 view of an array."""
     return array.reshape(-1).view(np.uint8)
 
 
 def encode(obj: Any, codec: Codec) -> np.ndarray:
-    """The object as a flat uint8 array.
+    """Serialize an object as a flat uint8 array.
 
     Raises:
-        ConfigurationError: JSON can't hold the object, or the codec is unknown.
+        ConfigurationError: JSON can't represent the object, or the codec is unknown.
     """
     if codec == "pickle":
         return np.frombuffer(pickle.dumps(obj), np.uint8)
     if codec != "json":
-        raise ConfigurationError(f"codec={codec!r} is not known; expected 'json' or 'pickle'.")
+        raise ConfigurationError(f"codec must be 'json' or 'pickle', got {codec!r}.")
     try:
         text = json.dumps(obj)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"An object of type {type(obj).__name__} can't be sent as JSON ({error}). Send plain "
-            "dicts, lists, strings and numbers, or pass codec='pickle' if all ranks are yours."
+            "dicts, lists, strings and numbers, or pass codec='pickle' if all ranks are trusted."
         ) from None
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def decode(data: np.ndarray, codec: Codec) -> Any:
-    """The object that ``encode`` made ``data`` from; JSON turns tuples into lists."""
+    """Deserialize the result of ``encode``; JSON turns tuples into lists."""
     if codec == "pickle":
         return pickle.loads(data.tobytes())
     return json.loads(data.tobytes().decode())

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.fusion import Scratch, split_evenly
-from hvdtrain.collectives.kernels import ReduceOp, accumulator_dtype, combine, finish
+from hvdtrain.collectives.kernels import ReduceOp, accumulator_dtype, combine, finish_average
 from hvdtrain.collectives.wire_format import WireFormat
 
 __all__ = ["DirectAllreduce", "Transfer", "chunks_ahead"]
@@ -196,7 +196,7 @@ class DirectAllreduce:
         total = self._scratch.take("total", wide, stop - start)
         widened = self._scratch.take("widened", wide, stop - start)
         combine(segment.received, transfer.op, total, widened)
-        finish(total, transfer.op, transfer.ranks)
+        finish_average(total, transfer.op, transfer.ranks)
         mine = transfer.out[start:stop]
         np.copyto(mine, total, casting="unsafe")
         data = transfer.encode(mine)

@@ -25,71 +25,59 @@ decision, reduce it with "max" first.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdtrain.collectives.calls import (
+    JOIN,
+    RAISED,
     Call,
     Codec,
+    SomeJoined,
     as_bytes,
     check_ranks,
     check_root,
     check_splits,
     decode,
     encode,
+    make_call,
     plain,
     row_bytes,
     type_name,
     with_rows,
 )
-from hvdtrain.collectives.exchange import JOIN, Exchange, SomeJoined, check_can_join
+from hvdtrain.collectives.engine_core import EngineCore, FinishedOperation
 from hvdtrain.collectives.fusion import aligned
 from hvdtrain.collectives.kernels import ReduceOp, check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.sections import RAISED, RanksRaised, reason_of, warn_if_late
 from hvdtrain.collectives.shared_file import share_file
-from hvdtrain.collectives.single import SingleTransport
-from hvdtrain.collectives.transport import Transport
+from hvdtrain.collectives.transport import SingleTransport, Transport
 from hvdtrain.errors import (
     CollectiveError,
-    CollectiveTimeoutError,
     ConfigurationError,
     HvdtrainError,
-    MismatchError,
     NonFiniteError,
-    PeerFailedError,
     Preempted,
-    RanksLostError,
 )
 
-__all__ = ["Engine", "FinishedOperation", "single_engine"]
+__all__ = ["Engine", "FinishedOperation", "error_location", "single_engine"]
+
+logger = logging.getLogger(__package__)
+
+PACKAGE = str(Path(__file__).parents[1])
+# A rank that leaves a section with an error logs it if the other ranks take longer to notice.
+LATE_S = 5.0
 
 Result = TypeVar("Result")
-
-
-class FinishedOperation(NamedTuple):
-    """A completed or failed operation, as observers receive it.
-
-    Attributes:
-        title: Operation and name.
-        call: Everything that the ranks had to agree on, shortened if it is long.
-        start_s: Start time on the monotonic clock.
-        stop_s: End time on the monotonic clock.
-        waited_s: Seconds spent waiting for other ranks, not counting short waits.
-        error: Error type and message, or "" if the operation succeeded.
-    """
-
-    title: str
-    call: str
-    start_s: float
-    stop_s: float
-    waited_s: float
-    error: str
 
 
 def single_engine() -> Engine:
@@ -97,7 +85,7 @@ def single_engine() -> Engine:
     return Engine(SingleTransport())
 
 
-class Engine(Exchange):
+class Engine(EngineCore):
     """Collectives between all ranks of the job, or some of them.
 
     ``name`` identifies an operation in errors; all ranks must pass the same name. Input arrays are
@@ -128,28 +116,17 @@ class Engine(Exchange):
     """
 
     def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
-        self.observers: list[Callable[[FinishedOperation], None]] = []
-        self._lock = threading.Lock()
-        self._parent = parent
-        self.reduced_bytes = 0
-        if parent is not None:
-            # MPI may take calls of one thread at a time.
-            self._lock, self.observers = parent._lock, parent.observers
-        self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
-        self._external: tuple[Call, float] | None = None  # the call and its start time
-        self.sections = 0
-        self._section = ""  # the outermost that this rank is in
-        # Another rank's error, which ends the section on this one.
-        self._section_error: PeerFailedError | None = None
-        self.broken: HvdtrainError | None = None
-        # By which this rank left an operation last; also one after which it may go on.
-        self.last_error: HvdtrainError | None = None
-        self.closed = False
-        self._parts: list[Engine] = []
         super().__init__(transport)
         self.kind = self.transport.kind
         self.bucket_bytes = self.transport.bucket_bytes
+        self.reduced_bytes = 0
+        self.sections = 0
+        self._external: tuple[Call, float] | None = None  # the call and its start time
+        self._parent = parent
+        self._parts: list[Engine] = []
         if parent is not None:
+            # MPI may only accept calls from one thread at a time.
+            self._lock, self.observers = parent._lock, parent.observers
             parent._parts.append(self)
 
     # Whatever depends on the current ranks must be inside the attempt, which is repeated after a
@@ -192,25 +169,25 @@ class Engine(Exchange):
         if any(array.dtype != dtype for array in arrays):
             received = ", ".join(sorted({str(array.dtype) for array in arrays}))
             raise ConfigurationError(
-                f"A grouped allreduce takes arrays of one type, received {received}; make one "
-                "call for each type."
+                f"A grouped allreduce needs arrays of one dtype, got {received}; make one call for "
+                "each dtype."
             )
         shapes = tuple(array.shape for array in arrays)
         form = () if wire == "none" or dtype != np.float32 else (wire,)
-        call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes, *form))
+        call = make_call("allreduce", name, (op, type_name(dtype), shapes, *form))
         check_reducible(dtype, op)
         attempt = functools.partial(self._reduce_arrays, call, arrays, op, require_finite, *form)
         outputs, finite = self._operate(call, attempt)
         self._note_reduced(sum(array.nbytes for array in arrays))
         if finite is not None and not finite.passed:
-            raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
+            raise NonFiniteError(f"The result of {call.text} contains NaN or infinity.")
         return list(outputs)
 
     def allgather(self, array: np.ndarray, *, name: str = "") -> np.ndarray:
         """Concatenate the arrays of all ranks along the first axis; first dimensions may differ."""
         array = with_rows(array, "allgather")
         row = array.shape[1:]
-        call = self._calls.get("allgather", name, (type_name(array.dtype), row))
+        call = make_call("allgather", name, (type_name(array.dtype), row))
 
         def attempt() -> np.ndarray:
             counts = self._counts(call, [array.shape[0]])[:, 0]
@@ -248,7 +225,7 @@ class Engine(Exchange):
         """
         array = with_rows(array, "reduce_scatter")
         check_reducible(array.dtype, op)
-        call = self._calls.get("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
+        call = make_call("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
 
         return self._operate(call, lambda: self._reduce_rows(call, array, op))
 
@@ -266,7 +243,7 @@ class Engine(Exchange):
         members = self.members
         counts = check_splits(array.shape[0], splits, len(members))
         parts = dict(zip(members, np.split(array, np.cumsum(counts)[:-1])))
-        call = self._calls.get("alltoall", name, (type_name(array.dtype), array.shape[1:]))
+        call = make_call("alltoall", name, (type_name(array.dtype), array.shape[1:]))
 
         def attempt() -> tuple[np.ndarray, list[int]]:
             kept = [parts[member] for member in self.members]
@@ -286,7 +263,7 @@ class Engine(Exchange):
 
     def barrier(self, *, name: str = "") -> None:
         """Wait until every rank has called this."""
-        call = self._calls.get("barrier", name, ())
+        call = make_call("barrier", name)
         self._operate(call, lambda: self._agree(call))
 
     def broadcast_object(
@@ -324,9 +301,9 @@ class Engine(Exchange):
         ``note`` is added to the error of a mismatch; it may differ between ranks.
         """
         data = encode(obj, codec)
-        call = self._calls.get("allgather_object", name, (codec,), note)
+        call = make_call("allgather_object", name, (codec,), note)
         parts = self._operate(call, lambda: self._exchange_parts(call, data))
-        # One that has joined has none.
+        # Joined ranks contribute nothing.
         return [decode(part, codec) for part in parts if part.size]
 
     def join(self) -> int:
@@ -345,10 +322,9 @@ class Engine(Exchange):
         """
         if self.survives_losses:
             raise ConfigurationError(
-                "Ranks of an elastic job can't join: it would not know who is left of them. Start "
-                "the job with --no-elastic."
+                "join is not supported in elastic jobs. Start the job with --no-elastic."
             )
-        call = self._calls.get(JOIN, "", ())
+        call = make_call(JOIN, "")
         while True:
             try:
                 self._operate(call, lambda: self._agree(call))
@@ -364,7 +340,7 @@ class Engine(Exchange):
         Raises:
             ConfigurationError: This process trains alone.
         """
-        call = self._calls.get("messages", "", ())
+        call = make_call("messages", "")
 
         def attempt() -> PointToPoint:
             self._agree(call)
@@ -385,20 +361,20 @@ class Engine(Exchange):
         host, name = self.transport.host, "shared memory"
         if host is None:
             return {}
-        # Whole cache lines: ranks don't write to one another's.
-        asked = self.allgather_object([self.member, host, aligned(nbytes)], name=name)
-        sizes = {member: size for member, theirs, size in asked if theirs == host}
+        # Whole cache lines, so that ranks don't write to the same line.
+        requests = self.allgather_object([self.member, host, aligned(nbytes)], name=name)
+        sizes = {member: size for member, its_host, size in requests if its_host == host}
 
-        def tell(path: str) -> str:
+        def broadcast_path(path: str) -> str:
             paths = dict(self.allgather_object([self.member, path], name=name))
             return paths.get(min(sizes), "")
 
-        def agree(mapped: bool) -> bool:
+        def all_true(mapped: bool) -> bool:
             everyone = self.allgather_object([self.member, mapped], name=name)
             return all(mapped for member, mapped in everyone if member in sizes)
 
         parts = list(sizes.values())
-        file = share_file(parts, list(sizes).index(self.member), tell, agree)
+        file = share_file(parts, list(sizes).index(self.member), broadcast_path, all_true)
         return {} if file is None else dict(zip(sizes, file.cut(parts)))
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
@@ -414,17 +390,17 @@ class Engine(Exchange):
         Raises:
             ConfigurationError: ``ranks`` is invalid, or the job is elastic.
         """
-        wanted = check_ranks(ranks, self.size)
+        ordered = check_ranks(ranks, self.size)
         if self.survives_losses:
             raise ConfigurationError(
-                "Ranks of an elastic job can't form a group of their own: it would not know which "
-                "of them are left. Start the job with --no-elastic."
+                "Subsets of ranks are not supported in elastic jobs. Start the job with "
+                "--no-elastic."
             )
-        call = self._calls.get("subset", "", wanted)
+        call = make_call("subset", "", ordered)
 
         def attempt() -> Engine | None:
             self._agree(call)
-            transport = self.transport.subset(wanted)
+            transport = self.transport.subset(ordered)
             return None if transport is None else Engine(transport, self)
 
         return self._operate(call, attempt)
@@ -444,12 +420,12 @@ class Engine(Exchange):
         Raises:
             MismatchError: Another rank made a different call.
         """
-        begin = self._calls.get("begin", name, detail)
+        begin = make_call("begin", name, detail)
         try:
             self._operate(begin, lambda: self._agree(begin))
         except HvdtrainError as error:
             if self.broken is not None:
-                self.fail(reason_of(error))
+                self.fail(_error_text(error))
             raise
         if self._section:
             yield
@@ -465,29 +441,31 @@ class Engine(Exchange):
             others = self._section_error
             if others is None or isinstance(error, HvdtrainError) or str(others) not in str(error):
                 raise
-            # What TensorFlow has made of it.
+            # TensorFlow has wrapped the error of the other rank.
             raise others from error
         finally:
             self._section, self._section_error = "", None
 
     def _leave_section(self, error: BaseException) -> None:
-        """Let the other ranks leave the section as well, unless all leave it alike."""
+        """Make the other ranks leave the section too, unless all leave it for the same reason."""
         if self._section_error is not None or self.closed or isinstance(error, Preempted):
             return
         if isinstance(error, SystemExit):
-            # The other ranks see the end of the program. If someone catches this, it must end too.
+            # The other ranks notice the end of the program, even if a caller catches this.
             self._break(error, self._section)
             return
-        reason = reason_of(error)
-        call = self._calls.get(RAISED, self._section, (), reason)
+        reason = _error_text(error)
+        call = make_call(RAISED, self._section, (), reason)
+        text = f"rank {self.number} failed in {self._section}: {reason}"
+        timer = threading.Timer(LATE_S, logger.warning, [text])
+        timer.daemon = True
         try:
             if self.broken is None:
-                with (
-                    suppress(HvdtrainError),
-                    warn_if_late(f"rank {self.number} failed in {self._section}: {reason}"),
-                ):
+                timer.start()
+                with suppress(HvdtrainError):
                     self._operate(call, lambda: self._agree(call))
         finally:
+            timer.cancel()
             if self.broken is not None:
                 self.fail(reason)
 
@@ -522,13 +500,13 @@ class Engine(Exchange):
         Raises:
             MismatchError: Another rank made a different call.
         """
-        call = self._calls.get(kind, name, detail)
+        call = make_call(kind, name, detail)
 
         def attempt() -> None:
             if self._external is not None:
                 raise CollectiveError(
-                    f"Rank {self.number} begins {call.short_text} before the end of "
-                    f"{self._external[0].short_text}, which an error has ended. End the program."
+                    f"Rank {self.number} started {call.short_text} after "
+                    f"{self._external[0].short_text} failed. End the program."
                 )
             self._agree(call)
             self._external = call, time.monotonic()
@@ -547,7 +525,7 @@ class Engine(Exchange):
                 return
             call, start_s = self._external
             try:
-                self.transport.look_for_others(call.short_text, time.monotonic() - start_s)
+                self.transport.check_peers(call.short_text, time.monotonic() - start_s)
             except HvdtrainError as error:
                 self._remember(error)
                 raise
@@ -562,7 +540,7 @@ class Engine(Exchange):
             external, self._external = self._external, None
         if external is not None:
             self._note_reduced(reduced_bytes)
-            self._tell_observers(*external, 0.0, "")
+            self._notify_observers(*external, 0.0, "")
 
     def fail(self, reason: str) -> None:
         """Notify all ranks that this rank has failed; they raise ``PeerFailedError``.
@@ -581,15 +559,13 @@ class Engine(Exchange):
         if self._parent is not None:
             self._parent._parts.remove(self)
         self.transport.close()
-        # Another thread may be inside an operation; an unfinished one may still use its buffers.
+        # Another thread may be inside an operation that still uses the buffers.
         if self._lock.acquire(timeout=self.transport.timeout_s):
             try:
                 if self.broken is None:
                     self.transport.free()
             finally:
                 self._lock.release()
-
-    # Bookkeeping.
 
     def _from_root(
         self,
@@ -600,130 +576,39 @@ class Engine(Exchange):
         replicated: bool,
         detail: tuple[Any, ...],
     ) -> np.ndarray:
-        """Give all ranks what one has; ``attempt`` takes the call and that one's rank of now."""
+        """Carry out an operation with a root; ``attempt`` gets the call and the root's rank."""
         check_root(root, self.size)
         source = self.members[root]
-        more = (*detail, "replicated") if replicated else detail
+        detail = (*detail, "replicated") if replicated else detail
 
-        def attempt_now() -> np.ndarray:
-            # The chief takes the place of one that is lost.
+        def attempt_from_source() -> np.ndarray:
+            # The chief replaces a lost root.
             root = self.members.index(source) if source in self.members else 0
-            return attempt(self._calls.get(kind, name, (root, *more)), root)
+            return attempt(make_call(kind, name, (root, *detail)), root)
 
-        call = self._calls.get(kind, name, (root, *more))
-        return self._operate(call, attempt_now, -1 if replicated else source)
-
-    @property
-    def waited_s(self) -> float:
-        """The time this rank has waited for others in all, in seconds; short waits don't count."""
-        return self.transport.waited_s
+        call = make_call(kind, name, (root, *detail))
+        return self._operate(call, attempt_from_source, -1 if replicated else source)
 
     def _note_reduced(self, nbytes: int) -> None:
         self.reduced_bytes += nbytes
         if self._parent is not None:
             self._parent._note_reduced(nbytes)
 
-    def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
-        """Carry out one operation at a time; none after an error that ranks may not all have had.
 
-        Args:
-            call: For errors, and for whoever asks what this rank waits in.
-            attempt: Carries it out.
-            source: The member without which it can't be done; -1 where any of them may be lost.
-        """
-        begun_s = self._enter(call)
-        waited_s, left_by = self.transport.waited_s, ""
-        try:
-            try:
-                if self.transport.recovery is None:
-                    return attempt()
-                return self.transport.recovery.carry_out(self.operation, call, attempt, source)
-            except SomeJoined as some:
-                return self._carry_out_with_joined(call, attempt, some)
-        except BaseException as raised:
-            error = raised
-            if isinstance(raised, RanksRaised):
-                error = self._section_error = PeerFailedError(
-                    f"{raised.text}. Rank {self.number} was waiting for it in {call.short_text} "
-                    "and stops too."
-                )
-            left_by = f"{type(error).__name__}: {error}"
-            self._remember(error)
-            if error is raised:
-                raise
-            raise error from None
-        finally:
-            if self.observers:
-                waited_s = self.transport.waited_s - waited_s
-                self._tell_observers(call, begun_s, waited_s, left_by)
-            self.inside = None
-            self._lock.release()
+def _error_text(error: BaseException) -> str:
+    """Describe an error for other ranks: type, message, and line of the user's program."""
+    return f"{type(error).__name__}: {error}{error_location(error.__traceback__)}"[:2000]
 
-    def _enter(self, call: Call) -> float:
-        """Begin an operation, which holds the lock; returns when that was."""
-        if not self._lock.acquire(timeout=self.transport.timeout_s):
-            raise CollectiveTimeoutError(
-                f"Another thread of rank {self.number} has been inside a collective "
-                f"for {self.transport.timeout_s:g} s."
-            )
-        refused = self.broken or (self._section_error if self._section else None)
-        if self.closed:
-            refused = HvdtrainError(
-                "Collectives were used after hvdtrain.shutdown(); call hvdtrain.init() first."
-            )
-        if refused is not None:
-            self._lock.release()
-            raise refused
-        self.operation += 1
-        begun_s = time.monotonic()
-        self.inside = begun_s, call.short_text
-        return begun_s
 
-    def _tell_observers(self, call: Call, begun_s: float, waited_s: float, error: str) -> None:
-        done = FinishedOperation(
-            call.title, call.short_text, begun_s, time.monotonic(), waited_s, error
-        )
-        for observer in self.observers:
-            observer(done)
-
-    def _carry_out_with_joined(
-        self, call: Call, attempt: Callable[[], Result], some: SomeJoined
-    ) -> Result:
-        """Carry an operation out once more, to which those that have joined add nothing."""
-        self._joined = some.ranks
-        try:
-            joined = self.rank in some.ranks
-            asked = self._call_of_others(call, joined)
-            check_can_join(asked, sorted(some.ranks))
-        except MismatchError:
-            self._joined = frozenset()
-            raise
-        if not joined:
-            return attempt()
-        self._add_neutral(asked)
-        raise some
-
-    def _remember(self, error: BaseException) -> None:
-        if self.closed:
-            return
-        if isinstance(error, HvdtrainError):
-            self.last_error = error
-        # Ranks that are told that they differ, or what is lost, all leave the operation alike.
-        if error is self._section_error:
-            return
-        if isinstance(error, (ConfigurationError, MismatchError, RanksLostError, SomeJoined)):
-            return
-        if isinstance(error, HvdtrainError):
-            self.broken = error
-        else:
-            self._break(error, "an operation")
-
-    def _break(self, error: BaseException, what: str) -> None:
-        """Refuse further operations, as this rank is not in step with the others any more."""
-        if self.size > 1 and self.broken is None:
-            self.broken = CollectiveError(
-                f"Rank {self.number} left {what} before its end ({type(error).__name__}: {error}) "
-                "and is no longer in step with the other ranks. End the program."
-            )
-            # Its frames hold buffers that MPI may still write to.
-            self.broken.__cause__ = error
+def error_location(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's own program, or of any code if there is none."""
+    frames = traceback.extract_tb(trace)
+    if not frames:
+        return ""
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)
+    ]
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}:{frame.lineno})"

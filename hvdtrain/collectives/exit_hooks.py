@@ -13,9 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.engine import Engine, error_location
 from hvdtrain.collectives.mpi import MpiTransport
-from hvdtrain.collectives.sections import place_of
 from hvdtrain.errors import PeerFailedError
 
 __all__ = ["ExitCodeWatch", "Tell", "install"]
@@ -82,7 +81,7 @@ def _on_exception(
     follows = isinstance(cause, PeerFailedError)
     what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
     logger.error("%s %s", who, what)
-    collectives.fail(f"{type(cause).__name__}: {cause}{place_of(trace)}")
+    collectives.fail(f"{type(cause).__name__}: {cause}{error_location(trace)}")
     if follows:
         time.sleep(FOLLOWER_PAUSE_S)
     _end_within(EXIT_DEADLINE_S)

@@ -1,7 +1,7 @@
-"""The arithmetic of a reduction, on NumPy views; no communication.
+"""The arithmetic of a reduction on flat NumPy arrays, without communication.
 
-Contributions are combined in rank order, each element on one rank only, which is what makes
-results bitwise equal everywhere and repeatable from run to run.
+Contributions are combined in rank order, and each element on one rank only, so that results are
+bitwise identical on all ranks and reproducible from run to run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = [
     "accumulator_dtype",
     "check_reducible",
     "combine",
-    "combined",
-    "finish",
+    "finish_average",
     "is_floating",
+    "reduce_flat",
     "widen",
 ]
 
@@ -43,43 +43,42 @@ _UFUNCS = {
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Whether ``dtype`` is one of the floating types that gradients have."""
+    """Return whether gradients can have this dtype: float16, bfloat16, float32 or float64."""
     return dtype in _FLOATING
 
 
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
-    """The type that ``dtype`` is combined in: float32 for half types, else itself."""
+    """Return the dtype for sums: float32 for float16 and bfloat16, otherwise ``dtype`` itself."""
     return np.dtype(np.float32) if dtype in _HALF else dtype
 
 
 def widen(values: np.ndarray) -> np.ndarray:
-    """``values`` in the type that they are combined in; themselves where that is their own."""
+    """Convert an array to its accumulator dtype, without a copy if it has it already."""
     return values.astype(accumulator_dtype(values.dtype), copy=False)
 
 
 def check_reducible(dtype: np.dtype, op: ReduceOp) -> None:
-    """Refuse what has no meaning as a reduction.
+    """Check that an operation is defined for a dtype.
 
     Raises:
-        ConfigurationError: An unknown ``op``, a type that is no number, ``average`` of whole
-            numbers, or ``sum`` of bool.
+        ConfigurationError: It is not.
     """
     if op not in OPS:
-        raise ConfigurationError(f"op={op!r} is not known; expected one of {', '.join(OPS)}.")
+        raise ConfigurationError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
     if not is_floating(dtype) and dtype.kind not in "iub":
         raise ConfigurationError(
-            f"Arrays of type {dtype} can't be reduced; expected float16, bfloat16, float32, "
-            "float64, an integer type or bool."
+            "Reductions need float16, bfloat16, float32, float64, an integer dtype or bool, got "
+            f"{dtype}."
         )
     if op == "average" and not is_floating(dtype):
         raise ConfigurationError(
-            f"op='average' of {dtype} would lose the fraction; use op='sum' and divide, or "
-            "convert to a floating type first."
+            f"op='average' needs a floating dtype, got {dtype}; use op='sum' and divide, or "
+            "convert the array first."
         )
     if dtype.kind == "b" and op == "sum":
         raise ConfigurationError(
-            "op='sum' of bool is not defined; use 'max' for any, 'min' for all, or convert to "
-            "an integer type to count."
+            "op='sum' is not defined for bool; use 'max' for any, 'min' for all, or convert to an "
+            "integer dtype to count."
         )
 
 
@@ -89,14 +88,14 @@ def combine(
     out: np.ndarray,
     scratch: np.ndarray | None = None,
 ) -> None:
-    """Combine flat arrays in their order into ``out``.
+    """Combine flat arrays in rank order; ``average`` adds them up.
 
     Args:
-        contributions: One flat array per rank, same length and type.
-        op: ``average`` sums here; ``finish`` divides.
-        out: Flat array of the accumulator type, same length; may be the first contribution.
-        scratch: Flat array of the accumulator type, at least as long; needed where the
-            accumulator type differs from the contributions' type.
+        contributions: One array per rank, all of the same length and dtype.
+        op: The operation.
+        out: The result in the accumulator dtype; may be the first contribution.
+        scratch: An array of at least the same length in the accumulator dtype, needed if that
+            differs from the dtype of the contributions.
     """
     if out.dtype.kind == "b":
         contributions = [c.view(np.uint8) for c in contributions]
@@ -111,34 +110,37 @@ def combine(
             ufunc(out, contribution, out=out)
         return
     np.copyto(out, contributions[0], casting="unsafe")
-    assert scratch is not None  # the engines allocate one for every half type
+    assert scratch is not None
     widened = scratch[: out.size]
     for contribution in contributions[1:]:
         np.copyto(widened, contribution, casting="unsafe")
         ufunc(out, widened, out=out)
 
 
-def finish(out: np.ndarray, op: ReduceOp, size: int) -> None:
-    """Turn the sum over ``size`` ranks into the average, in place, where that was asked for."""
+def finish_average(out: np.ndarray, op: ReduceOp, size: int) -> None:
+    """Divide a sum by ``size`` in place if the operation is ``average``."""
     if op == "average":
         np.multiply(out, out.dtype.type(1.0 / size), out=out)
 
 
-def combined(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) -> np.ndarray:
-    """Return what ``combine`` and ``finish`` make of flat arrays; of the accumulator type."""
+def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) -> np.ndarray:
+    """Reduce flat arrays, one per rank; return the result in the accumulator dtype."""
     wide = accumulator_dtype(contributions[0].dtype)
     total = np.empty(contributions[0].size, wide)
     combine(contributions, op, total, np.empty_like(total))
-    finish(total, op, size)
+    finish_average(total, op, size)
     return total
 
 
 class FiniteCheck:
-    """Looks at results piece by piece, while they are in the cache, for NaN and infinity.
+    """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
     Args:
-        dtype: The type of the results as the caller gets them; a half type overflows earlier than
-            float32, in which they are added up.
+        dtype: The dtype of the final results: float16 overflows earlier than the float32 in which
+            it is summed.
+
+    Attributes:
+        passed: Whether all values so far were finite.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -147,7 +149,7 @@ class FiniteCheck:
         self._needed = is_floating(dtype)
         self._flags = np.empty(0, bool)
 
-    def look(self, array: np.ndarray) -> None:
+    def check(self, array: np.ndarray) -> None:
         """Check a flat array."""
         if not self._needed:
             return

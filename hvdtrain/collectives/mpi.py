@@ -27,7 +27,6 @@ from hvdtrain.collectives.link_speed import (
     measure_link,
 )
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.small_allreduce import (
     SmallAllreduce,
@@ -35,7 +34,7 @@ from hvdtrain.collectives.small_allreduce import (
     most_small_bytes,
 )
 from hvdtrain.collectives.spin_wait import SpinWait
-from hvdtrain.collectives.transport import Reduction, Transport
+from hvdtrain.collectives.transport import RankState, Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import Preempted
 
@@ -89,7 +88,7 @@ class MpiTransport(Transport):
     def open(self, ranks: RankState) -> Transport:
         super().open(ranks)
         comm = self._all
-        ranks.count(comm.Get_rank(), comm.Get_size(), self._numbers)
+        ranks.set_ranks(comm.Get_rank(), comm.Get_size(), self._numbers)
         ranks.survives_losses = self._min_np is not None
         first = np.array([ranks.rank], np.int64)
         self._host.Bcast(first)
@@ -307,7 +306,7 @@ class MpiTransport(Transport):
     def agree(self, call: Call) -> bool:
         return self._small.agree(call)
 
-    def look_for_others(self, waiting_in: str, waited_s: float) -> None:
+    def check_peers(self, waiting_in: str, waited_s: float) -> None:
         self.detector.check(waiting_in)
         if waited_s > self.timeout_s:
             self.detector.time_out(waiting_in, self.timeout_s)
@@ -351,7 +350,7 @@ class MpiTransport(Transport):
 
     def _deliver(self, chunk: Chunk, total: np.ndarray, asked: Reduction) -> None:
         if asked.finite is not None:
-            asked.finite.look(total)
+            asked.finite.check(total)
         unpack(chunk.pieces, total, asked.outputs)
 
     def finish(self, direct: DirectAllreduce, transfer: Transfer, call: Call) -> None:

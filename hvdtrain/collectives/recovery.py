@@ -31,11 +31,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.calls import Call, as_bytes
+from hvdtrain.collectives.calls import Call, RanksRaised, as_bytes
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
-from hvdtrain.collectives.rank_state import RankState
-from hvdtrain.collectives.sections import RanksRaised
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import (
     CollectiveError,
@@ -100,7 +98,7 @@ class Survivor(Protocol):
     """The part of a transport that recovery needs."""
 
     comm: Any
-    ranks: RankState
+    ranks: Any
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         """Set up all that depends on who the ranks are; collective over ``comm``."""

@@ -40,7 +40,7 @@ from hvdtrain.collectives.hierarchy import (
     plan_hierarchy,
 )
 from hvdtrain.collectives.host_window import LEAST_SLOTS, open_window
-from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish_average
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.shared_file import free_bytes
@@ -418,7 +418,7 @@ class SharedMemoryTransport(MpiTransport):
             total = result[start:stop] if job.sums is None else job.sums[output]
             combine(contributions, job.asked.op, total, job.scratch)
             if self._hosts == 1:
-                finish(total, job.asked.op, self.ranks.size)
+                finish_average(total, job.asked.op, self.ranks.size)
                 self._look(job, total)
             for buffer in job.others:
                 np.copyto(buffer[output], total, casting="unsafe")
@@ -443,7 +443,7 @@ class SharedMemoryTransport(MpiTransport):
     def _look(self, job: _Job, share: np.ndarray) -> None:
         """Tell the ranks of this host whether the share is finite; together they see all."""
         if job.asked.finite is not None and job.asked.finite.passed:
-            job.asked.finite.look(share)
+            job.asked.finite.check(share)
             self._mine[NON_FINITE + self.ranks.operation % 2] = not job.asked.finite.passed
 
     def _send(self, cross: DirectAllreduce, job: _Job, number: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.fusion import split_evenly
-from hvdtrain.collectives.kernels import ReduceOp, combined
+from hvdtrain.collectives.kernels import ReduceOp, reduce_flat
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.spin_wait import SpinWait
 
@@ -23,7 +23,7 @@ __all__ = ["SmallAllreduce", "choose_one_shot_bytes", "most_small_bytes"]
 
 # With more ranks so many messages take longer than a tree's few rounds.
 MOST_RANKS = 16
-# Of one message. Larger parts are better sent in segments, each while others are combined.
+# Of one message. Larger parts are better sent in segments, each while others are reduce_flat.
 MOST_BYTES = 32 << 10
 HEADER_BYTES = 8
 FIRST, SECOND = 5, 6
@@ -99,14 +99,14 @@ class SmallAllreduce:
             self._first.start(call.digest, [data])
             if not self._all_made_it(call):
                 return False
-            np.copyto(data, combined(self._first.arrays(data), op, ranks), casting="unsafe")
+            np.copyto(data, reduce_flat(self._first.arrays(data), op, ranks), casting="unsafe")
             return True
         parts = [data[start:stop] for start, stop in split_evenly(data.size, self._size)]
         self._first.start(call.digest, parts)
         if not self._all_made_it(call):
             return False
         mine = parts[self._rank]
-        np.copyto(mine, combined(self._first.arrays(mine), op, ranks), casting="unsafe")
+        np.copyto(mine, reduce_flat(self._first.arrays(mine), op, ranks), casting="unsafe")
         self._second.start(call.digest, [mine])
         self._data_wait.until(self._second.is_done, call.short_text)
         for rank, part in enumerate(parts):

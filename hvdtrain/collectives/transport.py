@@ -1,7 +1,8 @@
-"""The contract between an engine, which checks and agrees, and what moves the bytes for it."""
+"""The contract between an engine, which checks and agrees on calls, and a transport of bytes."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +14,71 @@ from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.fusion import BufferPool, FusionLayout, aligned
 from hvdtrain.collectives.kernels import FiniteCheck, ReduceOp
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.wire_format import WireFormat
-from hvdtrain.errors import CollectiveTimeoutError
+from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError, TooFewRanksError
 
-__all__ = ["Reduction", "Transport"]
+__all__ = ["RankState", "Reduction", "SingleTransport", "Transport"]
+
+# Most operations of ranks in step take less.
+LONG_S = 0.01
+
+
+class RankState:
+    """The state that an engine shares with its transport.
+
+    The transport updates which ranks exist, the engine what this rank does. The other attributes
+    are described in ``Engine``.
+
+    Attributes:
+        operation: The number, from 1, of the current or latest operation of this rank.
+        inside: Start time and text of the current operation, or None. Other threads may read it.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.members: tuple[int, ...] = (0,)
+        self.numbers: tuple[int, ...] = self.members
+        self.contributed: tuple[int, ...] = self.members
+        self.survives_losses = False
+        self.generation = 0
+        self.too_few: TooFewRanksError | None = None
+        self.operation = 0
+        self.inside: tuple[float, str] | None = None
+
+    @property
+    def member(self) -> int:
+        """The initial rank of this process, which it keeps when other ranks are lost."""
+        return self.members[self.rank]
+
+    @property
+    def number(self) -> int:
+        """This process's rank in the job, for errors."""
+        return self.numbers[self.member]
+
+    @property
+    def waiting_in(self) -> str:
+        """The operation in which this rank has been waiting, or ""; other threads may ask."""
+        inside = self.inside
+        return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
+
+    def set_ranks(self, rank: int, size: int, numbers: Sequence[int] | None = None) -> None:
+        """Set the initial ranks.
+
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            numbers: Their ranks in the job, if this is a subset.
+        """
+        self.rank, self.size = rank, size
+        self.members = self.contributed = tuple(range(size))
+        self.numbers = self.members if numbers is None else tuple(numbers)
 
 
 class Reduction(NamedTuple):
-    """One allreduce as it was asked for; inputs and outputs are flat arrays of one type.
+    """The arguments of an allreduce; inputs and outputs are flat arrays of one dtype.
 
-    ``wire`` is how they cross between hosts, if not as they are; then they are float32.
+    ``wire`` is the format of float32 data between hosts, or None for no conversion.
     """
 
     call: Call
@@ -37,23 +91,21 @@ class Reduction(NamedTuple):
 
 
 class Transport(ABC):
-    """Moves bytes between ranks that make the same calls; the engine sees to it that they do.
+    """Moves bytes between ranks. The engine ensures that all ranks make the same calls.
 
-    ``agree`` and ``allreduce`` begin an operation: they wait until every rank is there.
+    ``agree`` and ``allreduce`` start an operation: they wait until every rank has called them.
 
     Args:
-        chunk_bytes: How much is combined at a time.
-        timeout_s: How long to wait for other ranks.
+        chunk_bytes: Bytes to reduce at a time.
+        timeout_s: Seconds to wait for other ranks.
 
     Attributes:
-        kind: The name of the engine that uses it.
-        bucket_bytes: How much of gradients is best combined at a time while others are still
-            computed; 0 where all together.
-        shares: Among how many ranks a chunk is divided for combining it.
-        host: A number of the host whose memory this rank shares with others; None where ranks
+        kind: Name of the transport.
+        bucket_bytes: See ``Engine``.
+        shares: Number of ranks among which the work on a chunk is divided.
+        host: A number that identifies the ranks with which this rank shares memory; None if ranks
             can't share memory.
-        recovery: Makes attempts of an operation until it has succeeded on all ranks that are left;
-            None where a lost rank ends the job.
+        recovery: Repeats operations after ranks are lost; None if a lost rank ends the job.
     """
 
     kind = ""
@@ -63,39 +115,39 @@ class Transport(ABC):
     recovery: Recovery | None = None
 
     def __init__(self, chunk_bytes: int = 1 << 20, timeout_s: float = 600.0) -> None:
-        # Whole cache lines, and at least one item of every type.
+        # Whole cache lines, and at least one item of every dtype.
         self.chunk_bytes = aligned(chunk_bytes)
         self.timeout_s = timeout_s
         self._pool = BufferPool()
 
     def open(self, ranks: RankState) -> Transport:
-        """Begin to serve one engine; collective.
+        """Connect the ranks; collective.
 
         Args:
-            ranks: Is told which ranks there are, now and whenever some are lost.
+            ranks: Updated with the ranks, now and after every loss.
 
         Returns:
-            The transport to use: this one, or another where this one can't work.
+            The transport to use: this one, or a fallback if this one does not work here.
         """
         self.ranks = ranks
         return self
 
     @property
     def waited_s(self) -> float:
-        """The time this rank has waited for others in all, in seconds; short waits don't count."""
+        """Total seconds spent waiting for other ranks, not counting short waits."""
         return 0.0
 
     @abstractmethod
     def agree(self, call: Call) -> bool:
-        """Return when every rank has made a call: whether all of them made the same."""
+        """Wait until every rank has made a call, and return whether all calls are the same."""
 
     @abstractmethod
-    def allreduce(self, asked: Reduction) -> bool:
-        """Combine the inputs of all ranks into the outputs; False as for ``agree``."""
+    def allreduce(self, reduction: Reduction) -> bool:
+        """Combine the inputs of all ranks into the outputs; return False as ``agree`` does."""
 
     @abstractmethod
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Put the bytes of all ranks, ``counts[r]`` of rank r, one after the other into ``out``."""
+        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
 
     @abstractmethod
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
@@ -109,29 +161,29 @@ class Transport(ABC):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank r; the same for out."""
+        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
 
     @abstractmethod
     def messages(self) -> PointToPoint:
-        """Open a way to send messages to single ranks; collective."""
+        """Open a channel for point-to-point messages; collective."""
 
     @abstractmethod
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """A transport for these ranks, which are in order; None on the others; collective."""
+        """Return a transport for these sorted ranks, or None on other ranks; collective."""
 
     def take_buffer(self, nbytes: int) -> np.ndarray:
-        """A flat uint8 array that nobody else holds, for results."""
+        """Return an unused flat uint8 array for results."""
         return self._pool.take(nbytes)
 
     def start_over(self) -> None:  # noqa: B027
-        """Forget an operation that was begun, on all ranks together."""
+        """Discard an operation that has started; collective."""
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Wait for other ranks without a time-out within the block."""
+        """Disable the time-out of waits in the block."""
         yield
 
-    def look_for_others(self, waiting_in: str, waited_s: float) -> None:
+    def check_peers(self, waiting_in: str, waited_s: float) -> None:
         """Raise if another rank has failed, or this one has waited too long."""
         if waited_s > self.timeout_s:
             raise CollectiveTimeoutError(
@@ -140,13 +192,59 @@ class Transport(ABC):
             )
 
     def fail(self, reason: str) -> None:  # noqa: B027
-        """Tell every other rank that this one can't go on; there may be nobody to tell."""
+        """Notify every other rank that this rank has failed."""
 
     def leave(self, code: int = 0) -> None:  # noqa: B027
-        """Wait for the other ranks at the end of a program that ends with this exit code."""
+        """Wait for the other ranks at the end of a program that exits with ``code``."""
 
     def close(self) -> None:  # noqa: B027
-        """Stop what runs beside the operations."""
+        """Stop background threads."""
 
     def free(self) -> None:  # noqa: B027
-        """Free memory and communicators, which all ranks do, after the last operation."""
+        """Free memory and communicators after the last operation; collective."""
+
+
+class SingleTransport(Transport):
+    """The transport of a single process; needs no MPI."""
+
+    kind = "single"
+
+    def agree(self, call: Call) -> bool:
+        """Return True: a single process always agrees."""
+        return True
+
+    def allreduce(self, reduction: Reduction) -> bool:
+        """Copy the inputs."""
+        for array, out in zip(reduction.inputs, reduction.outputs):
+            np.copyto(out, array)
+            if reduction.finite is not None:
+                reduction.finite.check(out)
+        return True
+
+    def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        """Copy the data."""
+        np.copyto(out, data)
+
+    def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
+        """Do nothing: the root already has the bytes."""
+
+    def alltoall_bytes(
+        self,
+        data: np.ndarray,
+        send_counts: Sequence[int],
+        out: np.ndarray,
+        receive_counts: Sequence[int],
+    ) -> None:
+        """Copy the data."""
+        np.copyto(out, data)
+
+    def messages(self) -> PointToPoint:
+        """Raise: there are no other ranks."""
+        raise ConfigurationError(
+            "Messages need at least two ranks, got one process; start more with mpirun, srun or "
+            "hvdtrain run."
+        )
+
+    def subset(self, ranks: Sequence[int]) -> SingleTransport:
+        """Return another transport of a single process."""
+        return SingleTransport()

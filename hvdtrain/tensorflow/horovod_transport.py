@@ -16,10 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.kernels import ReduceOp, finish, widen
+from hvdtrain.collectives.kernels import ReduceOp, finish_average, widen
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.rank_state import RankState
-from hvdtrain.collectives.transport import Reduction, Transport
+from hvdtrain.collectives.transport import RankState, Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 
@@ -68,7 +67,7 @@ class HorovodTransport(Transport):
 
     def open(self, ranks: RankState) -> Transport:
         super().open(ranks)
-        ranks.count(self._hvd.rank(), self._hvd.size())
+        ranks.set_ranks(self._hvd.rank(), self._hvd.size())
         self._watchdog = Watchdog(
             lambda: None if self._patient else ranks.inside,
             ranks.rank,
@@ -100,21 +99,21 @@ class HorovodTransport(Transport):
         mine = tf.convert_to_tensor(np.array([call.digest]))
         return bool((np.array(self._do(lambda: self._hvd.allgather(mine))) == call.digest).all())
 
-    def allreduce(self, asked: Reduction) -> bool:
-        if not self.agree(asked.call):
+    def allreduce(self, reduction: Reduction) -> bool:
+        if not self.agree(reduction.call):
             return False
-        op = getattr(self._hvd, _OPS[asked.op])
-        filled = [place for place, array in enumerate(asked.inputs) if array.size]
-        sent = [_packed(asked.inputs[place], asked.op) for place in filled]
+        op = getattr(self._hvd, _OPS[reduction.op])
+        filled = [place for place, array in enumerate(reduction.inputs) if array.size]
+        sent = [_packed(reduction.inputs[place], reduction.op) for place in filled]
         if not sent:
             return True
         results = self._do(lambda: self._hvd.grouped_allreduce(sent, op=op))
         for place, result in zip(filled, results):
-            out = asked.outputs[place]
-            values = _unpacked(result, out.dtype, asked.op)
-            finish(values, asked.op, self.ranks.size)
-            if asked.finite is not None:
-                asked.finite.look(values)
+            out = reduction.outputs[place]
+            values = _unpacked(result, out.dtype, reduction.op)
+            finish_average(values, reduction.op, self.ranks.size)
+            if reduction.finite is not None:
+                reduction.finite.check(values)
             np.copyto(out, values, casting="unsafe")
         return True
 

@@ -105,7 +105,7 @@ def test_alltoall_without_splits(subject: Subject) -> None:
     mine = np.arange(3 * engine.rank, 3 * engine.rank + 3)
     assert result.tolist() == [x + 100 * rank for rank in range(engine.size) for x in mine]
     if engine.size > 1:
-        with pytest.raises(ConfigurationError, match="rows don't divide by"):
+        with pytest.raises(ConfigurationError, match="needs a multiple of"):
             engine.alltoall(np.ones(engine.size + 1 + engine.size % 2))
 
 
@@ -115,18 +115,20 @@ def test_arguments_that_can_not_be(subject: Subject) -> None:
     rows = np.ones((3, 2))
     nothing = [0] * (engine.size - 1)
     for splits in ([4, *nothing], [2, *nothing], [3, *nothing, 0], [-1, 4, *nothing[1:]]):
-        with pytest.raises(ConfigurationError, match=r"splits=.*add up to 3 rows"):
+        with pytest.raises(ConfigurationError, match=r"splits must be.*sum of 3 rows"):
             engine.alltoall(rows, splits)
     for root in (-1, engine.size):
-        with pytest.raises(ConfigurationError, match=rf"root={root}.*0 to {engine.size - 1}"):
+        with pytest.raises(
+            ConfigurationError, match=f"root must be between 0 and {engine.size - 1}, got {root}"
+        ):
             engine.broadcast(rows, root)
-        with pytest.raises(ConfigurationError, match=rf"root={root}"):
+        with pytest.raises(ConfigurationError, match=f"got {root}"):
             engine.broadcast_object(1, root)
     for operation in (engine.allgather, engine.reduce_scatter, engine.alltoall):
-        with pytest.raises(ConfigurationError, match="received a scalar"):
+        with pytest.raises(ConfigurationError, match="got a scalar"):
             operation(np.array(1.0))
     for operation in (engine.allgather, engine.broadcast, engine.alltoall):
-        with pytest.raises(ConfigurationError, match="an array of type object can't be sent"):
+        with pytest.raises(ConfigurationError, match="got dtype object"):
             operation(np.array([{}] * engine.size))
     engine.barrier(name="after")
 
@@ -179,7 +181,7 @@ def test_json_refuses_what_it_can_not_hold(subject: Subject) -> None:
         kind = type(obj).__name__
         with pytest.raises(ConfigurationError, match=rf"type {kind} can't .* codec='pickle'"):
             engine.allgather_object(obj)
-    with pytest.raises(ConfigurationError, match=r"codec='xml'.*'json' or 'pickle'"):
+    with pytest.raises(ConfigurationError, match=r"'json' or 'pickle', got 'xml'"):
         engine.broadcast_object({}, codec="xml")
     assert engine.allgather_object(1) == [1] * engine.size
 

@@ -95,7 +95,7 @@ def test_wrong_argument_on_one_rank(launch) -> None:
     assert done.returncode == 1
     assert done.seconds < LIMIT_S
     said = _said(done)
-    assert said[0].startswith("failed: ConfigurationError: op='mean'")
+    assert said[0].startswith("failed: ConfigurationError: op must be")
     assert "script.py:14)" in said[1]
 
 

@@ -75,7 +75,7 @@ def test_one_that_was_not_ended(case: EngineCase) -> None:
     """Who goes on after an error in the middle of it is out of step."""
     engine = new_engine(case)
     engine.begin_external("copy", "weights", ())
-    with pytest.raises(CollectiveError, match=r"begins copy\(more\) before the end of copy\(weig"):
+    with pytest.raises(CollectiveError, match=r"started copy\(more\) after copy\(weig"):
         engine.begin_external("copy", "more", ())
     with pytest.raises(CollectiveError):
         engine.barrier()

@@ -165,7 +165,7 @@ def test_endless_wait(rank_count: int) -> None:
 
 
 def test_alone() -> None:
-    with pytest.raises(ConfigurationError, match="A process that is alone was to send messages"):
+    with pytest.raises(ConfigurationError, match="Messages need at least two ranks"):
         single_engine().messages()
 
 

@@ -39,7 +39,7 @@ def test_every_type_and_shape(subject: Subject, op) -> None:
         shapes = subject.shapes(dtype)
         inputs = [values(engine.rank, shape, dtype) for shape in shapes]
         if _is_refused(op, dtype):
-            with pytest.raises(ConfigurationError, match=rf"op='{op}' of {dtype.name}"):
+            with pytest.raises(ConfigurationError, match=rf"op='{op}'.*{dtype.name}"):
                 engine.grouped_allreduce(inputs, op)
             continue
         kept = [array.copy() for array in inputs]
@@ -132,7 +132,7 @@ def test_other_byte_order(subject: Subject) -> None:
     for dtype in ("<i4", ">i4", "<i4"):
         result = engine.allreduce(np.array([1, 2, 70000], dtype))
         np.testing.assert_array_equal(result, np.array([1, 2, 70000]) * engine.size)
-    with pytest.raises(ConfigurationError, match=r">f4 can't be reduced"):
+    with pytest.raises(ConfigurationError, match=r"or bool, got >f4"):
         engine.allreduce(np.ones(2, ">f4"))
 
 
@@ -195,7 +195,7 @@ def test_reduce_scatter(subject: Subject, op) -> None:
     results = []
     for dtype in DTYPES:
         if _is_refused(op, dtype):
-            with pytest.raises(ConfigurationError, match=rf"op='{op}' of {dtype.name}"):
+            with pytest.raises(ConfigurationError, match=rf"op='{op}'.*{dtype.name}"):
                 engine.reduce_scatter(np.ones(3, dtype), op)
             continue
         shapes = [(engine.size + 1, 3)]
@@ -236,11 +236,11 @@ def test_groups_one_after_another(subject: Subject) -> None:
 
 
 def test_unknown_operation(subject: Subject) -> None:
-    with pytest.raises(ConfigurationError, match=r"op='mean'.*sum, average, min, max, product"):
+    with pytest.raises(ConfigurationError, match=r"sum, average, min, max, product, got 'mean'"):
         subject.engine.allreduce(np.ones(2), "mean")
-    with pytest.raises(ConfigurationError, match=r"type complex64.*expected float16"):
+    with pytest.raises(ConfigurationError, match=r"float16.*got complex64"):
         subject.engine.allreduce(np.ones(2, np.complex64))
-    with pytest.raises(ConfigurationError, match=r"received float32, float64.*one call for each"):
+    with pytest.raises(ConfigurationError, match=r"got float32, float64.*one call for each"):
         subject.engine.grouped_allreduce([np.ones(2), np.ones(2, np.float32)])
 
 

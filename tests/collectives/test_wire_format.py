@@ -79,5 +79,5 @@ def test_all_ranks_get_the_same(name, case):
     for array in (mine.astype("float64"), mine[:10]):
         [result] = engine.grouped_allreduce([array], "average", wire=name)
         np.testing.assert_array_equal(result, engine.allreduce(array, "average"))
-    with pytest.raises(NonFiniteError, match="holds NaN"):
+    with pytest.raises(NonFiniteError, match="contains NaN"):
         engine.grouped_allreduce([mine * np.inf], wire=name, require_finite=True)
