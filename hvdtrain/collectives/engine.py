@@ -55,7 +55,7 @@ from hvdtrain.collectives.calls import (
     type_name,
     with_rows,
 )
-from hvdtrain.collectives.engine_core import EngineCore, FinishedOperation
+from hvdtrain.collectives.engine_core import EngineCore
 from hvdtrain.collectives.fusion import aligned
 from hvdtrain.collectives.kernels import ReduceOp, check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
@@ -69,7 +69,7 @@ from hvdtrain.errors import (
     Preempted,
 )
 
-__all__ = ["Engine", "FinishedOperation", "error_location", "single_engine"]
+__all__ = ["Engine", "error_location", "single_engine"]
 
 logger = logging.getLogger(__package__)
 

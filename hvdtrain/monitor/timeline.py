@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.collectives.engine import FinishedOperation
+from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.monitor.journal import Journal
 
 __all__ = ["Timeline", "file_of"]

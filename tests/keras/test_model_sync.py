@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as state
-from hvdtrain.collectives.engine import FinishedOperation
+from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.keras.model_sync import broadcast_weights
 
 

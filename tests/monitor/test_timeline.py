@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.collectives.engine import FinishedOperation
+from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.monitor.timeline import Timeline, file_of
 
 GATHER = FinishedOperation("allgather(a)", "allgather(a) of int64, ()", 7.0, 7.25, 0.125, "")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
-from hvdtrain.collectives.engine import FinishedOperation
+from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.errors import ModelError, NonFiniteError
 from tests.keras.equivalence import from_chief
 from tests.keras.features import JOINT_BATCH, OwnStep, X, Y, classifier
