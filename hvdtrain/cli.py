@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError
-from hvdtrain.log import LOGGER, show
+from hvdtrain.log import LOGGER, configure_log
 from hvdtrain.version import __version__
 
 __all__ = ["COMMANDS", "main"]
@@ -73,7 +73,7 @@ def _run_command(argv: list[str]) -> int:
     try:
         parser = _parser(argv[0] if argv else None)
         arguments = parser.parse_args(argv)
-        show("info", who=f"hvdtrain {arguments.command}: ")
+        configure_log("info", prefix=f"hvdtrain {arguments.command}: ")
         _check_folder()
         module = importlib.import_module(COMMANDS[arguments.command][0])
         if hasattr(module, "with_files"):

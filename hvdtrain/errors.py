@@ -1,27 +1,27 @@
-"""Every error that hvdtrain raises, one tree.
+"""The exceptions of hvdtrain.
 
 ::
 
     HvdtrainError
-    ├── ConfigurationError        a flag, variable or argument with an unusable value
+    ├── ConfigurationError        an invalid flag, variable or argument
     ├── NotInitializedError       hvdtrain.init() has not been called
-    ├── LaunchError               what starts the ranks, MPI or GPUs don't fit together
-    ├── ModelError                a model that can't be distributed as it is
-    ├── DataError                 an input that can't be shared out among ranks
+    ├── LaunchError               launcher, MPI or GPUs are missing or don't match
+    ├── ModelError                a model that can't be distributed
+    ├── DataError                 an input that can't be divided among ranks
     ├── CheckpointError           a checkpoint can't be written or read
-    ├── JobError                  a job that isn't there, or can't be had in this way
-    └── CollectiveError           something went wrong between ranks
-        ├── MismatchError         ranks asked for different things at the same point
+    ├── JobError                  a job doesn't exist or can't be changed as requested
+    └── CollectiveError           a failure between ranks
+        ├── MismatchError         ranks made different calls
         ├── NonFiniteError        NaN or infinity in a gradient
-        ├── PeerFailedError       another rank failed or left the program
-        │   ├── PeerLostError     the one rank died that this rank waits for
-        │   ├── RanksLostError    what only a lost rank had is gone
-        │   └── TooFewRanksError  fewer ranks are left than training may go on with
+        ├── PeerFailedError       another rank failed or left
+        │   ├── PeerLostError     a rank died that this rank communicates with
+        │   ├── RanksLostError    data of a lost rank is gone
+        │   └── TooFewRanksError  fewer ranks are left than training needs
         └── CollectiveTimeoutError  a rank did not arrive in time
 
-``Preempted`` stands beside the tree: it is no error, but ends the program as ``SystemExit`` does.
+``Preempted`` is separate: like ``SystemExit``, it ends the program without being an error.
 
-Messages say what was received, what was expected, and what to do.
+Messages name the problem, the received value, and a remedy.
 """
 
 __all__ = [
@@ -46,47 +46,47 @@ __all__ = [
 
 
 class HvdtrainError(RuntimeError):
-    """Base of all errors of hvdtrain."""
+    """Base class of all errors in hvdtrain."""
 
 
 class ConfigurationError(HvdtrainError, ValueError):
-    """A flag, an environment variable or an argument has a value that can't be used."""
+    """A flag, environment variable or argument is invalid."""
 
 
 class NotInitializedError(HvdtrainError):
-    """A call needs ``hvdtrain.init()`` to have been called before."""
+    """A function was called before ``hvdtrain.init()``."""
 
 
 class LaunchError(HvdtrainError):
-    """Launcher, MPI or devices contradict each other, or what a job needs to start is missing."""
+    """A job can't start: the launcher, MPI or devices are missing or contradict each other."""
 
 
 class ModelError(HvdtrainError):
-    """A model, optimizer or loss can't be distributed as it is."""
+    """A model, optimizer or loss can't be distributed."""
 
 
 class DataError(HvdtrainError):
-    """An input can't be shared out among the ranks as it is."""
+    """An input can't be divided among the ranks."""
 
 
 class CheckpointError(HvdtrainError):
-    """A checkpoint can't be written, or none of those that are there can be read."""
+    """A checkpoint can't be written, or no existing one can be read."""
 
 
 class JobError(HvdtrainError):
-    """There is no such job, or what was asked of it can't be done."""
+    """A job doesn't exist, or a request for it can't be fulfilled."""
 
 
 class CollectiveError(HvdtrainError):
-    """A collective operation could not give the right result."""
+    """A collective could not return the right result."""
 
 
 class MismatchError(CollectiveError):
-    """Ranks called different operations, or the same one with different shapes, types or names."""
+    """Ranks called different collectives, or with different shapes, types or names."""
 
 
 class NonFiniteError(CollectiveError):
-    """A gradient holds NaN or infinity."""
+    """A gradient contains NaN or infinity."""
 
 
 class PeerFailedError(CollectiveError):
@@ -94,11 +94,11 @@ class PeerFailedError(CollectiveError):
 
 
 class PeerLostError(PeerFailedError):
-    """A rank died whose message this rank waits for, or that was to take one.
+    """A rank died while this rank was communicating with it.
 
     Args:
-        message: For the user.
-        rank: Which one.
+        message: The message.
+        rank: The lost rank.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -107,21 +107,21 @@ class PeerLostError(PeerFailedError):
 
 
 class RanksLostError(PeerFailedError):
-    """A rank died with what the others needed; raised on all of them, and they may go on."""
+    """A lost rank had data that the others need; all ranks raise it and may continue."""
 
 
 class TooFewRanksError(PeerFailedError):
-    """So many ranks were lost that training must end, as ``min_np`` asks."""
+    """Fewer than ``min_np`` ranks are left, so training ends."""
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Not every rank arrived at a collective in time."""
+    """Not all ranks arrived at a collective in time."""
 
 
 class Preempted(SystemExit):
-    """A signal came, a checkpoint was saved, and the program ends with exit code 75.
+    """Ends the program after a signal, when a checkpoint has been saved.
 
-    75 is EX_TEMPFAIL of sysexits.h: start the program again, and it goes on.
+    The exit code is 75, EX_TEMPFAIL of sysexits.h: the program resumes when it is started again.
 
     Args:
         signal: The number of the signal.

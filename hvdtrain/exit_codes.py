@@ -8,21 +8,21 @@ __all__ = ["ENDING", "PREEMPTING", "ExitCode", "signal_name"]
 
 
 class ExitCode:
-    """Codes of ``hvdtrain run`` in addition to the program's and 128 + signal."""
+    """Exit codes of ``hvdtrain run``, next to the program's own and 128 + signal."""
 
-    PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same job again may well succeed
-    HANG = 124  # as timeout(1)
-    CANNOT_START = 125  # as timeout(1), env(1), docker run
+    PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a retry may succeed
+    HANG = 124  # like timeout(1)
+    CANNOT_START = 125  # like timeout(1), env(1), docker run
 
 
-# Signals that end a job at once.
+# Signals that end a job immediately.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals that the job's time is nearly over: it can still save its state.
+# Signals that announce the end of a job, which can save its state first.
 PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal behind a shell's exit code, or None."""
+    """Return the name of the signal in a shell's exit code, or None for other codes."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:

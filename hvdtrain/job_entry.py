@@ -20,9 +20,9 @@ from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Engine, create
-from hvdtrain.config import LAUNCHER, Settings, check_in_common, read_settings
+from hvdtrain.config import LAUNCHER, Settings, check_common_variables, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.log import LOGGER, show
+from hvdtrain.log import LOGGER, configure_log
 from hvdtrain.monitor import report
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def enter_job() -> World:
     timed = settings.log_with_timestamp
     # hvdtrain run puts the rank before each line itself.
     tag = f"[{topology.rank}] " if timed and LAUNCHER not in os.environ else ""
-    show(settings.log_level, tag=tag, with_time=timed)
+    configure_log(settings.log_level, tag=tag, with_time=timed)
     LOGGER.debug("%s", topology)
     if rank_process is not None:
         LOGGER.warning(
@@ -95,10 +95,10 @@ def _set_up_devices(
         "host": host_id(),
         "gpus": devices.visible_gpus(socket.gethostname(), os.environ) if uses_gpus else None,
         "capabilities": devices.capabilities(),
-        "common": settings.in_common,
+        "common": settings.common_variables,
     }
     everyone: list[dict[str, Any]] = collectives.allgather_object(own, name="hvdtrain.init()")
-    check_in_common([entry["common"] for entry in everyone])
+    check_common_variables([entry["common"] for entry in everyone])
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])

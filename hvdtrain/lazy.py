@@ -1,4 +1,4 @@
-"""Modules whose names are loaded when they are first used."""
+"""Modules that import the modules behind their names on first use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["lazy_names", "names_of"]
 def lazy_names(
     module: str, homes: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a module.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a module.
 
     Args:
-        module: Its name.
-        homes: Its names by the modules that they come from.
-        submodules: Modules below it that are names of it, too.
+        module: Name of the module.
+        homes: Names that the module offers, by the module that defines them.
+        submodules: Submodules that the module also offers.
     """
     home = {name: source for source, names in homes.items() for name in names}
-    everything = sorted([*home, *submodules])
+    public = sorted([*home, *submodules])
 
     def get(name: str) -> Any:
         if name in submodules:
@@ -32,15 +32,11 @@ def lazy_names(
         setattr(sys.modules[module], name, value)
         return value
 
-    return get, lambda: everything, everything
+    return get, lambda: public, public
 
 
 def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that stands for another one.
-
-    Args:
-        module: The other one's name.
-    """
+    """Return ``__getattr__`` and ``__dir__`` for a module that offers all names of another."""
     return (
         lambda name: getattr(importlib.import_module(module), name),
         lambda: dir(importlib.import_module(module)),

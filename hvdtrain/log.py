@@ -1,8 +1,8 @@
-"""The log of hvdtrain, through Python's ``logging``: a logger for each package of it.
+"""hvdtrain's log, which uses ``logging`` with one logger per package.
 
-The logger ``hvdtrain`` has no handler until ``hvdtrain.init()`` or the command gives it the one
-below, so importing configures nothing. A program that has given it a handler of its own keeps that
-one, and its level; Python's root logger is never touched, and hears nothing of what is shown here.
+Importing configures nothing: the logger ``hvdtrain`` gets a handler from ``hvdtrain.init()`` or the
+command line. If the program has added its own handler, that handler and its level stay. The root
+logger is never changed, and doesn't get the messages that are printed here.
 """
 
 from __future__ import annotations
@@ -11,41 +11,40 @@ import logging
 import sys
 from collections.abc import Callable
 
-__all__ = ["LOGGER", "show"]
+__all__ = ["LOGGER", "configure_log"]
 
 LOGGER = logging.getLogger("hvdtrain")
-_TIME = "%Y-%m-%d %H:%M:%S"
 
 
-def show(
+def configure_log(
     level: str,
     *,
-    who: str = "hvdtrain: ",
+    prefix: str = "hvdtrain: ",
     tag: str = "",
     with_time: bool = False,
     write: Callable[[str], object] | None = None,
 ) -> None:
-    """Show from now on what is logged, unless the program has a handler of its own for that.
+    """Print log messages from now on, unless the program has its own handler.
 
     Args:
-        level: The least that is shown: debug, info, warning or error.
-        who: Before each message.
-        tag: Before that, such as the rank.
-        with_time: Whether the local time comes first.
-        write: Takes each message; if not given they go to the standard error.
+        level: Minimum level: debug, info, warning or error.
+        prefix: Text before each message.
+        tag: Text before the prefix, such as the rank.
+        with_time: Whether lines start with the local time.
+        write: Receives each message instead of standard error.
     """
-    others = [handler for handler in LOGGER.handlers if not isinstance(handler, _Screen)]
+    others = [handler for handler in LOGGER.handlers if not isinstance(handler, _Handler)]
     if others and others == LOGGER.handlers:
         return
-    handler = _Screen(write or _to_stderr)
+    handler = _Handler(write or _to_stderr)
     time = "%(asctime)s " if with_time else ""
-    handler.setFormatter(logging.Formatter(f"{time}{tag}{who}%(message)s", _TIME))
+    handler.setFormatter(logging.Formatter(f"{time}{tag}{prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
     LOGGER.handlers = [handler, *others]
     LOGGER.setLevel(level.upper())
     LOGGER.propagate = False
 
 
-class _Screen(logging.Handler):
+class _Handler(logging.Handler):
     def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__()
         self._write = write
@@ -58,5 +57,5 @@ class _Screen(logging.Handler):
 
 
 def _to_stderr(text: str) -> None:
-    # Whatever it is by then: programs and tests put others in its place.
+    # Looked up for each message, as programs and tests replace sys.stderr.
     print(text, file=sys.stderr, flush=True)

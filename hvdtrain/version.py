@@ -1,4 +1,4 @@
-"""The version, in this one place; the packaging reads it from here."""
+"""The version of hvdtrain; the packaging reads it from here."""
 
 __all__ = ["__version__"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdtrain.log import LOGGER, show
+from hvdtrain.log import LOGGER, configure_log
 
 pytest_plugins = (
     "tests.agent.cgroups",
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def log() -> Iterator[None]:
     """What hvdtrain says is shown as in a rank, whatever tests before this one chose."""
     LOGGER.handlers.clear()
-    show("info")
+    configure_log("info")
     yield
     LOGGER.handlers.clear()
 

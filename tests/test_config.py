@@ -1,14 +1,18 @@
-"""Every setting once: parsing, precedence, errors that say what was received and expected."""
-
 import dataclasses
 
 import pytest
 
-from hvdtrain.config import Settings, check_in_common, read_settings, variable_name, written_default
+from hvdtrain.config import (
+    Settings,
+    check_common_variables,
+    read_settings,
+    variable_name,
+    written_default,
+)
 from hvdtrain.errors import ConfigurationError, MismatchError
 
 
-def test_an_empty_environment_gives_the_defaults():
+def test_defaults():
     assert read_settings({}) == Settings()
 
 
@@ -46,9 +50,9 @@ def test_an_empty_environment_gives_the_defaults():
         ("update_log", "none", None),
     ],
 )
-def test_a_variable_sets_its_setting_and_no_other(name, text, value):
-    read = read_settings({variable_name(name): text, "HVDTRAIN_UNKNOWN": "x"})
-    assert read == dataclasses.replace(Settings(), **{name: value})
+def test_a_variable_sets_one_setting(name, text, value):
+    settings = read_settings({variable_name(name): text, "HVDTRAIN_UNKNOWN": "x"})
+    assert settings == dataclasses.replace(Settings(), **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -85,83 +89,86 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("update_log", ""),
     ],
 )
-def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
+def test_an_invalid_variable_is_an_error(name, text):
     variable = variable_name(name)
     with pytest.raises(ConfigurationError, match=f"{variable}='{text}'.*Unset it"):
         read_settings({variable: text})
 
 
-_NOT_AHEAD = {
-    "allreduce": ({"mode": "allreduce"}, "in mode allreduce there is nothing"),
-    "sync-ps": ({"mode": "sync-ps"}, "in mode sync-ps there is nothing"),
-    "bound": ({"mode": "async-ps", "staleness_bound": "0"}, "with a staleness bound of 0"),
-}
-
-
-@pytest.mark.parametrize("case", _NOT_AHEAD)
-def test_where_workers_wait_for_each_answer(case):
-    settings, reason = _NOT_AHEAD[case]
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"mode": "allreduce"}, "allreduce"),
+        ({"mode": "sync-ps"}, "sync-ps"),
+        ({"mode": "async-ps", "staleness_bound": "0"}, "async-ps with --staleness-bound 0"),
+    ],
+)
+def test_overlap_is_an_error_in_modes_that_wait_for_updates(settings, mode):
     environ = {variable_name(name): text for name, text in settings.items()}
     assert not read_settings(environ | {"HVDTRAIN_OVERLAP": "0"}).overlap
-    with pytest.raises(ConfigurationError, match=f"--overlap .HVDTRAIN_OVERLAP. .*{reason}"):
+    match = f"--overlap .HVDTRAIN_OVERLAP. is not possible in mode {mode},"
+    with pytest.raises(ConfigurationError, match=match):
         read_settings(environ | {"HVDTRAIN_OVERLAP": "1"})
 
 
 @pytest.mark.parametrize("bound", ["none", "1", "3"])
-def test_workers_may_go_on_while_gradients_are_under_way(bound):
+def test_overlap_in_asynchronous_training(bound):
     environ = {"HVDTRAIN_MODE": "async-ps", "HVDTRAIN_STALENESS_BOUND": bound}
     assert read_settings(environ | {"HVDTRAIN_OVERLAP": "1"}).overlap
     assert not read_settings(environ).overlap
 
 
 @pytest.mark.parametrize("entry", dataclasses.fields(Settings), ids=lambda entry: entry.name)
-def test_a_default_that_is_shown_can_be_given(entry: "dataclasses.Field[object]"):
+def test_each_setting_has_a_help_text_and_can_parse_its_default(entry):
     assert entry.metadata["parse"](written_default(entry)) == entry.default
+    assert len(entry.metadata["help"]) > 20
 
 
 @pytest.mark.parametrize(
     ("mode", "has_servers"),
     [("allreduce", False), ("towers", False), ("async-ps", True), ("sync-ps", True)],
 )
-def test_the_mode_says_whether_there_are_servers(mode, has_servers):
+def test_modes_with_parameter_servers(mode, has_servers):
     assert Settings(mode=mode).has_servers == has_servers
 
 
-def test_several_devices_a_rank_are_for_towers():
-    variables = {"HVDTRAIN_MODE": "towers", "HVDTRAIN_DEVICES_PER_RANK": "4"}
-    assert read_settings(variables).towers == 4
-    assert read_settings({"HVDTRAIN_MODE": "towers"}).towers == 1
-    for mode in ("allreduce", "sync-ps"):
-        with pytest.raises(ConfigurationError, match=f"4 devices a rank .* this is mode {mode}"):
-            read_settings({**variables, "HVDTRAIN_MODE": mode})
+_MODE_SETTINGS = {
+    "devices_per_rank": ("4", "towers"),
+    "sync_every": ("50", "local-sgd"),
+    "outer_learning_rate": ("0.7", "local-sgd"),
+    "outer_momentum": ("0.9", "local-sgd"),
+}
 
 
-_OF_LOCAL_SGD = {"sync_every": "50", "outer_learning_rate": "0.7", "outer_momentum": "0.9"}
+@pytest.mark.parametrize("other_mode", ["allreduce", "async-ps"])
+@pytest.mark.parametrize("name", _MODE_SETTINGS)
+def test_a_setting_of_another_mode_is_an_error(name, other_mode):
+    text, mode = _MODE_SETTINGS[name]
+    variables = {variable_name(name): text, "HVDTRAIN_MODE": mode}
+    assert getattr(read_settings(variables), name) == float(text)
+    option = f"--{name.replace('_', '-')} {text} .{variable_name(name)}."
+    match = f"{option} needs --mode {mode}, but the mode is {other_mode}. Pass --mode {mode}"
+    with pytest.raises(ConfigurationError, match=match):
+        read_settings({**variables, "HVDTRAIN_MODE": other_mode})
+
+
+def test_towers():
+    assert Settings(mode="towers", devices_per_rank=4).towers == 4
+    assert Settings(mode="towers").towers == Settings().towers == 1
 
 
 def test_local_sgd():
-    given = {variable_name(name): text for name, text in _OF_LOCAL_SGD.items()}
-    settings = read_settings({"HVDTRAIN_MODE": "local-sgd", **given})
-    assert (settings.sync_every, settings.outer_learning_rate) == (50, 0.7)
+    settings = Settings(mode="local-sgd", sync_every=50)
     assert (settings.is_local_sgd, settings.has_servers) == (True, False)
-    # At one step a round it is what averages of gradients are.
+    # With one step per round, averaging weights is averaging gradients.
     assert settings.gradients_in_update(3) == 3
     assert not Settings().is_local_sgd
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "async-ps"])
-@pytest.mark.parametrize("name", _OF_LOCAL_SGD)
-def test_local_sgd_has_settings_of_its_own(name, mode):
-    option = f"--{name.replace('_', '-')} {_OF_LOCAL_SGD[name]} .{variable_name(name)}."
-    match = f"{option} is for --mode local-sgd, and this is mode {mode}. Give --mode local-sgd"
-    with pytest.raises(ConfigurationError, match=match):
-        read_settings({"HVDTRAIN_MODE": mode, variable_name(name): _OF_LOCAL_SGD[name]})
-
-
 @pytest.mark.parametrize("mode", ["local-sgd", "async-ps"])
 @pytest.mark.parametrize("form", ["int8", "powersgd:4"])
-def test_only_gradients_that_are_averaged_are_compressed(mode, form):
-    with pytest.raises(ConfigurationError, match=rf"--compression {form} .* is mode {mode}"):
+def test_compression_needs_averaged_gradients(mode, form):
+    with pytest.raises(ConfigurationError, match=rf"--compression {form} .* the mode is {mode}"):
         read_settings({"HVDTRAIN_MODE": mode, "HVDTRAIN_COMPRESSION": form})
 
 
@@ -172,22 +179,17 @@ def test_only_gradients_that_are_averaged_are_compressed(mode, form):
         ("fp16:2", "one of none, fp16, bf16, int8, powersgd:RANK"),
     ],
 )
-def test_how_much_of_gradients_is_sent_must_be_said(text, expected):
+def test_invalid_compression(text, expected):
     with pytest.raises(ConfigurationError, match=f"COMPRESSION='{text}' .*: expected {expected}"):
         read_settings({"HVDTRAIN_COMPRESSION": text})
 
 
-def test_ranks_must_be_told_the_same():
-    one, other = Settings(mode="local-sgd", sync_every=50), Settings(mode="local-sgd")
-    check_in_common([one.in_common, one.in_common])
-    told = r"HVDTRAIN_SYNC_EVERY is 50 on rank 0 and 1 on rank 2.*mpirun -x HVDTRAIN_SYNC_EVERY"
-    with pytest.raises(MismatchError, match=told):
-        check_in_common([one.in_common, one.in_common, other.in_common])
-    with pytest.raises(MismatchError, match="HVDTRAIN_MODE is allreduce on rank 0 and local-sgd"):
-        check_in_common([Settings().in_common, one.in_common])
-
-
-def test_every_setting_says_what_it_means():
-    for entry in dataclasses.fields(Settings):
-        assert len(entry.metadata["help"]) > 20
-        assert variable_name(entry.name) == "HVDTRAIN_" + entry.name.upper()
+def test_different_settings_of_ranks_are_an_error():
+    default, other = Settings(mode="local-sgd").common_variables, Settings().common_variables
+    every_50 = Settings(mode="local-sgd", sync_every=50).common_variables
+    check_common_variables([every_50, every_50])
+    match = r"SYNC_EVERY .* got 50 on rank 0 and 1 on rank 2.*mpirun -x HVDTRAIN_SYNC_EVERY"
+    with pytest.raises(MismatchError, match=match):
+        check_common_variables([every_50, every_50, default])
+    with pytest.raises(MismatchError, match=r"HVDTRAIN_MODE .* got allreduce on rank 0 and local"):
+        check_common_variables([other, every_50])

@@ -1,5 +1,3 @@
-"""What hvdtrain says of itself: from which level on, and beside what logging a program has."""
-
 from __future__ import annotations
 
 import logging
@@ -9,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdtrain.log import LOGGER, show
+from hvdtrain.log import LOGGER, configure_log
 from tests.launch.jobs import HVDTRAIN, OWN_DEFAULTS, program
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -18,8 +16,8 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_level(level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    show("error")
-    show(level)
+    configure_log("error")
+    configure_log(level)
     for each in LEVELS:
         getattr(logging.getLogger("hvdtrain.keras.saving"), each)(each)
     shown = LEVELS[LEVELS.index(level) :]
@@ -27,35 +25,35 @@ def test_level(level: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_time_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    show("info", tag="[3] ", with_time=True)
-    LOGGER.info("well")
-    assert re.fullmatch(TIME + r" \[3\] hvdtrain: well\n", capsys.readouterr().err)
+    configure_log("info", tag="[3] ", with_time=True)
+    LOGGER.info("message")
+    assert re.fullmatch(TIME + r" \[3\] hvdtrain: message\n", capsys.readouterr().err)
 
 
 PROGRAMS = {
-    "configured": "logging.basicConfig(format='root %(message)s'); show('info')",
-    "configured later": "show('info'); logging.basicConfig(format='root %(message)s')",
-    "its own": "logging.basicConfig(format='root %(message)s', level='INFO'); "
-    "LOGGER.addHandler(logging.NullHandler()); show('info')",
-    "handed over": "show('info'); LOGGER.handlers.clear(); LOGGER.propagate = True; "
+    "configured": "logging.basicConfig(format='root %(message)s'); configure_log('info')",
+    "configured later": "configure_log('info'); logging.basicConfig(format='root %(message)s')",
+    "own handler": "logging.basicConfig(format='root %(message)s', level='INFO'); "
+    "LOGGER.addHandler(logging.NullHandler()); configure_log('info')",
+    "handler removed": "configure_log('info'); LOGGER.handlers.clear(); LOGGER.propagate = True; "
     "logging.basicConfig(format='root %(message)s')",
 }
-SHOWN = ("hvdtrain: well", "hvdtrain: well", "root well", "root well")
+OUTPUT = ("hvdtrain: message", "hvdtrain: message", "root message", "root message")
 
 
-@pytest.mark.parametrize(("body", "line"), list(zip(PROGRAMS.values(), SHOWN)), ids=PROGRAMS)
-def test_programs_with_logging_of_their_own(body: str, line: str) -> None:
-    code = f"import logging, hvdtrain\nfrom hvdtrain.log import LOGGER, show\n{body}"
+@pytest.mark.parametrize(("body", "line"), list(zip(PROGRAMS.values(), OUTPUT)), ids=PROGRAMS)
+def test_programs_that_configure_logging(body: str, line: str) -> None:
+    code = f"import logging, hvdtrain\nfrom hvdtrain.log import LOGGER, configure_log\n{body}"
     state = "assert not LOGGER.handlers and LOGGER.propagate and not logging.root.handlers"
-    last = "logging.getLogger('hvdtrain.launch').info('well')"
-    code = code.replace("show\n", f"show\n{state}\n", 1) + f"\n{last}"
+    last = "logging.getLogger('hvdtrain.launch').info('message')"
+    code = code.replace("_log\n", f"_log\n{state}\n", 1) + f"\n{last}"
     done = subprocess.run(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60, check=True
     )
     assert done.stderr == line + "\n"
 
 
-# What the launcher says at each level, and what the ranks do, of which the second one fails.
+# Messages of the launcher and of the ranks at each level; rank 1 fails.
 JOB = {
     "debug": (
         ["attempt 1: ", "rank 1 on "],
@@ -67,7 +65,7 @@ BODY = """
 import hvdtrain
 hvdtrain.init()
 if rank == 1:
-    # The other one is out of init() by then, and so has nothing to say of this.
+    # Rank 0 has left init() by then and doesn't report this failure.
     time.sleep(1)
     os._exit(7)
 """
@@ -82,10 +80,10 @@ def test_level_of_a_job(run_command, level: str) -> None:
     lines = done.stderr.splitlines()
     launchers = [line for line in lines if line.startswith("hvdtrain run: ")]
     ranks = [line for line in lines if " hvdtrain: " in line and line not in launchers]
-    ours, theirs = JOB[level]
-    for said, expected in ((launchers, ours), (ranks, theirs)):
-        for words in expected:
-            assert any(words in line for line in said), done.stderr
-    assert bool(ranks) == bool(theirs), done.stderr
+    of_launcher, of_ranks = JOB[level]
+    for output, expected in ((launchers, of_launcher), (ranks, of_ranks)):
+        for text in expected:
+            assert any(text in line for line in output), done.stderr
+    assert bool(ranks) == bool(of_ranks), done.stderr
     assert ("combines" in done.stderr) == (level == "debug"), done.stderr
     assert ("attempt 1: " in done.stderr) == (level == "debug"), done.stderr

@@ -39,7 +39,7 @@ from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 
 __all__ = ["main"]
 
@@ -64,7 +64,7 @@ def _work(program: Sequence[str], lifeline: int) -> int:
         launcher = connect(parse_addresses(os.environ[LAUNCHER]))
     except (HvdtrainError, OSError) as error:
         host = socket.gethostname()
-        show("error", who="hvdtrain run: ")
+        configure_log("error", prefix="hvdtrain run: ")
         logger.error(f"on host {host}: {error}")
         return ExitCode.CANNOT_START
     return Agent(topology, launcher, os.environ).run(program, lifeline)

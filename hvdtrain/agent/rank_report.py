@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hvdtrain.agent.messages import Decoder
-from hvdtrain.config import LONGEST_WORD, REPORT_FD
+from hvdtrain.config import MAX_TEXT_LENGTH, REPORT_FD
 from hvdtrain.errors import LaunchError
 
 __all__ = [
@@ -196,7 +196,9 @@ def read_report(message: Mapping[str, Any]) -> RankReport | None:
         return None
     if not all(isinstance(word, str) for word in words.values()):
         return None
-    shown: dict[str, Any] = {name: _printable(word)[:LONGEST_WORD] for name, word in words.items()}
+    shown: dict[str, Any] = {
+        name: _printable(word)[:MAX_TEXT_LENGTH] for name, word in words.items()
+    }
     return RankReport(**numbers, **measured, **shown)
 
 

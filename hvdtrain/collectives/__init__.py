@@ -39,7 +39,7 @@ def create(topology: Topology, settings: Settings) -> Engine:
         most_ranks_on_a_host = world.allreduce(host.Get_size(), mpi.MAX)
         kind = "shared_memory" if most_ranks_on_a_host > 1 else "mpi"
     transport = SharedMemoryTransport if kind == "shared_memory" else MpiTransport
-    survives = settings.goes_on_without and _survives(mpi, topology, settings)
+    survives = settings.tolerates_lost_ranks and _survives(mpi, topology, settings)
     min_np = settings.min_np if survives else None
     return Engine(
         transport(

@@ -1,7 +1,7 @@
-"""Every setting once: its name, environment variable, default, accepted values and help.
+"""Settings, each with its name, environment variable, default, accepted values and help.
 
-Precedence is flag, then environment, then default. The launcher turns flags into these
-variables; ranks read them back here, so that both sides share one definition and no import.
+A flag overrides the environment variable, which overrides the default. The launcher turns flags
+into variables, and ranks read them here.
 """
 
 from __future__ import annotations
@@ -11,55 +11,53 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.config.fields import PREFIX, variable_name, written_default
-from hvdtrain.config.groups import ModeSettings, Settings, check_in_common
+from hvdtrain.config.settings import ModeSettings, Settings, check_common_variables
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
     "COLUMNS",
     "LAUNCHER",
-    "LONGEST_WORD",
     "MANAGED_HOSTS",
+    "MAX_TEXT_LENGTH",
     "REPORT_FD",
     "ModeSettings",
     "Settings",
-    "check_in_common",
+    "check_common_variables",
     "read_settings",
     "variable_name",
     "written_default",
 ]
 
-# Set for the ranks by ``hvdtrain run``: where it listens, its addresses with one port
-# ("10.0.0.1 192.168.1.1 4711"); and the width of the terminal that shows their output, if any.
+# hvdtrain run sets these for the ranks: its addresses and port ("10.0.0.1 192.168.1.1 4711"), and
+# the width of the terminal that shows their output.
 LAUNCHER = PREFIX + "LAUNCHER"
 COLUMNS = PREFIX + "COLUMNS"
-# The open file in which a rank's program tells how far it is, and its inode ("7:4711"), so that
-# a number that means another file by then is not written to.
+# The file descriptor for a rank's reports, and its inode ("7:4711"): the program may have closed it
+# and reused the number.
 REPORT_FD = PREFIX + "REPORT_FD"
-# The file in which somebody else lists the hosts of a job; see cluster/managed_hosts.py.
+# The file in which an external manager lists the hosts of a job; see cluster/managed_hosts.py.
 MANAGED_HOSTS = PREFIX + "MANAGED_HOSTS"
-# A word or a line that is told through it has so many characters at most.
-LONGEST_WORD = 500
+# Maximum characters of a text or line in a rank's report.
+MAX_TEXT_LENGTH = 500
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Read all settings from ``environ``.
+    """Read all settings from the environment.
 
     Raises:
-        ConfigurationError: A value can't be parsed, and the message names the variable, what it
-            held and what it accepts; or values contradict each other.
+        ConfigurationError: A variable is invalid, or settings contradict each other.
     """
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(Settings):
-        text = environ.get(variable_name(entry.name))
-        if text is None:
+        name = variable_name(entry.name)
+        if name not in environ:
             continue
         try:
-            values[entry.name] = entry.metadata["parse"](text)
+            values[entry.name] = entry.metadata["parse"](environ[name])
         except ValueError as error:
-            name, default = variable_name(entry.name), written_default(entry)
             raise ConfigurationError(
-                f"{name}={text!r} can't be used: {error}. It means: {entry.metadata['help']}. "
-                f"Unset it for the default, {default}."
+                f"{name}={environ[name]!r} is invalid: {error}. Unset it for the default, "
+                f"{written_default(entry)}."
             ) from None
     settings = Settings(**values)
     settings.check()

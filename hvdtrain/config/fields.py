@@ -1,15 +1,15 @@
-"""Declarations of settings: their defaults, how they are read from text, and what they mean."""
+"""Fields of settings: names of flags and variables, parsers, and defaults."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 __all__ = [
     "PREFIX",
-    "amount",
     "argument",
     "compression",
     "count",
@@ -17,9 +17,10 @@ __all__ = [
     "flag",
     "flag_name",
     "flag_or_auto",
+    "fraction",
     "log_level",
+    "non_negative_float",
     "one_of",
-    "part_below_one",
     "path_or_none",
     "positive_float",
     "positive_int",
@@ -33,20 +34,21 @@ __all__ = [
 PREFIX = "HVDTRAIN_"
 
 _Value = TypeVar("_Value")
+_Number = TypeVar("_Number", int, float)
 
 
 def flag_name(name: str) -> str:
-    """The flag of ``hvdtrain run`` for a setting."""
+    """Return the flag of ``hvdtrain run`` for a setting."""
     return "--" + name.replace("_", "-")
 
 
 def variable_name(name: str) -> str:
-    """The environment variable that holds the setting ``name``."""
+    """Return the environment variable for a setting."""
     return PREFIX + name.upper()
 
 
 def written_default(entry: dataclasses.Field[Any]) -> str:
-    """The default of a setting as its flag or its variable would hold it."""
+    """Return the default of a setting as the text of its flag or variable."""
     if entry.default is None or entry.metadata["written"] is not None:
         return str(entry.metadata["written"] or "none")
     if isinstance(entry.default, bool):
@@ -55,98 +57,99 @@ def written_default(entry: dataclasses.Field[Any]) -> str:
 
 
 def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """A reader of text as argparse's ``type``, which says what was received and the ValueError."""
+    """Turn a parser that raises ``ValueError`` into an argparse ``type`` with a clear message."""
 
-    def read(text: str) -> _Value:
+    def parse_argument(text: str) -> _Value:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
 
-    return read
+    return parse_argument
 
 
-def _expect(fits: bool, expected: str) -> None:
-    if not fits:
+def _expect(is_valid: bool, expected: str) -> None:
+    if not is_valid:
         raise ValueError(f"expected {expected}")
 
 
+def _number(
+    kind: Callable[[str], _Number], text: str, is_valid: Callable[[_Number], bool], expected: str
+) -> _Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"expected {expected}") from None
+    _expect(is_valid(value), expected)
+    return value
+
+
 def positive_float(text: str) -> float:
-    """A number above 0."""
-    value = float(text)
-    _expect(value > 0, "a number above 0")
-    return value
+    """Parse a number above 0, which may be infinite."""
+    return _number(float, text, lambda value: value > 0, "a number above 0")
 
 
-def amount(text: str) -> float:
-    """A number, 0 or more."""
-    value = float(text)
-    _expect(0 <= value < float("inf"), "a number, 0 or more")
-    return value
+def non_negative_float(text: str) -> float:
+    """Parse a finite number, 0 or more."""
+    return _number(float, text, lambda value: 0 <= value < math.inf, "a number, 0 or more")
 
 
-def part_below_one(text: str) -> float:
-    """A number from 0 on, below 1."""
-    value = float(text)
-    _expect(0 <= value < 1, "a number from 0 on, below 1")
-    return value
+def fraction(text: str) -> float:
+    """Parse a number from 0 to below 1."""
+    return _number(float, text, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
 
 def rate(text: str) -> float:
-    """A finite number above 0."""
-    value = float(text)
-    _expect(0 < value < float("inf"), "a number above 0")
-    return value
+    """Parse a finite number above 0."""
+    return _number(float, text, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def positive_int(text: str) -> int:
-    """A whole number above 0."""
-    value = int(text)
-    _expect(value > 0, "a whole number above 0")
-    return value
+    """Parse a whole number above 0."""
+    return _number(int, text, lambda value: value > 0, "a whole number above 0")
 
 
 def count(text: str) -> int:
-    """A whole number, 0 or more."""
-    _expect(text.isdecimal(), "a whole number, 0 or more")
-    return int(text)
+    """Parse a whole number, 0 or more."""
+    return _number(int, text, lambda value: value >= 0, "a whole number, 0 or more")
 
 
-def count_or(word: str, least: int = 0) -> Callable[[str], int | None]:
-    """Return a reader of whole numbers, ``least`` or more, that takes ``word`` for None."""
+def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
+    """Return a parser for whole numbers from ``minimum``, and for a keyword that means None."""
 
     def parse(text: str) -> int | None:
-        value = int(text) if text.isdecimal() else None
-        known = text == word or (value is not None and value >= least)
-        _expect(known, f"a whole number, {least} or more, or {word}")
-        return value
+        if text == keyword:
+            return None
+        is_valid = text.isdecimal() and int(text) >= minimum
+        _expect(is_valid, f"a whole number, {minimum} or more, or {keyword}")
+        return int(text)
 
     return parse
 
 
-def path_or_none(what: str) -> Callable[[str], str | None]:
-    """Return a reader of paths, that takes ``none`` for None."""
+def path_or_none(noun: str) -> Callable[[str], str | None]:
+    """Return a parser for paths, in which ``none`` means None."""
 
     def parse(text: str) -> str | None:
-        _expect(bool(text), f"a {what}, or none")
+        _expect(bool(text), f"a {noun}, or none")
         return None if text == "none" else text
 
     return parse
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks, in their order; none for the last ones."""
+    """Parse a list of ranks; ``last`` is an empty tuple."""
     if text in ("", "last"):
         return ()
-    words = [word.strip() for word in text.split(",")]
-    _expect(all(word.isdecimal() for word in words), "numbers of ranks like 2,3, or last")
-    ranks = sorted(map(int, words))
+    entries = [entry.strip() for entry in text.split(",")]
+    _expect(all(entry.isdecimal() for entry in entries), "ranks such as 2,3, or last")
+    ranks = sorted(map(int, entries))
     _expect(len(set(ranks)) == len(ranks), "each rank once")
     return tuple(ranks)
 
 
 def flag(text: str) -> bool:
-    """Whether something is on: 1 or 0, true or false, yes or no, on or off."""
+    """Parse 1 or 0, true or false, yes or no, on or off."""
     lowered = text.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
@@ -156,12 +159,12 @@ def flag(text: str) -> bool:
 
 
 def flag_or_auto(text: str) -> bool | None:
-    """On, off, or None for auto."""
+    """Parse a flag; ``auto`` is None."""
     return None if text.strip().lower() == "auto" else flag(text)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a reader of one of some words."""
+    """Return a parser for one of several keywords."""
 
     def parse(text: str) -> str:
         _expect(text in choices, "one of " + ", ".join(choices))
@@ -171,37 +174,33 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def compression(text: str) -> str:
-    """Check a form of gradients between hosts: a type, or ``powersgd:RANK``."""
-    method, _, amount = text.partition(":")
+    """Parse a gradient format: a keyword or ``powersgd:RANK``."""
+    method, _, rank = text.partition(":")
     if method == "powersgd":
-        fits = amount.isdecimal() and int(amount) > 0
-        _expect(fits, "powersgd:RANK with a whole number above 0, like powersgd:4")
+        is_valid = rank.isdecimal() and int(rank) > 0
+        _expect(is_valid, "powersgd:RANK with a whole number above 0, such as powersgd:4")
     else:
-        words = ("none", "fp16", "bf16", "int8")
-        _expect(text in words, f"one of {', '.join(words)}, powersgd:RANK")
+        keywords = ("none", "fp16", "bf16", "int8")
+        _expect(text in keywords, f"one of {', '.join(keywords)}, powersgd:RANK")
     return text
 
 
 def log_level(text: str) -> str:
-    """A level of logging, by its own name or Horovod's."""
-    word = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
-    return one_of("debug", "info", "warning", "error")(word)
+    """Parse a log level by its Python name or Horovod's."""
+    level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
+    return one_of("debug", "info", "warning", "error")(level)
 
 
 def setting(
-    default: Any,
-    parse: Callable[[str], Any],
-    help: str,
-    *,
-    written: str | None = None,
+    default: Any, parse: Callable[[str], Any], help: str, *, written: str | None = None
 ) -> Any:
     """Declare a setting as a field of a dataclass.
 
     Args:
-        default: Its value where nothing is said.
-        parse: Makes the value from text; raises ValueError.
-        help: The text that --help and docs/settings.md show.
-        written: The default as a user would write it, where that isn't plain.
+        default: The value if neither flag nor variable is given.
+        parse: Parser of its text; raises ``ValueError``.
+        help: The text of --help and docs/settings.md.
+        written: The default as text, if ``str`` of the default differs from it.
     """
     metadata = {
         "parse": parse,

@@ -52,7 +52,7 @@ from hvdtrain.launch.restart import (
     without,
 )
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 
 __all__ = [
     "caught_signals",
@@ -134,7 +134,7 @@ def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iter
         screen.close(patience_s, give_up=lambda: len(received) > signals)
         settings = job.settings
         with_time = settings.log_with_timestamp or job.timestamps
-        show(settings.log_level, who="hvdtrain run: ", with_time=with_time)
+        configure_log(settings.log_level, prefix="hvdtrain run: ", with_time=with_time)
 
 
 def find_plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
@@ -221,9 +221,9 @@ class _Attempts:
             screen.stdout, screen.stderr, ranks=1, with_host=False, chief_only=False
         )
         settings = job.settings
-        show(
+        configure_log(
             settings.log_level,
-            who="",
+            prefix="",
             with_time=settings.log_with_timestamp,
             write=self._notice,
         )

@@ -14,14 +14,14 @@ from typing import Any
 
 from hvdtrain.agent.messages import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
-from hvdtrain.config.fields import amount, argument, count, flag_name
+from hvdtrain.config.fields import argument, count, flag_name, non_negative_float
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import network_variables
 from hvdtrain.launch.horovodrun import add_horovod_flags, note_on
 from hvdtrain.launch.hosts import TF_CONFIG, add_cluster, add_where, named_cluster
 from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import TimeLimits
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 
 __all__ = ["add_arguments", "job_of", "program_of", "reads_code_from_stdin", "with_files"]
 
@@ -169,7 +169,9 @@ def job_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[J
     environ = _environment(arguments, environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
-    show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
+    configure_log(
+        settings.log_level, prefix="hvdtrain run: ", with_time=settings.log_with_timestamp
+    )
     hang_s = arguments.hang_timeout_s
     if hang_s is None:
         hang_s = HANG_SHARE * settings.timeout_s
@@ -293,7 +295,7 @@ def _variable(text: str) -> tuple[str, str | None]:
 
 def _seconds(text: str) -> float:
     try:
-        return amount(text)
+        return non_negative_float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more") from None
 

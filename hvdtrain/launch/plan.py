@@ -150,7 +150,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(Path(sys.executable).parent, environ) if slurm is None else None
     user = ssh_user(host for host in hosts if not is_this_host(host.name))
-    asked, wanted = job.settings.elastic, job.settings.goes_on_without
+    asked, wanted = job.settings.elastic, job.settings.tolerates_lost_ranks
     why = why_not_start_elastic(mpirun) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
@@ -255,7 +255,7 @@ def make_command(
 def _decided(job: Job, site: Resources, plan: Plan) -> dict[str, str]:
     """Settings that say what there is, where that is not what was asked for."""
     settings = {}
-    if job.settings.goes_on_without:
+    if job.settings.tolerates_lost_ranks:
         # On and off are words that agents understand.
         settings[variable_name("elastic")] = "1" if site.elastic else "0"
     if job.settings.has_servers:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from hvdtrain.config import LONGEST_WORD, REPORT_FD
+from hvdtrain.config import MAX_TEXT_LENGTH, REPORT_FD
 
 __all__ = [
     "during",
@@ -191,8 +191,8 @@ class _Reporter:
                 state["input_s"] = round(self.input_s, 3)
             if (reduced_bytes := self._asked(self.reduced_bytes)) is not None:
                 state["reduced_bytes"] = round(reduced_bytes)
-            state["phase"] = str(self.phase)[:LONGEST_WORD]
-            state["waiting_in"] = self._waits()[:LONGEST_WORD]
+            state["phase"] = str(self.phase)[:MAX_TEXT_LENGTH]
+            state["waiting_in"] = self._waits()[:MAX_TEXT_LENGTH]
             line = _line(state)
             # Where whoever reads is slow, the next state will do.
             if line != self._told and self._send(line):
@@ -207,12 +207,12 @@ class _Reporter:
             record = {
                 "kind": "failure",
                 "exception": type(cause).__name__,
-                "message": str(cause)[:LONGEST_WORD],
+                "message": str(cause)[:MAX_TEXT_LENGTH],
                 "traceback": "",
                 "time_s": time.time(),
             }
             printed = traceback.format_exception(type(error), error, error.__traceback__)
-            lines = [line[:LONGEST_WORD] for line in "".join(printed).splitlines()]
+            lines = [line[:MAX_TEXT_LENGTH] for line in "".join(printed).splitlines()]
             while lines and len(_line(record | {"traceback": "\n".join(lines)})) > MOST_BYTES:
                 del lines[len(lines) // 2]
             self._send(_line(record | {"traceback": "\n".join(lines)}))

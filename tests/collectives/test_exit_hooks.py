@@ -18,9 +18,9 @@ import numpy as np
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, exit_hooks
 from hvdtrain.config import read_settings
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 
-show("info")
+configure_log("info")
 engine = create(read_topology(os.environ), read_settings(os.environ))
 exit_hooks.install(engine)
 rank = engine.rank

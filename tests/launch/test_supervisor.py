@@ -23,7 +23,7 @@ from hvdtrain.launch.attempts import caught_signals
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.supervisor import Supervisor, TimeLimits
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 from tests.agent.processes import assert_all_end
 from tests.harness.jobs import REPOSITORY
 
@@ -60,7 +60,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     before = descendants(os.getpid())
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
-    show("info", who="", write=console.notice)
+    configure_log("info", prefix="", write=console.notice)
     with (
         contextlib.closing(AgentServer(2, console, local=True)) as server,
         caught_signals() as received,

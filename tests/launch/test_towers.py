@@ -41,4 +41,4 @@ def test_what_does_not_fit_is_told_before_anything_starts(planned) -> None:
     told = planned("0,1,2", "-np", "2", *TOWERS)
     assert "too few GPUs for 2 per rank (--devices-per-rank): localhost has 3 GPUs for 2" in told
     told = planned("0,1", "-np", "1", "--devices-per-rank", "2")
-    assert "2 devices a rank (--devices-per-rank, HVDTRAIN_DEVICES_PER_RANK) are for --m" in told
+    assert "--devices-per-rank 2 (HVDTRAIN_DEVICES_PER_RANK) needs --mode towers" in told

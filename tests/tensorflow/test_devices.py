@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
-from hvdtrain.log import show
+from hvdtrain.log import configure_log
 from hvdtrain.tensorflow.devices import assign_gpus, bind, visible_gpus
 
 HOST_A = ["GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3"]
@@ -84,7 +84,7 @@ def test_without_gpus_there_are_no_ids() -> None:
 
 def say(visible: list[list[str]], rank: int = 0, log_level: str = "info") -> None:
     topology = Topology(rank=rank, size=len(visible), local_rank=rank, local_size=len(visible))
-    show(log_level)
+    configure_log(log_level)
     bind(topology, Settings(), visible)
 
 
