@@ -271,7 +271,7 @@ def test_the_glossary_names_what_exists() -> None:
 
 def test_the_architecture_shows_every_package() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
-    shown = set(re.findall(r"`([a-z_]+)(?:/|\.py)`", text.split("## The ways")[0]))
+    shown = set(re.findall(r"`([a-z_]+)(?:/|\.py)`", text.split("## Paths through the code")[0]))
     entries = (REPOSITORY / "hvdtrain").iterdir()
     there = {entry.stem for entry in entries if entry.is_dir() or entry.suffix == ".py"}
     assert there - {"__init__", "__main__", "__pycache__", "lazy", "version"} <= shown
