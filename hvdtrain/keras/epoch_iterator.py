@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hvdtrain.keras.data import ShardedInput
-from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.fit_inputs import InputWait
 from hvdtrain.keras.membership import Change, Membership

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.partition import JointSteps
+from hvdtrain.keras.data.partition import JointSteps, Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.fit_inputs import InputWait

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.keras import input_wait
-from hvdtrain.keras.data.dataset_options import untuned
+from hvdtrain.keras.data.sharded_input import untuned
 from hvdtrain.keras.fit_inputs import InputWait
 from tests.keras.features import X, Y, classifier
 

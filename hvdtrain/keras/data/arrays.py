@@ -1,4 +1,4 @@
-"""Arrays in memory, the same on every rank: each rank gathers its own rows by index."""
+"""Arrays in memory, which are the same on every rank; each rank gathers its rows by index."""
 
 from __future__ import annotations
 
@@ -12,57 +12,58 @@ import tensorflow as tf
 from hvdtrain.collectives.fusion import split_evenly
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.dataset_options import untuned
+from hvdtrain.keras.data.input_agreement import InputReport
 from hvdtrain.keras.data.partition import (
+    Position,
     Shuffle,
     epoch_order,
     joint_steps,
     rank_share,
-    units_left,
+    remaining_units,
 )
-from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, Share
+from hvdtrain.keras.data.sharded_input import (
+    JOINT_ROWS_UNKNOWN,
+    ShardedInput,
+    ShardPlan,
+    Share,
+    untuned,
+)
 from hvdtrain.private_api import keras as private_keras
 
-__all__ = ["ArraySource", "ShardedArrays"]
+__all__ = ["ShardedArrays"]
 
 _SAMPLED_ROWS = 64
 
 
-class ArraySource:
-    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length."""
+class ShardedArrays(ShardedInput):
+    """One rank's share of nested arrays, tensors, pandas or SciPy data of equal length."""
 
     unit = "samples"
 
     def __init__(self, x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self._batch, self.units = private_keras.pack_arrays(x, y, sample_weight, plan.class_weight)
-        # With rows of its own and a given number of steps, each rank chooses another batch size.
-        self.sizes_differ = plan.batch_size is None and plan.presharded and plan.steps is not None
+        self._rows = self.units
         self.each = plan.batch_size or private_keras.default_batch_size(
-            self.units, plan.steps, plan.size
+            self._rows, plan.steps, plan.size
         )
-        self._shuffle: Shuffle = plan.shuffle
-        if not isinstance(plan.shuffle, str):
-            self._shuffle = bool(plan.shuffle)
-        elif plan.shuffle != "batch":
-            raise DataError(
-                f"shuffle={plan.shuffle!r} is unknown; expected True, False or 'batch'."
-            )
+        if plan.shuffle != "batch" and isinstance(plan.shuffle, str):
+            raise DataError(f"shuffle must be True, False or 'batch', got {plan.shuffle!r}.")
+        self._shuffle: Shuffle = plan.shuffle if plan.shuffle == "batch" else bool(plan.shuffle)
+        self.joint_rows_known = not plan.presharded
         with tf.device("CPU:0"):
             self._columns = [
                 None if leaf is None else private_keras.column(leaf)
                 for leaf in keras.tree.flatten(self._batch)
             ]
+        self._epoch = 0
 
     def report(self) -> InputReport:
-        """The arrays' rows, types and shapes, and fingerprints of some rows of each."""
-        rows, plan = self.units, self.plan
+        """Report types and shapes, and digests of some rows."""
+        rows, plan = self._rows, self.plan
         if rows == 0 and not plan.presharded:
-            raise DataError("The input arrays have no rows; expected at least one.")
+            raise DataError("The input arrays are empty; pass at least one row.")
         sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
-        names = batch_structure.leaf_names(self._batch)
         structure = {"kind of input": "arrays", "steps": plan.steps}
         content: dict[str, Any] = {
             "number of samples": rows,
@@ -71,154 +72,138 @@ class ArraySource:
             "seed": plan.seed,
         }
         with tf.device("CPU:0"):
-            for name, leaf in zip(names, self._gather(tf.constant(sampled, tf.int64))):
+            leaves = self._gather(tf.constant(sampled, tf.int64))
+            for name, leaf in zip(batch_structure.leaf_names(self._batch), leaves):
                 if leaf is None:
                     structure[name] = "None"
                     continue
                 structure[name] = batch_structure.row_text(tf.type_spec_from_value(leaf))
                 content[f"content of {name}"] = batch_structure.fingerprint([leaf])
         return InputReport(
-            structure=structure,
-            content=content,
-            steps=joint_steps(rows, self.each, plan.shards),
+            structure=structure, content=content, steps=joint_steps(rows, self.each, plan.shards)
         )
 
-    def shard(self, steps: int | None) -> ShardedArrays:
-        """This rank's rows, epoch by epoch."""
-        return ShardedArrays(self, steps or 0)
+    def set_steps(self, steps: int | None) -> None:
+        """Set the joint steps in a pass, and forget all passes."""
+        super().set_steps(steps)
+        # Passes of the same size share a dataset, which reads the position when it is iterated:
+        # making a dataset takes as long as some steps of a small model.
+        self._position = Position(epoch=0)
+        self._pass_size: tuple[int, int] | None = None
+        self._pass: tf.data.Dataset | None = None
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Set the epoch whose order the next pass has."""
+        self._epoch = epoch
+
+    def _whole_pass(self) -> tf.data.Dataset:
+        return self._make(lambda: Position(epoch=self._epoch), self._rows, self.steps or 0)
+
+    def _rest_of_pass(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        plan = self.plan
+        if position.start and plan.presharded and plan.batch_size is None and plan.steps:
+            raise DataError(
+                f"The input must have a batch_size to resume after {position.start} samples of an "
+                "epoch: with presharded=True and steps_per_epoch alone, batch sizes differ between "
+                "ranks. Pass batch_size as well."
+            )
+        self._position = position
+        size = position.left_of(self._rows), steps or 0
+        if self._pass is None or self._pass_size != size:
+            self._pass_size = size
+            self._pass = self._make(lambda: self._position, *size)
+        return self._pass
 
     def _gather(self, indices: Any) -> list[Any]:
         return [None if c is None else private_keras.gather(c, indices) for c in self._columns]
 
-    def share_of_pass(self, position: Position) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the whole steps and of the last one, as ``partition.RankShare``."""
-        plan = self.plan
-        order = epoch_order(
-            self.units,
-            shuffle=self._shuffle,
-            joint_batch=position.joint_batch or self.each * plan.shards,
-            seed=plan.seed,
-            epoch=position.epoch,
-        )
-        left = units_left(order, position)
-        share = rank_share(left, batch_size=self.each, rank=plan.shard, size=plan.shards)
-        return share.whole, share.last
-
-    def index_dataset(
+    def _make(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
     ) -> tf.data.Dataset:
-        """Elements (indices, rows, joint_rows) of one pass, ``steps`` of them.
+        """Make the shares of a pass.
 
         Args:
-            position_of_pass: Called when a pass starts; returns where.
-            rows: Samples that are left there, at least 1.
-            steps: Joint steps; those beyond this rank's data have rows = 0.
+            position_of_pass: Called when the pass starts; returns its position.
+            rows: The number of samples that are left at that position.
+            steps: Joint steps; those after the end of this rank's data have rows = 0.
         """
-        plan, each = self.plan, self.each
-        whole_steps, rest = divmod(rows, each * plan.shards)
-        start, stop = split_evenly(rest, plan.shards)[plan.shard]
-        last_shape = max(stop - start, min(rest, 1))
-        padding = steps - whole_steps - (rest > 0)
-
-        def known(joint_rows: int) -> tf.Tensor:
-            return tf.constant(JOINT_ROWS_UNKNOWN if plan.presharded else joint_rows, tf.int32)
-
-        @tf.autograph.experimental.do_not_convert
-        def order_of_pass(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            whole, last = tf.numpy_function(
-                lambda: self.share_of_pass(position_of_pass()), [], [tf.int64, tf.int64]
-            )
-            whole.set_shape([whole_steps, each])
-            last.set_shape([last_shape])
-            return whole, last
-
-        @tf.autograph.experimental.do_not_convert
-        def steps_of_pass(whole: tf.Tensor, last: tf.Tensor) -> tf.data.Dataset:
-            parts = []
-            if whole_steps:
-                counts = tf.fill([whole_steps], each)
-                joint = tf.fill([whole_steps], known(each * plan.shards))
-                parts.append(tf.data.Dataset.from_tensor_slices((whole, counts, joint)))
-            if rest:
-                element = (last, tf.constant(stop - start, tf.int32), known(rest))
-                parts.append(tf.data.Dataset.from_tensors(element))
-            if padding:
-                element = (tf.zeros([1], tf.int64), tf.constant(0, tf.int32), known(0))
-                parts.append(tf.data.Dataset.from_tensors(element).repeat(padding))
-            for part in parts[1:]:
-                parts[0] = parts[0].concatenate(part)
-            return parts[0]
-
-        return tf.data.Dataset.range(1).map(order_of_pass).flat_map(steps_of_pass)
-
-    def dataset(
-        self, position_of_pass: Callable[[], Position], rows: int, steps: int
-    ) -> tf.data.Dataset:
-        """Make the shares of one pass; arguments as in ``index_dataset``."""
 
         @tf.autograph.experimental.do_not_convert
         def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> Share:
             if self.plan.collectives.survives_losses:
-                # Another number of ranks may leave another last batch: the same graph takes both.
+                # Makes shapes unknown: after a loss the last batch may have another size.
                 indices = tf.raw_ops.PlaceholderWithDefault(input=indices, shape=[None])
             batch = keras.tree.pack_sequence_as(self._batch, self._gather(indices))
             return Share(batch, rows, joint_rows)
 
         with tf.device("CPU:0"):
             if rows:
-                dataset = self.index_dataset(position_of_pass, rows, steps)
-                dataset = dataset.map(fetch, num_parallel_calls=tf.data.AUTOTUNE)
+                indices = self._indices(position_of_pass, rows, steps)
+                dataset = indices.map(fetch, num_parallel_calls=tf.data.AUTOTUNE)
             else:
-                dataset = self._nothing(steps)
+                dataset = self._empty_steps(steps)
             options = tf.data.Options()
-            # As in Keras: optimising would serialise the graph with the arrays that it captured.
+            # As in Keras: optimizing would serialize the graph with the captured arrays.
             options.experimental_optimization.apply_default_optimizations = False
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
             return untuned(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
 
-    def _nothing(self, steps: int) -> tf.data.Dataset:
-        """Make steps without rows, for a rank without any among others or for the end of a pass."""
+    def _indices(
+        self, position_of_pass: Callable[[], Position], rows: int, steps: int
+    ) -> tf.data.Dataset:
+        """Make elements (indices, rows, joint_rows); the arguments are as for ``_make``."""
+        plan, each = self.plan, self.each
+        full_steps, rest = divmod(rows, each * plan.shards)
+        start, stop = split_evenly(rest, plan.shards)[plan.shard]
+        padding = steps - full_steps - (rest > 0)
+
+        def known(joint_rows: int) -> tf.Tensor:
+            return tf.constant(JOINT_ROWS_UNKNOWN if plan.presharded else joint_rows, tf.int32)
+
+        def share_of_pass() -> tuple[np.ndarray, np.ndarray]:
+            position = position_of_pass()
+            order = epoch_order(
+                self._rows,
+                shuffle=self._shuffle,
+                joint_batch=position.joint_batch or each * plan.shards,
+                seed=plan.seed,
+                epoch=position.epoch,
+            )
+            left = remaining_units(order, position)
+            return rank_share(left, batch_size=each, rank=plan.shard, size=plan.shards)
+
+        @tf.autograph.experimental.do_not_convert
+        def start_pass(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            full, last = tf.numpy_function(share_of_pass, [], [tf.int64, tf.int64])
+            full.set_shape([full_steps, each])
+            last.set_shape([max(stop - start, min(rest, 1))])
+            return full, last
+
+        @tf.autograph.experimental.do_not_convert
+        def steps_of_pass(full: tf.Tensor, last: tf.Tensor) -> tf.data.Dataset:
+            sections = []
+            if full_steps:
+                counts = tf.fill([full_steps], each)
+                joint = tf.fill([full_steps], known(each * plan.shards))
+                sections.append(tf.data.Dataset.from_tensor_slices((full, counts, joint)))
+            if rest:
+                element = (last, tf.constant(stop - start, tf.int32), known(rest))
+                sections.append(tf.data.Dataset.from_tensors(element))
+            if padding:
+                element = (tf.zeros([1], tf.int64), tf.constant(0, tf.int32), known(0))
+                sections.append(tf.data.Dataset.from_tensors(element).repeat(padding))
+            for section in sections[1:]:
+                sections[0] = sections[0].concatenate(section)
+            return sections[0]
+
+        return tf.data.Dataset.range(1).map(start_pass).flat_map(steps_of_pass)
+
+    def _empty_steps(self, steps: int) -> tf.data.Dataset:
+        """Make steps with rows = 0, for a rank without data."""
         leaves = batch_structure.present(self._gather(tf.zeros([0], tf.int64)))
         blanks = [batch_structure.blank(tf.type_spec_from_value(leaf)) for leaf in leaves]
         batch = batch_structure.refill(self._batch, blanks)
         share = Share(batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
         return tf.data.Dataset.from_tensors(share).repeat(steps)
-
-
-class ShardedArrays(ShardedInput):
-    """One rank's rows; a pass has the order of the epoch in which it starts."""
-
-    def __init__(self, source: ArraySource, steps: int) -> None:
-        self._arrays = source
-        self._epoch = 0
-        # Passes of as many rows share a dataset, which asks where it begins: making one takes as
-        # long as some steps of a small model.
-        self._position = Position(epoch=0)
-        self._size: tuple[int, int] | None = None
-        self._dataset: tf.data.Dataset | None = None
-        super().__init__(
-            source,
-            lambda: source.dataset(lambda: Position(epoch=self._epoch), source.units, steps),
-            steps=steps,
-            joint_rows_known=not source.plan.presharded,
-        )
-
-    def _dataset_from(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
-        if position.start and self._arrays.sizes_differ:
-            raise DataError(
-                f"Training can't go on after {position.start} samples of an epoch: with "
-                "presharded=True and steps_per_epoch alone, every rank has another batch size. "
-                "Pass batch_size as well."
-            )
-        self._position = position
-        size = position.left_of(self._arrays.units), steps or 0
-        if self._dataset is None or self._size != size:
-            self._size = size
-            self._dataset = self._arrays.dataset(lambda: self._position, *size)
-        return self._dataset
-
-    def on_epoch_begin(self, epoch: int) -> None:
-        """Set the epoch whose order the next pass has."""
-        self._epoch = epoch

@@ -1,8 +1,8 @@
-"""Batches that come one after another: Python generators, torch's DataLoader, Grain's datasets.
+"""Streams of batches: Python generators, torch ``DataLoader`` and Grain datasets.
 
-Every rank reads the same stream and keeps its batch of each joint step. With ``presharded=True``
-each rank reads a stream of its own. Ranks that don't know its length agree before each block of
-steps of ``fit`` whether any of them has a batch left; the others compute with rows = 0 meanwhile.
+Every rank reads the whole stream and keeps one batch of each joint step. With ``presharded=True``
+each rank reads a different stream. If its length is unknown, the ranks agree before each block of
+steps of ``fit`` whether any of them has a batch left; the others compute with rows = 0.
 """
 
 from __future__ import annotations
@@ -21,29 +21,25 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
-from hvdtrain.keras.data.batch_structure import fingerprint, present, targets_first
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.partition import joint_steps
-from hvdtrain.keras.data.python_batches import (
-    EXAMINED_BATCHES,
-    signature_of,
-    standardize,
-    to_dataset,
-)
-from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data.batch_structure import present, targets_first
+from hvdtrain.keras.data.input_agreement import REMEDIES, InputReport, raise_if_different
+from hvdtrain.keras.data.partition import Position, joint_steps
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
 from hvdtrain.private_api import keras as private_keras
 
-__all__ = ["ShardedStream", "StreamSource", "stream_kind"]
+__all__ = ["ShardedStream", "stream_kind"]
 
 logger = logging.getLogger(__package__)
 
 Batch = Any  # as Keras passes it to a step
 
 _NOTICE = (
-    "Every rank reads all batches of the %s and keeps its part of them. If making batches is what "
-    "takes the time, let each rank make its own and pass presharded=True; or use a PyDataset."
+    "Every rank reads all batches of the %s and keeps its part of them. If making batches is the "
+    "bottleneck, let each rank make different ones and pass presharded=True, or use a PyDataset."
+)
+_READ_ONCE = (
+    "A generator can be read once: create one for each fit, evaluate or predict, or use a "
+    "PyDataset."
 )
 
 
@@ -57,12 +53,12 @@ def stream_kind(x: Any) -> str | None:
 
 
 class _Step(NamedTuple):
-    """A joint step, as this rank reads it.
+    """A joint step as this rank reads it.
 
     Attributes:
         batch: This rank's batch; None if the stream ended before it.
         joint_rows: Rows of all batches of the step.
-        digest: Of the stream up to here, uint8 of shape (8,); None if it isn't compared.
+        digest: Digest of the stream so far, uint8 of shape (8,); None if it isn't compared.
     """
 
     batch: Batch | None
@@ -70,222 +66,205 @@ class _Step(NamedTuple):
     digest: Any
 
 
-class StreamSource:
-    """An iterable of batches. A generator can be read once; the others begin again in each pass."""
-
-    unit = "batches"
-    each = 1
+class ShardedStream(ShardedInput):
+    """One rank's share of a stream. Generators can be read once; other streams in each pass."""
 
     def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
-        self.plan = plan
-        self.kind = stream_kind(batches) or "iterable"
+        super().__init__(plan)
+        self._kind = stream_kind(batches) or "iterable"
         self.units = private_keras.length_of_dataloader(batches)
-        self.read_once = isinstance(batches, Iterator)
+        self.joint_rows_known = not plan.presharded
+        self.notice = _NOTICE % self._kind if plan.compares else None
+        self._read_once = isinstance(batches, Iterator)
         self._batches = batches
-        examining = self._standardized()
-        examined = list(itertools.islice(examining, EXAMINED_BATCHES))
+        standardized = self._standardized()
+        examined = list(itertools.islice(standardized, batch_structure.EXAMINED_BATCHES))
         if not examined:
             raise DataError(
-                f"The {self.kind} has no batches; expected at least one on every rank."
-                + (f" {_READ_ONCE}" if self.read_once else "")
+                f"The {self._kind} yields no batches; expected at least one on every rank."
+                + (f" {_READ_ONCE}" if self._read_once else "")
             )
-        self._unread = itertools.chain(examined, examining)
-        self.example = examined[0]
-        self.specs = private_keras.specs_of_batches([present(batch) for batch in examined])
-
-    @property
-    def compares(self) -> bool:
-        """Whether all ranks are to read the same stream."""
-        return self.plan.size > 1 and not self.plan.presharded
+        self._unread = itertools.chain(examined, standardized)
+        self._example = examined[0]
+        self._specs = private_keras.specs_of_batches([present(batch) for batch in examined])
 
     def report(self) -> InputReport:
-        """Types and shapes of the batches, and a fingerprint of the first."""
+        """Report types and shapes of the batches, and a digest of the first one."""
         plan = self.plan
         if plan.collectives.survives_losses:
             raise DataError(
-                f"A {self.kind} can't be used in an elastic job (--elastic): its batches can't be "
-                "read again after a rank was lost. Use arrays, a tf.data.Dataset or a PyDataset; "
-                "or --max-restarts instead of --elastic."
+                f"A {self._kind} can't be used in an elastic job (--elastic), because its batches "
+                "can't be read again after a rank was lost. Use arrays, a tf.data.Dataset or a "
+                "PyDataset, or --max-restarts instead of --elastic."
             )
         if plan.presharded and plan.steps is None and not plan.trains and self.units is None:
             raise DataError(
-                f"The number of batches of a {self.kind} is unknown, and with presharded=True it "
+                f"The number of batches of a {self._kind} is unknown, and with presharded=True it "
                 "may differ between ranks. Pass validation_steps to fit, or steps to evaluate and "
                 "predict."
             )
-        structure = {"kind of input": f"a {self.kind}", "steps": plan.steps}
-        structure.update(signature_of(self.example, self.specs))
+        spec = batch_structure.refill(self._example, self._specs)
+        first = batch_structure.fingerprint(targets_first(self._example))
         return InputReport(
-            structure=structure,
+            structure={
+                "kind of input": f"a {self._kind}",
+                "steps": plan.steps,
+                **batch_structure.signature(spec),
+            },
             content={
                 "number of batches": "unknown" if self.units is None else self.units,
-                "content of the first batch": fingerprint(targets_first(self.example)),
+                "content of the first batch": first,
             },
             steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
             endless=self.units is None,
         )
 
-    def shard(self, steps: int | None) -> ShardedStream:
-        """This rank's batches."""
-        return ShardedStream(self, steps)
-
-    def drop_pass(self) -> None:
-        """Read a pass and drop it, so that the random state behind its order advances."""
-        collections.deque(self._batches, maxlen=0)
-
-    def steps_from(self, start: int) -> Iterator[_Step]:
-        """Yield the joint steps after the first ``start`` batches of a pass."""
-        rank, ranks = self.plan.shard, self.plan.shards
-        batches = self._unread if self.read_once else self._standardized()
-        mine, place, joint_rows = None, 0, 0
-        so_far = tf.zeros([8], tf.uint8) if self.compares else None
-        for batch in itertools.islice(batches, start, None):
-            if place == rank:
-                mine = batch
-            joint_rows += _rows(batch)
-            if so_far is not None:
-                with tf.device("CPU:0"):
-                    recognised = batch_structure.digest(targets_first(batch))
-                    so_far = batch_structure.chain(so_far, recognised)
-            place += 1
-            if place == ranks:
-                yield _Step(mine, joint_rows, so_far)
-                mine, place, joint_rows = None, 0, 0
-        if place:
-            yield _Step(mine, joint_rows, so_far)
-
-    def _standardized(self) -> Iterator[Batch]:
-        maker = f"A {self.kind}"
-        return (standardize(batch, self.plan.class_weight, maker) for batch in self._batches)
-
-
-class ShardedStream(ShardedInput):
-    """One rank's batches of a stream; compares what the ranks read."""
-
-    def __init__(self, source: StreamSource, steps: int | None) -> None:
-        plan = source.plan
-        self._stream = source
+    def set_steps(self, steps: int | None) -> None:
+        """Set the joint steps in a pass, and forget all passes."""
+        super().set_steps(steps)
         self._queue: _Queue | None = None
-        self._agreed = 0  # steps of this pass that all ranks take
-        self._taken = 0
+        self._agreed_steps = 0  # in this pass, by all ranks
+        self._steps_read = 0
         self._digest: Any = None
-        super().__init__(
-            source,
-            lambda: self._elements(lambda: math.inf if steps is None else steps, begins=True),
-            steps=steps,
-            joint_rows_known=not plan.presharded,
-            notice=_NOTICE % source.kind if source.compares else None,
-        )
-        # Else all ranks reach the end of the stream in the same step.
-        self._fills_up = plan.presharded or steps is not None
 
-    def _dataset_from(
+    def _whole_pass(self) -> tf.data.Dataset:
+        limit = math.inf if self.steps is None else self.steps
+        return self._make(lambda: self._start_pass(0), lambda: limit, self.steps)
+
+    def _rest_of_pass(
         self, position: Position, steps: int | None, repeatable: bool
     ) -> tf.data.Dataset:
-        if position.start and self._stream.plan.rank == 0:
+        if position.start and self.plan.rank == 0:
             logger.warning(
-                "Training resumes within a pass over its data: the first %d batches of the %s are "
-                "read and dropped. This is right only if it yields the same batches in the same "
-                "order as before.",
+                "Resuming within a pass over the data: the first %d batches of the %s are read and "
+                "dropped. This is exact only if it yields the same batches in the same order as "
+                "before.",
                 position.start,
-                self._stream.kind,
+                self._kind,
             )
-        self._begin(position.start)
-        self._agreed = 0 if steps is None else steps
-        return self._elements(lambda: self._agreed, begins=False)
+        queue = self._start_pass(position.start)
+        self._agreed_steps = 0 if steps is None else steps
+        return self._make(lambda: queue, lambda: self._agreed_steps, None)
 
-    def _begin(self, start: int) -> _Queue:
-        if self._queue is None or not self._stream.read_once:
-            self._queue = _Queue(self._stream.steps_from(start))
-            self._taken, self._digest = 0, None
+    def _start_pass(self, start: int) -> _Queue:
+        if self._queue is None or not self._read_once:
+            self._queue = _Queue(self._joint_steps(start))
+            self._steps_read, self._digest = 0, None
         return self._queue
 
-    def agree_on_steps(self, block: int) -> int:
-        """Return how many of the next ``block`` steps some rank has a batch for; collective."""
-        assert self._queue is not None
-        steps = self._joint_maximum(self._queue.available(block))
-        self._agreed += steps
-        return steps
-
-    def _joint_maximum(self, count: int) -> int:
-        plan = self._stream.plan
-        if not plan.presharded:
-            return count
-        return int(plan.collectives.allreduce(np.array(count), "max", name="batches left"))
-
-    def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Read the passes before."""
-        if not self._stream.read_once:
-            for _ in range(passes):
-                self._stream.drop_pass()
-
-    def on_epoch_begin(self, epoch: int) -> None:
-        """Check that there is something left to read.
-
-        Raises:
-            DataError: A generator has ended; on every rank.
-        """
-        if self._queue is None or not self._stream.read_once:
-            return
-        if not self._joint_maximum(self._queue.available(1)):
-            raise DataError(
-                f"The {self._stream.kind} has no batch left for another epoch. {_READ_ONCE} Or "
-                "pass steps_per_epoch (validation_steps), so that several epochs share its batches."
-            )
-
-    def verify(self) -> None:
-        """Compare the streams as far as they were read."""
-        if not self._stream.compares:
-            return
-        content = None if self._digest is None else self._digest.numpy().tobytes().hex()
-        facts = {"number of steps": self._taken, "content of the batches": content}
-        seen = self._stream.plan.collectives.allgather_object(facts, name="content of the stream")
-        raise_if_different(seen, remedies=REMEDIES)
-
-    def on_epoch_end(self) -> None:
-        """Compare the streams, and leave the user's generator alone until the next epoch."""
-        self.verify()
-        if self._queue is not None:
-            self._queue.settle()
-
-    def _elements(self, limit: Callable[[], float], *, begins: bool) -> tf.data.Dataset:
+    def _make(
+        self,
+        start: Callable[[], _Queue],
+        limit: Callable[[], float],
+        steps: int | None,
+    ) -> tf.data.Dataset:
         """Make a dataset of shares.
 
         Args:
-            limit: Returns the number of elements, which may grow meanwhile.
-            begins: Whether each iteration is a pass of its own.
+            start: Returns the steps that an iterator of the dataset takes.
+            limit: Returns the number of elements, which may grow while they are read.
+            steps: The number of elements, if it is known.
         """
-        source = self._stream
+        # Otherwise the stream ends in the same step on all ranks.
+        pads = self.plan.presharded or self.steps is not None
 
         def elements() -> Iterator[tuple[Any, ...]]:
-            queue = self._begin(0) if begins else self._queue
-            assert queue is not None
-            given = 0
-            while given < limit():
+            queue = start()
+            count = 0
+            while count < limit():
                 step = queue.take()
-                if step is None and not self._fills_up:
+                if step is None and not pads:
                     return
-                batch = None if step is None else step.batch
+                batch, rows, joint_rows = self._example, 0, 0
                 if step is not None:
-                    self._taken += 1
+                    self._steps_read += 1
                     self._digest = step.digest
-                rows = 0 if batch is None else _rows(batch)
-                joint_rows = 0 if step is None else step.joint_rows
-                yield (
-                    *present(source.example if batch is None else batch),
-                    np.int32(rows),
-                    np.int32(JOINT_ROWS_UNKNOWN if source.plan.presharded else joint_rows),
-                )
-                given += 1
+                    joint_rows = step.joint_rows
+                    if step.batch is not None:
+                        batch, rows = step.batch, _rows(step.batch)
+                if self.plan.presharded:
+                    joint_rows = JOINT_ROWS_UNKNOWN
+                yield (*present(batch), np.int32(rows), np.int32(joint_rows))
+                count += 1
 
-        # Not prefetched: what the ranks have not agreed on yet would look like the end.
-        return to_dataset(elements, source.example, source.specs, self.steps if begins else None)
+        # Not prefetched: a step that the ranks haven't agreed on yet would look like the end.
+        return batch_structure.to_dataset(elements, self._example, self._specs, steps)
 
+    def _joint_steps(self, start: int) -> Iterator[_Step]:
+        """Yield the joint steps after the first ``start`` batches of a pass."""
+        rank, ranks = self.plan.shard, self.plan.shards
+        batches = self._unread if self._read_once else self._standardized()
+        own_batch, place, joint_rows = None, 0, 0
+        digest = tf.zeros([8], tf.uint8) if self.plan.compares else None
+        for batch in itertools.islice(batches, start, None):
+            if place == rank:
+                own_batch = batch
+            joint_rows += _rows(batch)
+            if digest is not None:
+                with tf.device("CPU:0"):
+                    batch_digest = batch_structure.digest(targets_first(batch))
+                    digest = batch_structure.chain(digest, batch_digest)
+            place += 1
+            if place == ranks:
+                yield _Step(own_batch, joint_rows, digest)
+                own_batch, place, joint_rows = None, 0, 0
+        if place:
+            yield _Step(own_batch, joint_rows, digest)
 
-_READ_ONCE = (
-    "A generator can be read once: make a new one for each fit, evaluate or predict, or use a "
-    "PyDataset."
-)
+    def _standardized(self) -> Iterator[Batch]:
+        source, class_weight = f"A {self._kind}", self.plan.class_weight
+        return (batch_structure.standardize(b, class_weight, source) for b in self._batches)
+
+    def agree_on_steps(self, block: int) -> int:
+        """Return for how many of the next ``block`` steps a rank has a batch; collective."""
+        assert self._queue is not None
+        steps = self._joint_maximum(self._queue.available(block))
+        self._agreed_steps += steps
+        return steps
+
+    def _joint_maximum(self, count: int) -> int:
+        if not self.plan.presharded:
+            return count
+        return int(self.plan.collectives.allreduce(np.array(count), "max", name="batches left"))
+
+    def catch_up(self, *, epochs: int, passes: int) -> None:
+        """Read and drop the earlier passes, which advances the random state behind their order."""
+        if not self._read_once:
+            for _ in range(passes):
+                collections.deque(self._batches, maxlen=0)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Check that a batch is left.
+
+        Raises:
+            DataError: A generator has ended; raised on every rank.
+        """
+        if self._queue is None or not self._read_once:
+            return
+        if not self._joint_maximum(self._queue.available(1)):
+            raise DataError(
+                f"The {self._kind} ended before another epoch. {_READ_ONCE} Or pass "
+                "steps_per_epoch (validation_steps), so that several epochs share its batches."
+            )
+
+    def verify(self) -> None:
+        """Compare the batches that were read so far.
+
+        Raises:
+            DataError: They differ; raised on every rank.
+        """
+        if not self.plan.compares:
+            return
+        content = None if self._digest is None else self._digest.numpy().tobytes().hex()
+        facts = {"number of steps": self._steps_read, "content of the batches": content}
+        gathered = self.plan.collectives.allgather_object(facts, name="content of the stream")
+        raise_if_different(gathered, remedies=REMEDIES)
+
+    def on_epoch_end(self) -> None:
+        """Compare the batches, and don't use the user's generator until the next epoch."""
+        self.verify()
+        if self._queue is not None:
+            self._queue.settle()
 
 
 def _rows(batch: Batch) -> int:
@@ -293,7 +272,7 @@ def _rows(batch: Batch) -> int:
 
 
 class _Queue:
-    """Steps that were read and not yet taken, and one more that is being made meanwhile."""
+    """Steps that were read but not yet taken; the next one is prepared on a thread."""
 
     def __init__(self, steps: Iterator[_Step]) -> None:
         self._steps = steps
@@ -301,14 +280,14 @@ class _Queue:
         self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1)
         self._next: Future[_Step | None] | None = None
 
-    def available(self, most: int) -> int:
-        """Return the number of steps that are left, at most ``most``."""
-        while len(self._waiting) < most and self._read():
+    def available(self, limit: int) -> int:
+        """Return the number of steps that are left, up to ``limit``."""
+        while len(self._waiting) < limit and self._read():
             pass
-        return min(len(self._waiting), most)
+        return min(len(self._waiting), limit)
 
     def take(self) -> _Step | None:
-        """Take the next step; None at the end."""
+        """Remove and return the next step; None at the end."""
         if not self.available(1):
             return None
         step = self._waiting.pop(0)
@@ -317,15 +296,15 @@ class _Queue:
         return step
 
     def settle(self) -> None:
-        """Wait for the step that is being made."""
+        """Wait for the step that is being prepared."""
         if self._next is not None:
             self._read()
 
     def _read(self) -> bool:
         if self._pool is None:
             return False
-        ahead, self._next = self._next, None
-        step = next(self._steps, None) if ahead is None else ahead.result()
+        pending, self._next = self._next, None
+        step = next(self._steps, None) if pending is None else pending.result()
         if step is None:
             self._pool.shutdown(wait=False)
             self._pool = None

@@ -1,16 +1,19 @@
-"""Batches as nested structures of tensors: packing, naming, counting, fingerprints."""
+"""Batches as nested structures of tensors: naming, counting, comparing and conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
+from hvdtrain.keras.data.sharded_input import Share, untuned
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = [
+    "EXAMINED_BATCHES",
     "blank",
     "chain",
     "count_rows",
@@ -23,23 +26,25 @@ __all__ = [
     "refill",
     "row_text",
     "signature",
+    "standardize",
     "targets_first",
+    "to_dataset",
 ]
+
+EXAMINED_BATCHES = 2
+"""The number of batches from which Keras derives types and shapes."""
 
 _PARTS = ("x", "y", "sample_weight")
 
 
 def parts(batch: Any) -> tuple[Any, ...]:
-    """Return a batch's parts, as Keras reads them: (x,), (x, y) or (x, y, sample_weight).
-
-    Steps of the user's own may take batches of more parts.
-    """
+    """Return the parts of a batch: x, y and sample_weight, or others for custom steps."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def is_absent(leaf: Any) -> bool:
-    """Whether a leaf (value or spec) stands for an input that is not there."""
-    # Not every TensorFlow exports the class of NoneTensorSpec.
+    """Return whether a leaf, or its spec, represents None."""
+    # TensorFlow doesn't export NoneTensorSpec in all versions.
     return (
         leaf is None
         or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional))
@@ -48,12 +53,12 @@ def is_absent(leaf: Any) -> bool:
 
 
 def present(batch: Any) -> list[Any]:
-    """The leaves that are there."""
+    """Return the leaves of a batch that are not None."""
     return [leaf for leaf in keras.tree.flatten(batch) if not is_absent(leaf)]
 
 
 def refill(batch: Any, leaves: Iterable[Any]) -> Any:
-    """The structure of a batch with other leaves in place of those that are there."""
+    """Return the structure of a batch with other leaves, in the order of ``present``."""
     rest = iter(leaves)
     return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
@@ -69,7 +74,7 @@ def leaf_names(batch: Any) -> list[str]:
 
 
 def count_rows(leaf: Any) -> tf.Tensor:
-    """Rows of a dense, ragged or sparse leaf, int32 scalar."""
+    """Return the rows of a dense, ragged or sparse leaf as an int32 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):
@@ -78,7 +83,7 @@ def count_rows(leaf: Any) -> tf.Tensor:
 
 
 def row_text(spec: tf.TypeSpec) -> str:
-    """Type and shape of one row, in words; batch dimension left out."""
+    """Describe the type and shape of one row."""
     kind = {tf.RaggedTensorSpec: "ragged ", tf.SparseTensorSpec: "sparse "}.get(type(spec), "")
     shape = spec.shape
     inner = "unknown" if shape.rank is None else str(tuple(shape[1:].as_list()))
@@ -86,7 +91,7 @@ def row_text(spec: tf.TypeSpec) -> str:
 
 
 def signature(batch_spec: Any) -> dict[str, str]:
-    """Map leaf names to type and shape of a row of each, for comparing between ranks."""
+    """Map the name of each leaf to the type and shape of a row."""
     leaves = keras.tree.flatten(batch_spec)
     return {
         name: "None" if is_absent(leaf) else row_text(leaf)
@@ -95,29 +100,29 @@ def signature(batch_spec: Any) -> dict[str, str]:
 
 
 def targets_first(batch: Any) -> list[Any]:
-    """The leaves to recognise a batch by: targets and weights if there are any, else inputs.
+    """Return the leaves that identify a batch: targets and weights, or inputs without them.
 
-    Inputs may be augmented at random on each rank, which is no mistake; different targets are.
+    Random augmentation may make the inputs differ between ranks.
     """
     inputs, *targets = parts(batch)
     return present(targets) or present(inputs)
 
 
 def fingerprint(leaves: Sequence[Any]) -> str:
-    """The digest of tensors that have values, in hexadecimal digits."""
+    """Return the ``digest`` of eager tensors in hexadecimal digits."""
     with tf.device("CPU:0"):
         return str(digest(leaves).numpy().tobytes().hex())
 
 
 def digest(leaves: Sequence[Any]) -> tf.Tensor:
-    """A fingerprint of tensors, uint8 of shape (8,); eager or inside a graph."""
-    parts = tf.nest.flatten(list(leaves), expand_composites=True)
-    return _hash(tf.concat([_hash(part) for part in parts], axis=0))
+    """Return a digest of tensors, uint8 of shape (8,)."""
+    components = tf.nest.flatten(list(leaves), expand_composites=True)
+    return _hash(tf.concat([_hash(component) for component in components], axis=0))
 
 
-def chain(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
-    """The digest of a stream, from the digest of its start and that of what comes next."""
-    return _hash(tf.concat([before, after], axis=0))
+def chain(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+    """Return the digest of a stream after one more batch, from the digests of both."""
+    return _hash(tf.concat([stream, batch], axis=0))
 
 
 def _hash(tensor: tf.Tensor) -> tf.Tensor:
@@ -126,10 +131,10 @@ def _hash(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def blank(spec: tf.TypeSpec) -> Any:
-    """A value of the given spec, with 1 for every dimension that it leaves open.
+    """Return a value of a spec, with size 1 for each unknown dimension.
 
     Raises:
-        DataError: The spec is of a kind that can't be shared out.
+        DataError: The kind of spec is not supported.
     """
     if isinstance(spec, tf.RaggedTensorSpec):
         rows = spec.shape[0] or 1
@@ -146,7 +151,64 @@ def blank(spec: tf.TypeSpec) -> Any:
         shape = [1] if spec.shape.rank is None else [size or 1 for size in spec.shape]
         return tf.zeros(shape, spec.dtype)
     raise DataError(
-        f"A dataset has a component of the kind {type(spec).__name__} ({spec}), which can't be "
-        "shared out. Expected dense, ragged or sparse tensors; convert it with Dataset.map, or "
-        "shard the dataset yourself and pass presharded=True."
+        f"Components of a dataset must be dense, ragged or sparse tensors, got "
+        f"{type(spec).__name__} ({spec}); convert it with Dataset.map, or shard the dataset and "
+        "pass presharded=True."
     )
+
+
+def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | None = None) -> Any:
+    """Convert a batch from Python code as Keras does: to a dict or a tuple, without lists.
+
+    Args:
+        batch: The batch.
+        class_weight: The argument of ``fit``.
+        source: The name of the code that made the batch, for errors.
+        max_parts: The largest number of parts that Keras accepts.
+
+    Raises:
+        ValueError: Keras doesn't accept the batch.
+    """
+    batch = keras.tree.map_structure(private_keras.host_array, batch)
+    if hasattr(batch, "dtype"):
+        batch = (batch,)
+    count = len(batch) if isinstance(batch, (tuple, list)) else 1
+    if not isinstance(batch, (dict, tuple, list)) or not 0 < count <= (max_parts or count):
+        raise ValueError(
+            f"{source} must return a dict, an array, or a tuple (inputs,), (inputs, targets) or "
+            f"(inputs, targets, sample_weights), got {str(batch)[:100]} of type "
+            f"{type(batch).__name__}."
+        )
+    if class_weight is not None and count > 1:
+        if count > 2:
+            raise ValueError("class_weight and sample_weight can't be used at the same time.")
+        batch = (*batch, private_keras.sample_weights_of_classes(batch[1], class_weight))
+    return keras.tree.lists_to_tuples(batch)
+
+
+def to_dataset(
+    elements: Callable[[], Iterator[tuple[Any, ...]]],
+    example: Any,
+    specs: Sequence[tf.TypeSpec],
+    steps: int | None,
+) -> tf.data.Dataset:
+    """Return a dataset of shares from a generator function; it doesn't prefetch.
+
+    Args:
+        elements: Yields for each step the leaves of a batch, ``rows`` and ``joint_rows``.
+        example: A batch with the right structure.
+        specs: The spec of each leaf.
+        steps: The number of steps, if it is known.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def pack(*element: Any) -> Share:
+        *leaves, rows, joint_rows = element
+        return Share(refill(example, leaves), rows, joint_rows)
+
+    with tf.device("CPU:0"):
+        output = (*specs, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
+        dataset = tf.data.Dataset.from_generator(elements, output_signature=output).map(pack)
+        if steps is not None:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+        return untuned(dataset)

@@ -1,66 +1,96 @@
-"""Comparing the ranks' inputs: a difference is an error on every rank that says where."""
+"""The comparison of the ranks' inputs; a difference is an error on every rank."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.shard_plan import InputReport
 
-__all__ = ["REMEDIES", "agree", "agreed_steps", "compare", "differences", "raise_if_different"]
+__all__ = ["REMEDIES", "InputReport", "agree", "compare", "raise_if_different"]
 
 REMEDIES = (
-    "If the data is drawn or shuffled at random, seed it alike on all ranks: "
+    "If the data is shuffled or random, use the same seed on all ranks: "
     "keras.utils.set_random_seed(1) at the start of the program, Dataset.shuffle(..., seed=1), "
-    "torch.manual_seed(1). Otherwise pass the same data with the same arguments on every rank; or, "
-    "if every rank has data of its own, pass presharded=True to hvdtrain.distribute."
+    "torch.manual_seed(1). Otherwise pass the same data and arguments on every rank; or, if every "
+    "rank has different data, pass presharded=True to hvdtrain.distribute."
 )
 _PRESHARDED_REMEDIES = (
-    "With presharded=True ranks may have different samples and different numbers of them, but "
-    "their batches must have one structure, and all ranks pass the same steps."
+    "With presharded=True, batches must have the same structure on all ranks, and all ranks must "
+    "pass the same steps."
 )
-_SHOWN = 4
-_ABSENT = "nothing"
+_MAX_SHOWN = 4
+
+
+@dataclass(kw_only=True)
+class InputReport:
+    """A rank's description of its input, which the ranks exchange as JSON.
+
+    Attributes:
+        structure: Names and values that must be equal on all ranks.
+        content: Names and values that must be equal if all ranks pass the same data.
+        steps: Joint steps in a pass over this rank's data; None if unknown or infinite.
+        endless: Whether the data is infinite.
+        written_files: Files that are written while reading; each rank must write other ones.
+        error: Why the input can't be used; None if it can.
+    """
+
+    structure: dict[str, Any] = field(default_factory=dict)
+    content: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    endless: bool = False
+    written_files: list[str] = field(default_factory=list)
+    error: str | None = None
 
 
 def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:
-    """Compare the reports of all ranks; one exchange.
+    """Exchange the reports of all ranks and ``compare`` them; collective."""
+    gathered = collectives.allgather_object(
+        dataclasses.asdict(report), name="input of the training loop"
+    )
+    return compare([InputReport(**entry) for entry in gathered], presharded=presharded)
+
+
+def compare(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
+    """Compare the reports of all ranks.
 
     Returns:
-        The joint steps of one pass, or None where they are unknown or the data is endless.
+        The joint steps in a pass, of the rank with the most data; None if unknown or infinite.
 
     Raises:
-        DataError: Ranks differ, or another rank can't use its input; on every rank.
+        DataError: The inputs differ, or can't be used on a rank.
     """
-    message = json.loads(json.dumps(dataclasses.asdict(report)))
-    gathered = collectives.allgather_object(message, name="input of the training loop")
-    reports = [InputReport(**entry) for entry in gathered]
-    compare(reports, presharded=presharded)
-    return agreed_steps(reports, presharded=presharded)
-
-
-def compare(reports: Sequence[InputReport], *, presharded: bool) -> None:
-    """Raise what is wrong with the reports of all ranks, if anything is."""
     failed = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error]
     if failed:
         raise DataError("The input can't be used on " + "; ".join(failed))
-    _refuse_shared_files(reports)
-    names = ("structure",) if presharded else ("structure", "content")
-    facts = [{k: v for name in names for k, v in getattr(r, name).items()} for r in reports]
-    raise_if_different(facts, remedies=_PRESHARDED_REMEDIES if presharded else REMEDIES)
-    if len({report.endless for report in reports}) > 1:
-        endless = _ranks([rank for rank, report in enumerate(reports) if report.endless])
+    _check_written_files(reports)
+    parts = [r.structure if presharded else {**r.structure, **r.content} for r in reports]
+    raise_if_different(parts, remedies=_PRESHARDED_REMEDIES if presharded else REMEDIES)
+    endless = [rank for rank, report in enumerate(reports) if report.endless]
+    if 0 < len(endless) < len(reports):
         raise DataError(
-            f"The input of {endless} is endless, that of the other ranks is not. "
-            "Repeat all of them (Dataset.repeat()) or none."
+            f"The input is endless on {_ranks(endless)} only; repeat it on all ranks "
+            "(Dataset.repeat()) or on none."
         )
+    if endless or not presharded:
+        return reports[0].steps
+    unknown = [rank for rank, report in enumerate(reports) if report.steps is None]
+    if unknown:
+        raise DataError(
+            f"With presharded=True the number of batches must be known, but is not on "
+            f"{_ranks(unknown)}. Use dataset.apply(tf.data.experimental.assert_cardinality(n)), or "
+            "Dataset.repeat() on every rank together with steps_per_epoch."
+        )
+    steps = max(report.steps or 0 for report in reports)
+    if not steps:
+        raise DataError("The input is empty on all ranks; pass at least one sample.")
+    return steps
 
 
-def _refuse_shared_files(reports: Sequence[InputReport]) -> None:
+def _check_written_files(reports: Sequence[InputReport]) -> None:
     writers: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         for path in report.written_files:
@@ -74,62 +104,38 @@ def _refuse_shared_files(reports: Sequence[InputReport]) -> None:
             )
 
 
-def agreed_steps(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
-    """Joint steps of one pass: the longest rank's, so that no sample is lost."""
-    steps = [report.steps for report in reports]
-    if not presharded or all(report.endless for report in reports):
-        return steps[0]
-    known = [count for count in steps if count is not None]
-    if len(known) < len(steps):
-        unknown = _ranks([rank for rank, count in enumerate(steps) if count is None])
-        raise DataError(
-            f"With presharded=True every rank must know how many batches it has; {unknown} "
-            "can't tell. Use dataset.apply(tf.data.experimental.assert_cardinality(n)), or "
-            "Dataset.repeat() on every rank together with steps_per_epoch."
-        )
-    if max(known) == 0:
-        raise DataError("No rank has any data: expected at least one sample on one rank.")
-    return max(known)
-
-
 def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> None:
-    """Raise a ``DataError`` that lists what differs between ranks.
+    """Raise an error that lists the differences between ranks, if there are any.
 
     Args:
-        facts: For each rank, names to values, in the order in which they matter.
-        remedies: Advice to the user, which ends the message.
+        facts: For each rank, names and values.
+        remedies: Advice for the user, which ends the message.
+
+    Raises:
+        DataError: The values differ.
     """
-    found = differences(facts)
-    if not found:
-        return
-    shown = "; ".join(found[:_SHOWN])
-    if len(found) > _SHOWN:
-        shown += f"; and {len(found) - _SHOWN} more"
-    raise DataError(f"The ranks were given different input: {shown}. {remedies}")
-
-
-def differences(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """One phrase for every fact that is not the same on all ranks."""
-    names: dict[str, None] = {}
-    for entry in facts:
-        names.update(dict.fromkeys(entry))
+    names = dict.fromkeys(name for entry in facts for name in entry)
     phrases = []
     for name in names:
-        holders: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, entry in enumerate(facts):
-            holders.setdefault(str(entry.get(name, _ABSENT)), []).append(rank)
-        if len(holders) > 1:
-            # The usual value first: the eye goes to the ranks that come after it.
-            groups = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = [f"{value} on {_ranks(ranks)}" for value, ranks in groups[:_SHOWN]]
-            if len(groups) > _SHOWN:
-                values.append(f"{len(groups) - _SHOWN} other values elsewhere")
+            ranks_by_value.setdefault(str(entry.get(name, "missing")), []).append(rank)
+        if len(ranks_by_value) > 1:
+            # The most common value first, so that exceptions stand out.
+            groups = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
+            values = [f"{value} on {_ranks(ranks)}" for value, ranks in groups[:_MAX_SHOWN]]
+            if len(groups) > _MAX_SHOWN:
+                values.append(f"{len(groups) - _MAX_SHOWN} other values elsewhere")
             phrases.append(f"{name} is " + ", ".join(values))
-    return phrases
+    if not phrases:
+        return
+    if len(phrases) > _MAX_SHOWN:
+        phrases[_MAX_SHOWN:] = [f"and {len(phrases) - _MAX_SHOWN} more"]
+    raise DataError(f"The ranks were given different input: {'; '.join(phrases)}. {remedies}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in words, for example ``rank 3``, or ``ranks 0, 1, 2 and 9 more``."""
+    """Return for example ``rank 3``, or ``ranks 0, 1, 2 and 9 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.partition import JointSteps
+from hvdtrain.keras.data.partition import JointSteps, Position
 
 __all__ = ["leftovers"]
 

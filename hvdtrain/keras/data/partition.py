@@ -1,56 +1,145 @@
-"""The partition of samples among ranks and steps: pure arithmetic on indices.
+"""The partition of an epoch's samples among ranks and steps, and positions within it.
 
-The rule, for ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
+For ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 
-- an epoch visits the samples in one order that every rank computes alike from (seed, epoch);
-- joint step ``k`` takes the next ``batch_size * size`` samples of that order, and rank ``r`` the
-  ``r``-th part of them, so that N ranks see what one process with N times the batch would see;
-- the last joint step may hold fewer samples; they are shared out as evenly as possible.
+- All ranks compute the same order of the samples from the seed and the epoch.
+- Joint step ``k`` takes the next ``batch_size * size`` samples of that order, and rank ``r`` the
+  ``r``-th part of them: N ranks train like one process with N times the batch size.
+- The last joint step may be smaller; its samples are divided as evenly as possible.
 
-A position in the data (see ``data_position.py``) therefore names no rank and survives a change of
-their number. Batches are shared out by the same rule, as samples of which each rank takes one.
+A position is therefore independent of the number of ranks. Batches are partitioned by the same
+rule, as units of which a rank takes one in each step.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hvdtrain.collectives.fusion import split_evenly
-from hvdtrain.keras.data.data_position import Position
+from hvdtrain.errors import DataError
 
 __all__ = [
     "JointSteps",
-    "RankShare",
+    "Position",
     "Shuffle",
     "epoch_order",
     "joint_steps",
     "rank_share",
-    "units_left",
+    "remaining_units",
 ]
 
 Shuffle = bool | Literal["batch"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A position in a pass over the data.
+
+    The pass continues with the ``missed`` units, followed by its order from ``start`` on. A unit
+    is a sample of arrays, or a batch of any other input.
+
+    Attributes:
+        epoch: The epoch whose order the pass has; for a ``tf.data`` pipeline, the number of passes
+            that were started before.
+        start: Units of the order that are done or in ``missed``.
+        missed: Ascending places in the order, below ``start``, of units that lost ranks took.
+        joint_batch: Units in a full joint step when the pass was started, which determines the
+            order with ``shuffle="batch"``; None before the pass starts.
+
+    Raises:
+        DataError: The values are not valid.
+    """
+
+    epoch: int
+    start: int = 0
+    missed: tuple[int, ...] = ()
+    joint_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        joint_batch = 1 if self.joint_batch is None else self.joint_batch
+        if not (
+            all(map(_is_count, (self.epoch, self.start, *self.missed, joint_batch)))
+            and joint_batch > 0
+            and all(one < two for one, two in itertools.pairwise((*self.missed, self.start)))
+        ):
+            raise DataError(
+                f"Invalid position in the data, got {self!r:.200}; expected non-negative integers, "
+                "and missed places in ascending order below start."
+            )
+
+    def after(self, units: int) -> Position:
+        """Return the position after ``units`` more units."""
+        done = min(units, len(self.missed))
+        return dataclasses.replace(self, start=self.start + units - done, missed=self.missed[done:])
+
+    def places(self, units: Iterable[int]) -> list[int]:
+        """Convert units, counted from this position, into places in the order of the pass."""
+        count = len(self.missed)
+        return [self.missed[unit] if unit < count else self.start + unit - count for unit in units]
+
+    def missing(self, places: Iterable[int]) -> Position:
+        """Return this position with more missed places.
+
+        Raises:
+            DataError: A place is not below ``start``.
+        """
+        return dataclasses.replace(self, missed=tuple(sorted({*self.missed, *places})))
+
+    def left_of(self, units: int) -> int:
+        """Return the number of units that are left of a pass of ``units``."""
+        return bisect.bisect_left(self.missed, units) + max(0, units - self.start)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Position:
+        """Return the position that ``dataclasses.asdict`` converted into ``value``.
+
+        Raises:
+            DataError: The value is not a valid position.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if (
+            not isinstance(value, dict)
+            or set(value) != names
+            or not isinstance(value["missed"], (list, tuple))
+        ):
+            raise DataError(
+                f"Invalid position in the data, got {value!r:.200}; expected an object with the "
+                "entries epoch, start, missed (a list) and joint_batch."
+            )
+        return cls(**{**value, "missed": tuple(value["missed"])})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def joint_steps(rows: int, batch_size: int, size: int) -> int:
-    """Steps of one epoch, the same on every rank."""
+    """Return the number of joint steps of an epoch."""
     return -(-rows // (batch_size * size))
 
 
 def epoch_order(
     rows: int, *, shuffle: Shuffle, joint_batch: int, seed: int, epoch: int
 ) -> np.ndarray:
-    """The order of the samples in ``epoch``; int64, a permutation of ``range(rows)``.
+    """Return the order of the samples in an epoch.
 
     Args:
-        rows: Number of samples.
-        shuffle: True for one permutation of all samples; ``"batch"`` to keep the joint batches
-            where they are and shuffle inside each of them; False for the given order.
-        joint_batch: Samples of a whole joint step; matters for ``"batch"`` only.
-        seed: Shared by all ranks, at least 0.
-        epoch: Number of the epoch, at least 0.
+        rows: The number of samples.
+        shuffle: True to shuffle all samples; ``"batch"`` to shuffle the samples within each joint
+            batch; False to keep the given order.
+        joint_batch: Samples in a full joint step.
+        seed: A non-negative integer that is the same on all ranks.
+        epoch: The number of the epoch, from 0.
+
+    Returns:
+        A permutation of ``range(rows)``, of dtype int64.
     """
     if not shuffle:
         return np.arange(rows, dtype=np.int64)
@@ -58,28 +147,26 @@ def epoch_order(
     if shuffle != "batch":
         return random.permutation(rows)
     order = np.arange(rows, dtype=np.int64)
-    whole = rows - rows % joint_batch
-    order[:whole] = random.permuted(order[:whole].reshape(-1, joint_batch), axis=1).reshape(-1)
-    order[whole:] = random.permutation(order[whole:])
+    full = rows - rows % joint_batch
+    order[:full] = random.permuted(order[:full].reshape(-1, joint_batch), axis=1).reshape(-1)
+    order[full:] = random.permutation(order[full:])
     return order
 
 
-def units_left(order: np.ndarray, position: Position) -> np.ndarray:
-    """Return an epoch's ``order`` from ``position`` on: what was missed, then the rest."""
-    if not position.missed:
-        return order[position.start :]
+def remaining_units(order: np.ndarray, position: Position) -> np.ndarray:
+    """Return the missed units at ``position``, followed by the rest of the order."""
     missed = np.asarray(position.missed, np.int64)
     return np.concatenate([order[missed[missed < len(order)]], order[position.start :]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointSteps:
-    """The joint steps of the units that are left of a pass, and each rank's share of them.
+    """The joint steps of the rest of a pass, and each rank's share of them.
 
     Attributes:
-        units: How many are left; None where that is unknown, or endless.
-        each: Units that one rank takes in a whole step.
-        size: Number of ranks that they are shared out to.
+        units: The number of units left; None if it is unknown or infinite.
+        each: Units that a rank takes in a full step.
+        size: The number of ranks.
     """
 
     units: int | None
@@ -88,18 +175,15 @@ class JointSteps:
 
     @property
     def steps(self) -> int | None:
-        """The number of joint steps; None where unknown or endless."""
+        """The number of joint steps, or None if it is unknown or infinite."""
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
     def units_in(self, first_step: int, steps: int) -> int:
-        """Units that ``steps`` joint steps from ``first_step`` on take together.
-
-        Fewer in the last one; where the length is unknown, as if every step were whole.
-        """
+        """Return the units in ``steps`` joint steps; without a known length all steps are full."""
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:
-        """Return ``rank``'s units in ``step``, counted in those left when the pass began."""
+        """Return the units of ``rank`` in ``step``, counted from the start of these steps."""
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
@@ -107,39 +191,23 @@ class JointSteps:
         return range(first + start, first + stop)
 
     def _before(self, step: int) -> int:
-        whole = step * self.each * self.size
-        return whole if self.units is None else min(whole, self.units)
+        full = step * self.each * self.size
+        return full if self.units is None else min(full, self.units)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankShare:
-    """The share of one rank in an epoch's order.
+def rank_share(
+    order: np.ndarray, *, batch_size: int, rank: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return one rank's share of an epoch's order.
 
-    Attributes:
-        whole: Indices for the whole joint steps, int64 of shape (steps, batch_size).
-        last: Indices for the last, partial joint step, int64 of shape (n,); n is at least 1
-            where there is such a step, even if this rank has no part in it, and 0 otherwise.
-        last_rows: How many of ``last`` count. 0: it is one sample to compute with and ignore.
-        last_joint_rows: Samples of the partial joint step over all ranks; 0 if there is none.
+    Returns:
+        The samples of the full joint steps, of shape (steps, batch_size), and those of the last,
+        partial step. If there is a partial step, but no sample in it for this rank, the latter
+        contains one sample to compute with, which must not count.
     """
-
-    whole: np.ndarray
-    last: np.ndarray
-    last_rows: int
-    last_joint_rows: int
-
-
-def rank_share(order: np.ndarray, *, batch_size: int, rank: int, size: int) -> RankShare:
-    """Cut this rank's part out of an epoch's ``order``."""
     joint_batch = batch_size * size
     steps, rest = divmod(len(order), joint_batch)
-    whole = order[: steps * joint_batch].reshape(steps, size, batch_size)[:, rank]
+    full = order[: steps * joint_batch].reshape(steps, size, batch_size)[:, rank]
     tail = order[steps * joint_batch :]
     start, stop = split_evenly(rest, size)[rank]
-    last = tail[start:stop] if stop > start else tail[:1]
-    return RankShare(
-        whole=np.ascontiguousarray(whole),
-        last=last,
-        last_rows=stop - start,
-        last_joint_rows=rest,
-    )
+    return np.ascontiguousarray(full), tail[start:stop] if stop > start else tail[:1]

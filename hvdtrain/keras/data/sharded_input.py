@@ -1,38 +1,83 @@
-"""The contract that every kind of input fulfils: ``Source`` and ``ShardedInput``.
-
-A source looks at what the user passed, says what the ranks have to agree on, and then makes this
-rank's share of it; ``shard_input`` drives it. Training loops see the share and the passes over it.
-"""
+"""The base class of all inputs, what a pass over them yields, and how they are sharded."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.partition import JointSteps, joint_steps
-from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
+from hvdtrain.keras.data.input_agreement import InputReport
+from hvdtrain.keras.data.partition import JointSteps, Position, Shuffle, joint_steps
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardedInput", "Share", "Source"]
+__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "untuned"]
 
 JOINT_ROWS_UNKNOWN = -1
-"""``joint_rows`` of an element where only a reduction over the ranks can tell it."""
+"""``joint_rows`` of an element if only communication can determine it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """How an input is divided among ranks.
+
+    ``size``, ``seed``, ``steps``, ``presharded`` and ``trains`` are the same on all ranks.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of ranks.
+        seed: A non-negative integer that determines, with the epoch, every order of the data that
+            hvdtrain chooses.
+        collectives: The connection between the ranks.
+        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; a
+            whole pass by default.
+        batch_size: Rows per rank and step of arrays; chosen by Keras by default.
+        shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
+        class_weight: The argument of ``fit``.
+        presharded: Whether each rank passes different data and uses all of it. A rank with fewer
+            batches computes with rows = 0 in the last steps of an epoch.
+        trains: Whether an ``EpochIterator`` reads the data.
+    """
+
+    rank: int
+    size: int
+    seed: int
+    collectives: Engine
+    steps: int | None = None
+    batch_size: int | None = None
+    shuffle: Shuffle = False
+    class_weight: Any = None
+    presharded: bool = False
+    trains: bool = False
+
+    @property
+    def shards(self) -> int:
+        """The number of parts that this rank's data is divided into."""
+        return 1 if self.presharded else self.size
+
+    @property
+    def shard(self) -> int:
+        """The part of this rank, from 0."""
+        return 0 if self.presharded else self.rank
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks must read the same data."""
+        return self.shards > 1
 
 
 class Share(NamedTuple):
-    """A rank's share of a joint step: an element of ``ShardedInput.dataset``.
+    """A rank's share of a joint step.
 
     Attributes:
-        batch: Structured as the user passed it: what Keras gives a step in one process.
-        rows: int32; how many rows of the batch count: all, or 0 in a step in which this rank has
-            nothing and ``batch`` is any batch of the right structure.
-        joint_rows: int32; the sum of ``rows`` over the ranks, -1 or None where it is not known.
+        batch: A batch as Keras passes it to a step in a single process.
+        rows: int32 scalar, the rows of ``batch`` that count: all of them, or 0 if this rank has no
+            data in the step and ``batch`` only has the right structure.
+        joint_rows: int32 scalar, the sum of ``rows`` over all ranks; -1 or None if unknown.
     """
 
     batch: Any
@@ -42,14 +87,14 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The rest of a pass over the data, for this rank.
+    """The rest of a pass over the data.
 
     Attributes:
-        steps: Joint steps that are left; None where unknown or endless.
-        position: Where it begins.
-        joint: How the units that are left fall into steps and to ranks.
-        presharded: They are units of this rank's own data.
-        make: Makes ``dataset``.
+        steps: The number of joint steps left; None if unknown or infinite.
+        position: Where the pass starts.
+        joint: The partition of the remaining units.
+        presharded: Whether the units are in this rank's data only.
+        make: Creates ``dataset``.
     """
 
     steps: int | None
@@ -60,248 +105,216 @@ class Pass:
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """The elements of the pass, to be iterated once; asking for them begins it.
+        """The shares of the remaining steps, to be iterated once; reading it starts the pass.
 
         Raises:
-            DataError: A pipeline can't give the pass's order again.
+            DataError: A pipeline can't repeat the order of the pass.
         """
         return self.make()
 
     def after(self, steps: int) -> Position:
-        """The position after the first ``steps`` joint steps, for any number of ranks."""
+        """Return the position after ``steps`` joint steps."""
         return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
-        """Return the units ``rank`` takes in joint ``step``, counted in what was left at the start.
+        """Return the units of ``rank`` in a joint step, counted from the start of this pass.
 
         Raises:
-            DataError: Every rank has its own data, or there is no such rank.
+            DataError: The units are in that rank's data only.
         """
-        if self.presharded or not 0 <= rank < self.joint.size:
+        if self.presharded:
             raise DataError(
-                f"The share of rank {rank} can't be done by other ranks: "
-                + (
-                    "with presharded=True it is in that rank's own data."
-                    if self.presharded
-                    else f"expected a rank below {self.joint.size}, that began this pass."
-                )
+                f"The data of rank {rank} is lost: with presharded=True no other rank has it."
             )
         return self.joint.share(step, rank)
 
 
-class Source(Protocol):
-    """One kind of input, before it is shared out.
+class ShardedInput:
+    """One rank's share of an input; each kind of input has a subclass.
+
+    Either pass ``dataset`` to Keras with the user's ``steps_per_epoch``, or the ``dataset`` of a
+    pass that ``begin`` returns, but not both: a ``tf.data`` pipeline that shuffles counts the
+    passes. All ranks must call ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and
+    ``on_epoch_end`` together.
 
     Attributes:
-        plan: How it is shared out.
-        unit: The thing that is shared out: "samples" or "batches".
-        units: How many of them a pass over this rank's data has; None where unknown or endless.
-        each: How many of them a rank takes in a whole step.
+        plan: How the input is divided.
+        unit: What positions count, "samples" or "batches".
+        each: Units that a rank takes in a full step.
+        units: Units in a pass over this rank's data; None if unknown or infinite.
+        steps: Joint steps in a pass, the cardinality of ``dataset``; None if unknown or infinite.
+            May change in each epoch of a ``PyDataset``, and ``dataset`` with it.
+        joint_rows_known: Whether elements contain ``joint_rows``.
+        notice: A recommendation to log once, or None.
     """
 
-    plan: ShardPlan
+    unit = "batches"
+    each = 1
+    units: int | None = None
+    steps: int | None = None
+    joint_rows_known = False
+    notice: str | None = None
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self.plan = plan
 
     @property
-    def unit(self) -> str: ...
-
-    @property
-    def units(self) -> int | None: ...
-
-    @property
-    def each(self) -> int: ...
+    def presharded(self) -> bool:
+        """Whether each rank has different data."""
+        return self.plan.presharded
 
     def report(self) -> InputReport:
-        """Look at the input, without talking to other ranks.
+        """Inspect the input without communication.
 
         Raises:
-            DataError: The input can't be shared out, whatever the others have.
+            DataError: The input can't be used.
         """
-        ...
+        raise NotImplementedError
 
-    def shard(self, steps: int | None) -> ShardedInput:
-        """Make this rank's share.
-
-        Args:
-            steps: Joint steps of one pass as the ranks agreed on it; None where unknown or
-                endless.
-        """
-        ...
-
-
-class ShardedInput:
-    """One rank's share of an input, in the form in which it enters Keras' loops.
-
-    Attributes:
-        dataset: A ``tf.data.Dataset`` of one pass over the data, whose elements are ``Share``.
-        steps: Joint steps of one pass, the dataset's cardinality; None where unknown or endless.
-            A PyDataset may have others in each epoch, and another ``dataset`` then.
-        joint_rows_known: Whether ``joint_rows`` is ever other than -1.
-        unit: The thing that positions in the data count: "samples" or "batches".
-        each: How many of them a rank takes in a whole step.
-        units: How many there are in a pass; None where unknown or endless.
-        presharded: Whether each rank has data of its own.
-        notice: A line that the user should see once, or None.
-
-    Pass ``dataset`` to Keras with the user's ``steps_per_epoch`` unchanged: where that is less
-    than a pass, Keras' iterator goes on in the next epoch, alike on every rank.
-    Or give it the ``dataset`` of a pass that ``begin`` made, which may start anywhere. Use one way
-    or the other: a ``tf.data`` pipeline that shuffles counts the passes.
-    The three hooks are collective: every rank calls them at the same points.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        make_dataset: Callable[[], tf.data.Dataset],
-        *,
-        steps: int | None,
-        joint_rows_known: bool,
-        notice: str | None = None,
-    ) -> None:
-        self._source = source
-        self.unit = source.unit
-        self.each = source.each
-        self.units = source.units
-        self.presharded = source.plan.presharded
-        self._make_dataset = make_dataset
+    def set_steps(self, steps: int | None) -> None:
+        """Set the joint steps in a pass, which the ranks have agreed on, and forget all passes."""
         self.steps = steps
-        self.joint_rows_known = joint_rows_known
-        self.notice = notice
+        self.__dict__.pop("dataset", None)
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """One pass over the data; made when it is first asked for, in some milliseconds."""
-        return self._make_dataset()
+        """The shares of one pass, as a ``tf.data.Dataset`` of ``Share``."""
+        return self._whole_pass()
+
+    def _whole_pass(self) -> tf.data.Dataset:
+        raise NotImplementedError
+
+    def _rest_of_pass(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        raise NotImplementedError
 
     @property
     def follows_global_seed(self) -> bool:
-        """Whether the order of a pass depends on TensorFlow's seed when the input was made."""
+        """Whether the order of a pass depends on TensorFlow's global seed."""
         return False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a pass can be started again; otherwise reading ``Pass.dataset`` raises."""
+        return True
 
     def begin(
         self, position: Position, *, ranks: int | None = None, repeatable: bool = False
     ) -> Pass:
-        """Begin a pass over the data at ``position``; call after ``on_epoch_begin``.
+        """Start a pass at ``position``, after ``on_epoch_begin``; doesn't communicate.
 
-        Communicates with nobody. From the start of an epoch it gives what ``dataset`` gives in
-        that epoch. Passes begun earlier are not to be read any more.
+        Earlier passes must not be read any more.
 
         Args:
-            position: Where; the same on all ranks.
-            ranks: How many ranks there were when the position was reached, if that is known.
-            repeatable: Be ready to begin this pass again in this process, at a later position, if
-                ``repeatable`` says that it can be. Costs something for ``tf.data`` pipelines that
-                shuffle, and nothing for others.
+            position: The position, the same on all ranks.
+            ranks: The number of ranks when the position was reached, if it may have changed.
+            repeatable: Whether this pass may be started again, which costs some time for pipelines
+                that shuffle.
 
         Raises:
-            DataError: This data has no such position, or ranks with data of their own are not as
-                many as they were.
+            DataError: The data is shorter, or presharded and the number of ranks has changed.
         """
-        source, plan = self._source, self._source.plan
-        units = source.units
+        plan, units = self.plan, self.units
         if plan.presharded:
-            # As many as the longest rank has; this rank's may end earlier.
-            units = None if self.steps is None else self.steps * source.each
-            self._check_same_ranks(plan.size if ranks is None else ranks, plan.size)
-        if plan.presharded and position.missed:
-            raise DataError(
-                "With presharded=True what a lost rank had taken is in its own data; no other "
-                f"rank can do it. Received a position that lists it: {asdict(position)}."
-            )
+            # Of the rank with the most data.
+            units = None if self.steps is None else self.steps * self.each
+            self._check_ranks(plan.size if ranks is None else ranks, plan.size)
+            if position.missed:
+                raise DataError(
+                    "With presharded=True the data of a lost rank can't be read by another rank, "
+                    f"got {position}; start the training again."
+                )
         if units is not None and position.start > units:
             raise DataError(
-                f"Training is to go on after {position.start} {self.unit} of epoch "
-                f"{position.epoch}, and the input has {units}. Pass the same data as before."
+                f"The input has {units} {self.unit}, but epoch {position.epoch} must resume after "
+                f"{position.start}; pass the same data as before."
             )
         if position.joint_batch is None:
-            position = replace(position, joint_batch=source.each * plan.shards)
+            position = replace(position, joint_batch=self.each * plan.shards)
         left = None if units is None else position.left_of(units)
-        joint = JointSteps(units=left, each=source.each, size=plan.shards)
+        joint = JointSteps(units=left, each=self.each, size=plan.shards)
         return Pass(
             steps=joint.steps,
             position=position,
             joint=joint,
             presharded=plan.presharded,
-            make=functools.partial(self._dataset_from, position, joint.steps, repeatable),
+            make=lambda: self._rest_of_pass(position, joint.steps, repeatable),
         )
 
-    def _dataset_from(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
-        """The elements of ``begin``: ``steps`` joint steps, or as many as there turn out to be."""
-        raise NotImplementedError
-
     def reshard(self, *, rank: int, size: int) -> ShardedInput:
-        """This input, shared out among ``size`` ranks, of which this one is now number ``rank``.
-
-        Communicates with nobody. Where they are as many as before it is this object.
+        """Return this input divided among ``size`` ranks; doesn't communicate.
 
         Raises:
-            DataError: Every rank has its own data, and there are not as many as before.
+            DataError: The data is presharded and the number of ranks has changed.
         """
-        source = copy.copy(self._source)
-        if (source.plan.rank, source.plan.size) == (rank, size):
+        plan = self.plan
+        if (plan.rank, plan.size) == (rank, size):
             return self
-        if source.plan.presharded:
-            self._check_same_ranks(source.plan.size, size)
-        source.plan = replace(source.plan, rank=rank, size=size)
-        if source.plan.presharded or source.units is None:
-            return source.shard(self.steps)
-        return source.shard(joint_steps(source.units, source.each, size))
+        if plan.presharded:
+            self._check_ranks(plan.size, size)
+        resharded = copy.copy(self)
+        resharded.plan = replace(plan, rank=rank, size=size)
+        if not plan.presharded and self.units is not None:
+            resharded.set_steps(joint_steps(self.units, self.each, size))
+        else:
+            resharded.set_steps(self.steps)
+        return resharded
 
     @staticmethod
-    def _check_same_ranks(before: int, now: int) -> None:
+    def _check_ranks(before: int, now: int) -> None:
         if before != now:
             raise DataError(
-                f"This training had {before} ranks and has {now} now. With presharded=True every "
-                f"rank has its own data, which can't be shared out anew: start {before} ranks, or "
-                "pass the whole data on every rank and leave presharded out."
+                f"The number of ranks was {before}, got {now}. With presharded=True each rank has "
+                f"different data, which can't be redistributed: start {before} ranks, or pass all "
+                "data on every rank without presharded."
             )
 
     def agree_on_steps(self, block: int) -> int:
-        """Return how many of the next ``block`` steps a pass of unknown length has; collective.
-
-        Call before each block in a pass whose ``steps`` are None, where that is not for Keras to
-        find out, by the end of the dataset.
-        """
+        """Return how many of the next ``block`` steps exist, if a pass has an unknown length."""
         return block
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether a pass can be begun again in this process; else ``Pass.dataset`` raises."""
-        return True
-
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Call before the first ``on_epoch_begin`` of a process that resumes a training.
-
-        Puts an input that changes from epoch to epoch where the epochs before would have put it.
+        """Bring the data to the state after earlier epochs, before a resumed training continues.
 
         Args:
-            epochs: How many have ended before.
-            passes: How many passes were begun before that which is the next or goes on: as many as
-                epochs, or fewer where ``steps_per_epoch`` lets passes last longer.
+            epochs: The number of completed epochs.
+            passes: The number of completed passes; smaller if a pass takes several epochs.
 
         Raises:
-            DataError: The input was read too far in this process already.
+            DataError: The data was already read further.
         """
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Call before Keras starts to iterate; a pass that starts then has this epoch's order."""
+        """Set the epoch whose order the next pass has."""
 
     def verify(self) -> None:
-        """Call after the first step of an epoch: do all ranks read the same stream?
-
-        Some inputs show what they hold only when they run. ``on_epoch_end`` does the same; after
-        one step the user has waited less.
+        """Check after the first step of an epoch that all ranks read the same data.
 
         Raises:
             DataError: They don't; raised on every rank.
         """
 
     def on_epoch_end(self) -> None:
-        """Call after the last step of an epoch.
+        """Check at the end of an epoch that all ranks have read the same data.
 
         Raises:
-            DataError: Ranks have read different streams.
+            DataError: They haven't; raised on every rank.
         """
         self.verify()
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset with a fixed order and without autotuning.
+
+    Deleting an iterator joins the thread that tunes it. TensorFlow wakes that thread before it
+    marks the iterator as cancelled (``CancellationManager::StartCancelWithStatus``), so that the
+    thread often sleeps for another period, of 10 ms to a minute, by which ``fit`` would end later.
+    Without autotuning, ``num_parallel_calls=AUTOTUNE`` uses up to 16 threads, and prefetching
+    still adapts. A pipeline that sets any of ``options.autotune`` keeps its settings.
+    """
+    options = tf.data.Options()
+    options.deterministic = True
+    if dataset.options().autotune == tf.data.experimental.AutotuneOptions():
+        options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -1,13 +1,14 @@
-"""``tf.data`` pipelines: every rank runs the whole of it and keeps every N-th batch.
+"""``tf.data`` pipelines: every rank runs the whole pipeline and keeps every N-th batch.
 
-Joint step ``k`` on N ranks is made of the batches ``kN`` to ``kN + N - 1``; rank ``r`` computes
-with the ``r``-th of them. That needs no knowledge of what is inside the pipeline, and every rank
-can count the rows of all of them, so nothing has to be communicated.
+Joint step ``k`` of N ranks consists of the batches ``kN`` to ``kN + N - 1``; rank ``r`` computes
+with the ``r``-th of them. This works for any pipeline, and since every rank counts the rows of all
+batches, without communication.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,44 +17,44 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.dataset_options import untuned
-from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.joint_stream import join_steps
-from hvdtrain.keras.data.partition import joint_steps
-from hvdtrain.keras.data.pipeline_operations import cache_files, unordered_operations
-from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
-from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, Share
+from hvdtrain.keras.data.input_agreement import REMEDIES, InputReport, raise_if_different
+from hvdtrain.keras.data.partition import Position, joint_steps
+from hvdtrain.keras.data.pipeline import (
+    PipelinePasses,
+    cache_files,
+    shuffles,
+    unordered_operations,
+)
+from hvdtrain.keras.data.sharded_input import (
+    JOINT_ROWS_UNKNOWN,
+    ShardedInput,
+    ShardPlan,
+    Share,
+    untuned,
+)
 from hvdtrain.private_api import keras as private_keras
 
-__all__ = ["ShardedPipeline", "TfDataSource"]
+__all__ = ["ShardedPipeline"]
 
 _NOTICE = (
     "Every rank runs the whole tf.data pipeline and keeps its part of the batches. If reading or "
-    "preparing the data is what takes the time, shard the source, dataset.shard(hvdtrain.size(), "
-    "hvdtrain.rank()) before the costly steps, and tell hvdtrain with presharded=True."
+    "preprocessing is the bottleneck, shard the source before the costly steps with "
+    "dataset.shard(hvdtrain.size(), hvdtrain.rank()), and pass presharded=True."
 )
 
 _undecorated = tf.autograph.experimental.do_not_convert
 _PASSES = "_hvdtrain_whole_passes"
 
 
-class StreamRecord:
-    """Digests of what a pass has read of its stream: up to its first step, and all of it."""
+class _StreamRecord:
+    """Digests of the batches that a pass has read, up to its first step and up to its last one."""
 
     def __init__(self) -> None:
         self.first: str | None = None
         self.whole: str | None = None
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
-        """Note a digest; the pipeline calls it before the first and before the last step of a pass.
-
-        Args:
-            stream: A digest of the stream so far.
-            step: The number of the step.
-            last: Whether it is the last.
-        """
+        """Note the digest of the stream so far; called in the first and in the last step."""
         text = stream.tobytes().hex()
         if step == 0:
             self.first, self.whole = text, None
@@ -61,174 +62,188 @@ class StreamRecord:
             self.whole = text
 
 
-class TfDataSource:
-    """A dataset of batches, each of the size that one rank is to compute with.
-
-    Args:
-        dataset: Its elements are batches of any structure.
-    """
-
-    unit = "batches"
-    each = 1
+class ShardedPipeline(ShardedInput):
+    """One rank's share of the batches of a ``tf.data.Dataset``."""
 
     def __init__(self, dataset: tf.data.Dataset, plan: ShardPlan) -> None:
-        self.plan = plan
-        self.passes = PipelinePasses(dataset)
-        self.shuffles = shuffles(dataset)
-        self._given = dataset
-        self._dataset = dataset = self._weighted(dataset)
-        self._spec = dataset.element_spec
+        super().__init__(plan)
+        self.joint_rows_known = not plan.presharded
+        self.notice = _NOTICE if plan.compares else None
+        self._passes = PipelinePasses(dataset)
+        self._user_dataset = dataset
+        self._dataset = self._add_class_weights(dataset)
+        self._spec = self._dataset.element_spec
         _check_batched(self._spec)
-        cardinality = int(dataset.cardinality())
+        cardinality = int(self._dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.units = cardinality if cardinality >= 0 else None
 
-    @property
-    def compares(self) -> bool:
-        """Whether all ranks are to read the same stream."""
-        return self.plan.size > 1 and not self.plan.presharded
-
     def report(self) -> InputReport:
-        """Element types and the number of batches; what is in them shows when it runs."""
+        """Report the types of the elements and the number of batches."""
         plan = self.plan
         if self._endless and not plan.steps:
             raise DataError(
-                "The dataset is endless, so an epoch has no end. Pass steps_per_epoch (or steps, "
-                "validation_steps), or leave out Dataset.repeat()."
+                "The dataset is endless, so its epochs never end. Pass steps_per_epoch (or steps, "
+                "validation_steps), or remove Dataset.repeat()."
             )
         if self.units == 0 and not plan.presharded:
-            raise DataError("The dataset has no batches; expected at least one.")
-        if self.compares and (unordered := unordered_operations(self._given)):
+            raise DataError("The dataset is empty; expected at least one batch.")
+        if plan.compares and (unordered := unordered_operations(self._user_dataset)):
             raise DataError(
                 "The tf.data pipeline yields its elements in an order that differs between ranks, "
-                f"got deterministic=False in {', '.join(unordered)}; leave it out, or give every "
-                "rank data of its own (Dataset.shard) and pass presharded=True to "
-                "hvdtrain.distribute."
+                f"got deterministic=False in {', '.join(unordered)}; remove it, or shard the data "
+                "(Dataset.shard) and pass presharded=True to hvdtrain.distribute."
             )
-        structure = {"kind of input": "a tf.data.Dataset", "steps": plan.steps}
-        structure.update(batch_structure.signature(self._spec))
-        amount = "endless" if self._endless else self.units
-        steps = None if self.units is None else joint_steps(self.units, 1, plan.shards)
+        amount = "endless" if self._endless else "unknown" if self.units is None else self.units
         return InputReport(
-            structure=structure,
-            content={"number of batches": "unknown" if amount is None else amount},
-            steps=steps,
+            structure={
+                "kind of input": "a tf.data.Dataset",
+                "steps": plan.steps,
+                **batch_structure.signature(self._spec),
+            },
+            content={"number of batches": amount},
+            steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
             endless=self._endless,
-            written_files=cache_files(self._given) if plan.size > 1 else [],
+            written_files=cache_files(self._user_dataset) if plan.size > 1 else [],
         )
 
-    def shard(self, steps: int | None) -> ShardedPipeline:
-        """This rank's batches."""
-        return ShardedPipeline(self, steps)
+    def set_steps(self, steps: int | None) -> None:
+        """Set the joint steps in a pass, and forget all passes."""
+        super().set_steps(steps)
+        self._record = _StreamRecord()
 
-    def whole_pass(self, steps: int | None) -> tuple[tf.data.Dataset, StreamRecord]:
-        """A pass from the start, in whatever order the pipeline has when it is iterated.
-
-        It is kept with the user's dataset: to make it again takes most of what one more ``fit``
-        costs.
-        """
-        plan = self.plan
+    def _whole_pass(self) -> tf.data.Dataset:
+        # Kept with the user's dataset: making it takes most of the time of another fit.
+        plan, steps = self.plan, self.steps
         key = (plan.rank, plan.size, plan.presharded, plan.trains, steps)
-        kept = vars(self._given).setdefault(_PASSES, {}) if plan.class_weight is None else {}
+        cached = plan.class_weight is None
+        kept = vars(self._user_dataset).setdefault(_PASSES, {}) if cached else {}
         if key not in kept:
-            record = StreamRecord()
-            kept[key] = self._elements(self._dataset, self.units, steps, record), record
-        dataset, record = kept[key]
-        return dataset, record
+            record = _StreamRecord()
+            kept[key] = self._make(self._dataset, self.units, steps, record), record
+        dataset, self._record = kept[key]
+        return dataset
 
-    def pass_from(
-        self, position: Position, steps: int | None, record: StreamRecord, *, repeatable: bool
-    ) -> tf.data.Dataset | None:
-        """Return the rest of a pass from ``position`` on; the pipeline runs from its start.
-
-        None where that is the whole pass, in the order that the pipeline has next.
-        """
+    def _rest_of_pass(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
         with tf.device("CPU:0"):
             within = position.start > 0
-            dataset = self.passes.begin(position.epoch, within=within, repeatable=repeatable)
-            if dataset is self._given and not within and not position.missed:
-                return None
-            dataset = self._weighted(dataset)
+            dataset = self._passes.begin(position.epoch, within=within, repeatable=repeatable)
+            if dataset is self._user_dataset and not within and not position.missed:
+                return self.dataset
+            dataset = self._add_class_weights(dataset)
             if position.missed:
-                dataset = _only_left(dataset, position)
+                dataset = _skip_done(dataset, position)
             elif position.start:
                 dataset = dataset.skip(position.start)
         left = None if self.units is None else position.left_of(self.units)
-        return self._elements(dataset, left, steps, record)
+        return self._make(dataset, left, steps, self._record)
 
-    def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    @property
+    def repeatable(self) -> bool:
+        """Whether the order of a pass can be restored."""
+        return self._passes.repeatable
+
+    @property
+    def follows_global_seed(self) -> bool:
+        """Whether the pipeline shuffles."""
+        return shuffles(self._user_dataset)
+
+    def catch_up(self, *, epochs: int, passes: int) -> None:
+        """Draw the orders of the earlier passes."""
+        self._passes.catch_up(passes)
+
+    def verify(self) -> None:
+        """Compare the first joint step, and the whole pass if it is complete.
+
+        Raises:
+            DataError: The ranks have read different batches; raised on every rank.
+        """
+        if not self.plan.compares:
+            return
+        gathered = self.plan.collectives.allgather_object(
+            {"first": self._record.first, "whole": self._record.whole},
+            name="content of the tf.data pipeline",
+        )
+        facts = [{"the first joint step (fingerprint)": entry["first"]} for entry in gathered]
+        # A rank that hasn't fetched its last step yet can't compare it.
+        if all(entry["whole"] for entry in gathered):
+            for fact, entry in zip(facts, gathered):
+                fact["a whole pass (fingerprint)"] = entry["whole"]
+        raise_if_different(facts, remedies=REMEDIES)
+
+    def _add_class_weights(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self.plan.class_weight is None:
             return dataset
         parts = batch_structure.parts(dataset.element_spec)
         if len(parts) < 2 or batch_structure.is_absent(parts[1]):
-            raise DataError(
-                "class_weight was given with a dataset without targets. Expected elements (x, y)."
-            )
+            raise DataError("class_weight needs a dataset with targets, with elements (x, y).")
         return dataset.map(private_keras.class_weight_map(self.plan.class_weight))
 
-    def _elements(
-        self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: StreamRecord
+    def _make(
+        self,
+        dataset: tf.data.Dataset,
+        batches: int | None,
+        steps: int | None,
+        record: _StreamRecord,
     ) -> tf.data.Dataset:
-        """Make the shares of one pass.
+        """Make the shares of a pass.
 
         Args:
-            dataset: This rank's data as the user's elements.
-            batches: How many they are; None where unknown or endless.
-            steps: Joint steps to yield, or None where unknown or endless; those beyond this
-                rank's data have rows = 0.
-            record: Is told what is read, where ranks are to compare it.
+            dataset: The user's elements.
+            batches: Their number; None if unknown or infinite.
+            steps: Joint steps, if known; those after the end of this rank's data have rows = 0.
+            record: Receives the digests of the batches.
         """
+        plan = self.plan
         padding = 0
-        if self.plan.presharded and steps is not None and batches is not None:
+        if plan.presharded and steps is not None and batches is not None:
             padding = steps - batches
         with tf.device("CPU:0"):
-            if self.plan.shards == 1 and not padding:
-                dataset = dataset.map(_undecorated(self._whole_batch))
+            if plan.shards == 1 and not padding:
+                dataset = dataset.map(_undecorated(self._single_batch))
             else:
-                dataset = self._joint_steps(dataset, batches, padding, record)
+                specs = batch_structure.present(self._spec)
+                dataset = dataset.map(_undecorated(self._prepare))
+                dataset = _join_steps(
+                    dataset,
+                    rank=plan.shard,
+                    size=plan.shards,
+                    blanks=_components([batch_structure.blank(spec) for spec in specs]),
+                    # The first end mark completes the last step, if there are any batches.
+                    ends=padding + (batches != 0),
+                    padded=batches == 0,
+                )
+                dataset = dataset.map(_undecorated(functools.partial(self._share, record)))
             if steps is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
             return untuned(dataset).prefetch(tf.data.AUTOTUNE)
 
-    def _whole_batch(self, *element: Any) -> Share:
-        """A step that is one batch of this rank: nothing to choose and nothing to add up."""
-        tensors, rows, _, _ = self._prepare(False, *element)
+    def _single_batch(self, *element: Any) -> Share:
+        """Return the share of a step that consists of one batch of this rank."""
+        components, rows, _, _ = self._prepare(*element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        return Share(self._pack(tensors), rows, unknown if self.plan.presharded else rows)
-
-    def _joint_steps(
-        self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: StreamRecord
-    ) -> tf.data.Dataset:
-        specs = batch_structure.present(self._spec)
-        dataset = dataset.map(_undecorated(lambda *element: self._prepare(self.compares, *element)))
-        dataset = join_steps(
-            dataset,
-            rank=self.plan.shard,
-            size=self.plan.shards,
-            blanks=_components([batch_structure.blank(spec) for spec in specs]),
-            # The first end gives out the last step that holds a batch, if there is any.
-            ends=padding + (batches != 0),
-            padded=batches == 0,
-        )
-        return dataset.map(_undecorated(lambda *step: self._element(record, *step)))
+        return Share(self._pack(components), rows, unknown if self.plan.presharded else rows)
 
     def _pack(self, components: tuple[tf.Tensor, ...]) -> Any:
         specs = batch_structure.present(self._spec)
         leaves = tf.nest.pack_sequence_as(specs, components, expand_composites=True)
         return batch_structure.refill(self._spec, leaves)
 
-    def _prepare(self, digests: bool, *element: Any) -> tuple[Any, ...]:
-        # tf.data spreads a tuple over the arguments, even one of a single entry.
-        spread = type(self._dataset.element_spec) is tuple
-        batch = element if spread else element[0]
+    def _prepare(self, *element: Any) -> tuple[Any, ...]:
+        """Return the components of a batch, its rows, its digest, and True (no end mark)."""
+        # tf.data passes the entries of a tuple as arguments, even if there is a single one.
+        batch = element if type(self._spec) is tuple else element[0]
         leaves = batch_structure.present(batch)
-        recognised = batch_structure.targets_first(batch)
-        print_ = batch_structure.digest(recognised) if digests else tf.zeros([8], tf.uint8)
-        return _components(leaves), batch_structure.count_rows(leaves[0]), print_, True
+        digest = tf.zeros([8], tf.uint8)
+        if self.plan.compares:
+            digest = batch_structure.digest(batch_structure.targets_first(batch))
+        return _components(leaves), batch_structure.count_rows(leaves[0]), digest, True
 
-    def _element(
+    def _share(
         self,
-        record: StreamRecord,
+        record: _StreamRecord,
         _: tf.Tensor,
         components: tuple[tf.Tensor, ...],
         rows: tf.Tensor,
@@ -240,73 +255,84 @@ class TfDataSource:
         batch = self._pack(components)
         if self.plan.presharded:
             return Share(batch, rows, tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
-        if self.compares:
+        if self.plan.compares:
 
-            def tell() -> tf.Tensor:
+            def note() -> tf.Tensor:
                 noted = tf.numpy_function(record.note, [stream, step, last], [])
                 with tf.control_dependencies([noted]):
                     return tf.identity(rows)
 
-            rows = tf.cond(tf.equal(step, 0) | last, tell, lambda: rows)
+            rows = tf.cond(tf.equal(step, 0) | last, note, lambda: rows)
         return Share(batch, rows, joint_rows)
 
 
-class ShardedPipeline(ShardedInput):
-    """One rank's batches of a pipeline; compares what the ranks' pipelines yield."""
+def _join_steps(
+    dataset: tf.data.Dataset,
+    *,
+    rank: int,
+    size: int,
+    blanks: tuple[tf.Tensor, ...],
+    ends: int,
+    padded: bool,
+) -> tf.data.Dataset:
+    """Convert a stream of batches into joint steps with this rank's batch of each.
 
-    def __init__(self, source: TfDataSource, steps: int | None) -> None:
-        plan = source.plan
-        self._pipeline = source
-        self._collectives = plan.collectives
-        self._record = StreamRecord()
-        super().__init__(
-            source,
-            functools.partial(self._whole_pass, steps),
-            steps=steps,
-            joint_rows_known=not plan.presharded,
-            notice=_NOTICE if source.compares else None,
+    Elements (components, rows, digest, True) become (True, components, rows, joint_rows, step,
+    last, digest). A joint step is emitted together with the next batch or the end, so that the last
+    one is known; only one batch is held.
+
+    Args:
+        dataset: One element per batch; False instead of True marks an end.
+        rank: This rank.
+        size: The number of ranks.
+        blanks: Components to compute with if this rank has no batch in a step.
+        ends: End marks to append. Each emits a joint step, after the first one with rows = 0.
+        padded: Whether to emit these steps even without any batches.
+    """
+    no_digest = tf.zeros([8], tf.uint8)
+    zero = tf.constant(0, tf.int32)
+    end = tf.data.Dataset.from_tensors((blanks, zero, no_digest, False))
+    dataset = dataset.concatenate(end.repeat(ends))
+    # Batches in the joint step, this rank's batch, its rows, joint rows, steps emitted, digest.
+    state = (zero, blanks, zero, zero, tf.constant(0, tf.int64), no_digest)
+    advance = _advance(rank, size, padded, dataset.element_spec)
+    dataset = dataset.scan(state, _undecorated(lambda *arguments: advance(*arguments)))
+    return dataset.filter(_undecorated(lambda ready, *_: ready))
+
+
+@functools.lru_cache(maxsize=32)
+def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
+    """Return the function of ``Dataset.scan``; cached, as tracing it takes a tenth of a second."""
+    counter, steps = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+    components, _, stream, _ = element_spec
+    state_spec = (counter, components, counter, counter, steps, stream)
+
+    def advance(state: tuple[Any, ...], element: tuple[Any, ...]) -> tuple[Any, Any]:
+        count, held, rows, joint_rows, step, stream = state
+        components, batch_rows, digest, is_batch = element
+        full = tf.equal(count, size)
+        ready = tf.where(is_batch, full, (count > 0) | (step > 0) | padded)
+        emitted = (ready, held, rows, joint_rows, step, ~is_batch, stream)
+        place = tf.where(full, 0, count)
+        # Until this rank's batch arrives, hold the previous one to compute with.
+        held = tf.cond(is_batch & (place <= rank), lambda: components, lambda: held)
+        rows = tf.where(tf.equal(place, rank), batch_rows, tf.where(tf.equal(place, 0), 0, rows))
+        joint_rows = tf.where(full, 0, joint_rows) + batch_rows
+        new_state = (
+            tf.where(is_batch, place + 1, 0),
+            held,
+            tf.where(is_batch, rows, 0),
+            tf.where(is_batch, joint_rows, 0),
+            step + tf.cast(ready, tf.int64),
+            batch_structure.chain(stream, digest),
         )
+        return new_state, emitted
 
-    def _whole_pass(self, steps: int | None) -> tf.data.Dataset:
-        dataset, self._record = self._pipeline.whole_pass(steps)
-        return dataset
-
-    def _dataset_from(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
-        left = self._pipeline.pass_from(position, steps, self._record, repeatable=repeatable)
-        return self.dataset if left is None else left
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether the order of a pass can be restored."""
-        return self._pipeline.passes.repeatable
-
-    @property
-    def follows_global_seed(self) -> bool:
-        """Whether the pipeline shuffles."""
-        return self._pipeline.shuffles
-
-    def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Draw the orders of the passes before."""
-        self._pipeline.passes.catch_up(passes)
-
-    def verify(self) -> None:
-        """Compare the streams: their first joint step, and all of a pass that is complete."""
-        if not self._pipeline.compares:
-            return
-        mine = {"first": self._record.first, "whole": self._record.whole}
-        seen = self._collectives.allgather_object(mine, name="content of the tf.data pipeline")
-        facts = [{"the first joint step (fingerprint)": entry["first"]} for entry in seen]
-        # A rank that has not fetched its last step yet has nothing to compare.
-        if all(entry["whole"] for entry in seen):
-            for fact, entry in zip(facts, seen):
-                fact["a whole pass (fingerprint)"] = entry["whole"]
-        raise_if_different(facts, remedies=REMEDIES)
+    return tf.function(advance, input_signature=(state_spec, element_spec), autograph=False)
 
 
-def _only_left(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
-    """A stream without what is done; what was missed comes first, as it lies before the rest."""
+def _skip_done(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
+    """Return the batches that are left; missed ones come first, because their places are lower."""
     missed = tf.constant(position.missed, tf.int64)
 
     def is_left(place: tf.Tensor, *_: Any) -> tf.Tensor:
@@ -317,12 +343,12 @@ def _only_left(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
 
 
 def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
-    """Dense tensors that make up the leaves; ``Dataset.scan`` can't hold ragged ones."""
+    """Return the dense tensors of leaves; ``Dataset.scan`` doesn't support ragged ones."""
     return tuple(tf.nest.flatten(leaves, expand_composites=True))
 
 
 def _check_batched(spec: Any) -> None:
-    """Raise if the components can't be batches of one size."""
+    """Check that all components are batches of the same size."""
     sizes: dict[int, str] = {}
     for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):
         if batch_structure.is_absent(leaf):
@@ -331,14 +357,13 @@ def _check_batched(spec: Any) -> None:
         if leaf.shape.rank == 0:
             raise DataError(
                 f"The dataset isn't batched: {name} is a single value per element. Call "
-                "Dataset.batch(n), n being the rows that one rank takes per step."
+                "Dataset.batch(n), where n is the number of rows per rank and step."
             )
         if leaf.shape.rank is not None and leaf.shape[0] is not None:
             sizes.setdefault(leaf.shape[0], name)
     if len(sizes) > 1:
-        found = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+        text = ", ".join(f"{name} has {size}" for size, name in sizes.items())
         raise DataError(
-            f"The first dimensions of the dataset's components differ: {found}. Expected the "
-            "same number of rows in all; if the dataset isn't batched, call Dataset.batch(n), n "
-            "being the rows that one rank takes per step."
+            f"The components of the dataset must have the same number of rows, got: {text}. If it "
+            "isn't batched, call Dataset.batch(n), where n is the number of rows per rank and step."
         )

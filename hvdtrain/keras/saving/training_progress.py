@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import Snapshot
 from hvdtrain.errors import CheckpointError, DataError
-from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.model_parts import built_variable_indices
 from hvdtrain.keras.saving.callback_states import callback_states

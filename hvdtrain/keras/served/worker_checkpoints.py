@@ -13,8 +13,8 @@ import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.engine import single_engine
-from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
+from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import rescale_restored_rate
 from hvdtrain.keras.membership import Membership

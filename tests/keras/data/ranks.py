@@ -1,7 +1,6 @@
-"""Ranks as threads of this process: quick enough to try every odd size, and debuggable.
+"""Ranks as threads of this process, which is fast and easy to debug.
 
-They exchange objects through a real rendezvous, encoded as JSON as between processes. The same
-exchange between MPI ranks is tested in test_mpi.py.
+They exchange objects as JSON. test_mpi.py tests the same exchange between MPI ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
 from hvdtrain.keras.data.batch_structure import parts
 from hvdtrain.keras.data.sharded_input import Pass
 
-__all__ = ["Step", "ThreadCollectives", "flat", "joint", "on_ranks", "read", "shard_on_ranks"]
+__all__ = ["Step", "ThreadEngine", "flat", "joint", "on_ranks", "read", "shard", "shard_on_ranks"]
 
 SEED = 7
 TIMEOUT_S = 60.0
 
 
-class ThreadCollectives:
-    """``allgather_object`` between threads; the only operation that sharding needs."""
+class ThreadEngine:
+    """``allgather_object`` between threads, the only operation that sharding needs."""
 
     survives_losses = False
 
@@ -47,13 +46,13 @@ class ThreadCollectives:
         return [entry[1] for entry in entries]
 
 
-def on_ranks(size: int, function: Callable[[ThreadCollectives], Any]) -> list[Any]:
-    """What ``function`` returns or raises on each of ``size`` ranks that run at once."""
+def on_ranks(size: int, function: Callable[[ThreadEngine], Any]) -> list[Any]:
+    """Run ``function`` on all ranks at once; return its results and exceptions."""
     barrier, slots = threading.Barrier(size), [""] * size
 
     def run(rank: int) -> Any:
         try:
-            return function(ThreadCollectives(rank, size, barrier, slots))
+            return function(ThreadEngine(rank, size, barrier, slots))
         except Exception as error:
             return error
 
@@ -61,17 +60,16 @@ def on_ranks(size: int, function: Callable[[ThreadCollectives], Any]) -> list[An
         return list(pool.map(run, range(size)))
 
 
+def shard(engine: Any, x: Any, **options: Any) -> ShardedInput:
+    """Return a rank's share of ``x``, or of a tuple (x, y, sample_weight)."""
+    options = {"seed": SEED, **options}
+    plan = ShardPlan(rank=engine.rank, size=engine.size, collectives=engine, **options)
+    return shard_input(*(x if isinstance(x, tuple) else (x,)), plan=plan)
+
+
 def shard_on_ranks(size: int, make: Callable[[int], Any], **options: Any) -> list[ShardedInput]:
-    """Each rank's share of what ``make(rank)`` returns: x, or a tuple of positional arguments."""
-
-    def shard(collectives: ThreadCollectives) -> ShardedInput:
-        made = make(collectives.rank)
-        arguments = made if isinstance(made, tuple) else (made,)
-        given = {"seed": SEED, **options}
-        plan = ShardPlan(rank=collectives.rank, size=size, collectives=collectives, **given)
-        return shard_input(*arguments, plan=plan)
-
-    results = on_ranks(size, shard)
+    """Return each rank's share of ``make(rank)``, as ``shard`` does."""
+    results = on_ranks(size, lambda engine: shard(engine, make(engine.rank), **options))
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -79,7 +77,7 @@ def shard_on_ranks(size: int, make: Callable[[int], Any], **options: Any) -> lis
 
 
 class Step:
-    """One element of a sharded dataset, its ids (taken from y, or x) as a list."""
+    """An element of a sharded dataset, with its ids, which are the values of y, or else of x."""
 
     def __init__(self, element: Any) -> None:
         self.batch, rows, joint_rows = element
@@ -92,33 +90,32 @@ class Step:
 
 
 def read(sharded: ShardedInput | Pass, limit: int | None = None) -> list[Step]:
-    """The steps of one pass, at most ``limit``."""
+    """Return up to ``limit`` steps of a pass."""
     dataset = sharded.dataset if limit is None else sharded.dataset.take(limit)
     return [Step(element) for element in dataset]
 
 
-def joint(shares: list[ShardedInput], begun: list[Pass] | None = None) -> list[list[int]]:
-    """The ids of each joint step, ranks one after the other; checks what steps say of rows.
+def joint(shares: list[ShardedInput], passes: list[Pass] | None = None) -> list[list[int]]:
+    """Return the ids of each joint step; check the number of steps and ``joint_rows``.
 
     Args:
-        shares: Of all ranks.
-        begun: Their passes, if it is not the whole data that is to be read.
+        shares: The shares of all ranks.
+        passes: Their passes; whole ones by default.
     """
-    inputs: list[Any] = begun if begun is not None else shares
-    passes = [read(each) for each in inputs]
-    lengths = {len(steps) for steps in passes}
+    inputs: list[Any] = shares if passes is None else passes
+    steps_by_rank = [read(each) for each in inputs]
+    lengths = {len(steps) for steps in steps_by_rank}
     assert len(lengths) == 1, f"ranks have different numbers of steps: {lengths}"
-    for each, steps in zip(inputs, passes):
-        assert each.steps is None or each.steps == len(steps)
-    found = []
-    for ranks in zip(*passes):
+    assert {each.steps for each in inputs} <= {None, *lengths}
+    joint_steps = []
+    for ranks in zip(*steps_by_rank):
         ids = [sample for step in ranks for sample in step.ids]
         for share, step in zip(shares, ranks):
             assert step.joint_rows == (len(ids) if share.joint_rows_known else -1)
-        found.append(ids)
-    return found
+        joint_steps.append(ids)
+    return joint_steps
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
-    """The entries of the lists, one list after the other."""
+    """Concatenate lists."""
     return list(itertools.chain.from_iterable(lists))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.partition import epoch_order
-from tests.keras.data.ranks import SEED, joint, on_ranks, read, shard_on_ranks
+from tests.keras.data.ranks import SEED, joint, on_ranks, read, shard, shard_on_ranks
 
 
 def _arrays(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -22,7 +22,7 @@ def _chunks(order, joint_batch: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_joint_steps_are_those_of_one_process(size: int, shuffle) -> None:
+def test_joint_steps_are_those_of_a_single_process(size: int, shuffle) -> None:
     for rows, batch_size in ((1, 4), (23, 4), (24, 2)):
         shares = shard_on_ranks(
             size, lambda _, rows=rows: _arrays(rows), batch_size=batch_size, shuffle=shuffle
@@ -39,7 +39,7 @@ def test_joint_steps_are_those_of_one_process(size: int, shuffle) -> None:
                 share.on_epoch_end()
 
 
-def test_rows_stay_with_their_targets_and_weights() -> None:
+def test_rows_keep_their_targets_and_weights() -> None:
     x, y = _arrays(21)
     weights = np.linspace(0, 1, 21).astype("float32")
     for share in shard_on_ranks(2, lambda _: (x, y, weights), batch_size=4, shuffle=True):
@@ -49,29 +49,25 @@ def test_rows_stay_with_their_targets_and_weights() -> None:
             np.testing.assert_array_equal(batch_weights, weights[batch_y])
 
 
-def test_whole_batches_only_have_a_static_shape() -> None:
+def test_the_shape_is_static_without_a_partial_batch() -> None:
     spec = shard_on_ranks(2, lambda _: _arrays(16), batch_size=4)[1].dataset.element_spec
     assert spec[0][0].shape == (4, 3)
     spec = shard_on_ranks(2, lambda _: _arrays(17), batch_size=4)[1].dataset.element_spec
     assert spec[0][0].shape.as_list() == [None, 3]
 
 
-def test_default_batch_size_is_keras() -> None:
+def test_the_default_batch_size_is_that_of_keras() -> None:
     share = shard_on_ranks(2, lambda _: _arrays(100))[0]
     assert [step.rows for step in read(share)] == [32, 18]
+    assert share.steps == int(share.dataset.cardinality()) == 2
     shares = shard_on_ranks(2, lambda _: _arrays(100), steps=7)
     assert [len(ids) for ids in joint(shares)] == [16] * 6 + [4]
 
 
-def test_cardinality_is_known_to_keras() -> None:
-    share = shard_on_ranks(3, lambda _: _arrays(100), batch_size=8)[0]
-    assert share.steps == int(share.dataset.cardinality()) == 5
-
-
 def check_kind(convert) -> None:
-    """Hold what is read of converted rows against these rows."""
+    """Check that converted rows are read unchanged."""
     x, y = _arrays(11)
-    x[3] = 0  # a row without entries, for the sparse kinds
+    x[3] = 0  # an empty row of sparse data
     converted = convert(x)
     for share in shard_on_ranks(2, lambda _: (converted, y), batch_size=2, shuffle=True):
         for step in read(share):
@@ -121,7 +117,7 @@ def test_class_weights_become_sample_weights() -> None:
 
 
 @pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4), (8, 8, 8)])
-def test_presharded_rows_are_all_used_and_steps_agree(rows: tuple[int, ...]) -> None:
+def test_presharded_rows_are_all_used(rows: tuple[int, ...]) -> None:
     def make(rank: int):
         start = sum(rows[:rank])
         return np.zeros((rows[rank], 2), "float32"), np.arange(start, start + rows[rank])
@@ -132,7 +128,7 @@ def test_presharded_rows_are_all_used_and_steps_agree(rows: tuple[int, ...]) -> 
     assert sorted(sample for ids in steps for sample in ids) == list(range(sum(rows)))
 
 
-def test_ranks_with_other_rows_in_the_same_shape_are_noticed() -> None:
+def test_other_rows_of_the_same_shape_are_an_error() -> None:
     rows = np.random.default_rng(0).permutation(1000)
 
     def make(rank: int):
@@ -143,7 +139,7 @@ def test_ranks_with_other_rows_in_the_same_shape_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("change", "message"),
     [
         (lambda x, y: (x[:-1], y[:-1]), "number of samples is 10 on rank 0, 9 on rank 1"),
         (lambda x, y: (x.astype("int32"), y), "x is float32 .* int32 .* on rank 1"),
@@ -152,64 +148,46 @@ def test_ranks_with_other_rows_in_the_same_shape_are_noticed() -> None:
         (lambda x, y: (x,), "y is"),
     ],
 )
-def test_differences_between_ranks_are_errors_on_all(changed, found: str) -> None:
-    def shard(collectives):
-        x, y = _arrays(10)
-        arguments = changed(x, y) if collectives.rank == 1 else (x, y)
-        return _shard(collectives, arguments)
+def test_differences_between_ranks_are_errors_on_all(change, message: str) -> None:
+    def run(engine):
+        arrays = _arrays(10)
+        return shard(engine, change(*arrays) if engine.rank == 1 else arrays, batch_size=2)
 
-    for result in on_ranks(2, shard):
-        with pytest.raises(DataError, match=found):
+    for result in on_ranks(2, run):
+        with pytest.raises(DataError, match=message):
             raise result
 
 
-def test_an_input_bad_on_one_rank_is_an_error_on_all() -> None:
-    def shard(collectives):
+def test_an_invalid_input_on_one_rank_is_an_error_on_all() -> None:
+    def run(engine):
         x, y = _arrays(10)
-        return _shard(collectives, (x, y[:7]) if collectives.rank == 0 else (x, y))
+        return shard(engine, (x, y[:7] if engine.rank == 0 else y))
 
-    bad, good = on_ranks(2, shard)
-    assert isinstance(bad, ValueError)
-    assert "cardinality" in str(bad)
-    assert isinstance(good, DataError)
-    assert "rank 0: ValueError" in str(good)
-
-
-def _shard(collectives, arguments):
-    from hvdtrain.keras.data import ShardPlan, shard_input
-
-    plan = ShardPlan(
-        batch_size=2,
-        rank=collectives.rank,
-        size=collectives.size,
-        seed=1,
-        collectives=collectives,
-    )
-    return shard_input(*arguments, plan=plan)
+    invalid, valid = on_ranks(2, run)
+    assert isinstance(invalid, ValueError)
+    assert "cardinality" in str(invalid)
+    assert isinstance(valid, DataError)
+    assert "rank 0: ValueError" in str(valid)
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("rows", "options", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"steps": 0}, "steps=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"shuffle": "batches"}, "expected True, False or 'batch'"),
+        (4, {"batch_size": 0}, "batch_size must be .*got 0"),
+        (4, {"batch_size": 2.5}, "batch_size must be .*got 2.5"),
+        (4, {"steps": 0}, "steps must be .*got 0"),
+        (4, {"seed": -1}, "seed must be .*got -1"),
+        (4, {"shuffle": "batches"}, "must be True, False or 'batch'"),
+        (0, {}, "arrays are empty"),
     ],
 )
-def test_bad_arguments(options, found: str) -> None:
-    with pytest.raises(DataError, match=found):
-        shard_on_ranks(1, lambda _: _arrays(4), **options)
-
-
-def test_no_rows() -> None:
-    with pytest.raises(DataError, match="no rows"):
-        shard_on_ranks(1, lambda _: _arrays(0))
+def test_invalid_arguments(rows: int, options, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        shard_on_ranks(1, lambda _: _arrays(rows), **options)
 
 
 class _Recorder(keras.Model):
-    """Collects the ids that each training step of Keras' own loop gets."""
+    """Collects the ids in each step of Keras' own training loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,16 +231,16 @@ def _pass(rows: int, epoch: int) -> list[list[int]]:
     return _chunks(order, 4)
 
 
-def test_every_epoch_of_fit_has_its_own_order() -> None:
+def test_every_epoch_of_fit_has_another_order() -> None:
     assert _fit(18, 3, None) == _pass(18, 0) + _pass(18, 1) + _pass(18, 2)
 
 
-def test_fewer_steps_than_a_pass_go_on_in_the_next_epoch() -> None:
-    # Keras ends a pass at the end of an epoch: 2 + 2 + 1 of the 5 steps, then anew.
+def test_a_pass_may_last_several_epochs() -> None:
+    # In the third epoch, Keras stops after the fifth and last step of the pass.
     with pytest.warns(UserWarning, match="ran out of data"):
         assert _fit(18, 4, 2) == _pass(18, 0) + _pass(18, 3)[:2]
 
 
-def test_more_steps_than_a_pass_end_with_the_pass() -> None:
+def test_an_epoch_ends_with_its_pass() -> None:
     with pytest.warns(UserWarning, match="ran out of data"):
         assert _fit(18, 2, 7) == _pass(18, 0) + _pass(18, 1)

@@ -1,4 +1,4 @@
-"""Generators, the same on all ranks or one for each: as one process on the joint batches."""
+"""Generators, the same one on all ranks or one per rank."""
 
 import keras
 import numpy as np
@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain import world as job
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.data_position import Position
-from tests.keras.data.ranks import ThreadCollectives, flat, joint, on_ranks, shard_on_ranks
+from hvdtrain.keras.data.partition import Position
+from tests.keras.data.ranks import ThreadEngine, flat, joint, on_ranks, shard_on_ranks
 from tests.keras.equivalence import alike, distance, weights
 from tests.keras.features import ROWS, X, Y, classifier
 from tests.keras.saving.runs import Stop, StopAfter
@@ -16,7 +16,7 @@ SIZE = 4
 
 
 def batches(rank, ranks, rows=ROWS):
-    """Each N-th batch; the first ranks may have one more."""
+    """Yield every N-th batch; the first ranks may have one more."""
     for first in range(rank * SIZE, rows, ranks * SIZE):
         yield X[first : min(first + SIZE, rows)], Y[first : min(first + SIZE, rows)]
 
@@ -28,7 +28,7 @@ def distributed(world, **options):
 
 
 def numbered(count, *, last=SIZE):
-    """Batches whose targets are their numbers; the last one may be shorter."""
+    """Yield batches whose targets are their numbers; the last one may be shorter."""
     for number in range(count):
         rows = last if number == count - 1 else SIZE
         yield np.full((rows, 2), number, "float32"), np.full((rows, 1), number)
@@ -36,7 +36,7 @@ def numbered(count, *, last=SIZE):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 6, 7])
-def test_each_rank_takes_every_nth_batch_of_the_same_generator(size, count):
+def test_each_rank_keeps_every_nth_batch(size, count):
     shares = shard_on_ranks(size, lambda _: numbered(count, last=1))
     assert all(share.joint_rows_known for share in shares)
     expected = [ids for _, y in numbered(count, last=1) for ids in [y[:, 0].tolist()]]
@@ -46,15 +46,15 @@ def test_each_rank_takes_every_nth_batch_of_the_same_generator(size, count):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_pass_resumes_after_any_batch(size, caplog):
+def test_a_pass_resumes_within_a_stream(size, caplog):
     shares = shard_on_ranks(size, lambda _: numbered(9))
     begun = [share.begin(Position(epoch=0, start=4), ranks=4) for share in shares]
     streams = [each.dataset for each in begun]
     assert "the first 4 batches of the generator are read and dropped" in caplog.text
     steps = [share.agree_on_steps(10) for share in shares]
     assert steps == [-(-5 // size)] * size
-    read = [[int(y[0, 0]) for (_, y), rows, _ in stream if rows] for stream in streams]
-    assert read == [[*range(4 + rank, 9, size)] for rank in range(size)]
+    numbers = [[int(y[0, 0]) for (_, y), rows, _ in stream if rows] for stream in streams]
+    assert numbers == [[*range(4 + rank, 9, size)] for rank in range(size)]
 
 
 def test_ranks_compare_the_first_batch_before_the_first_step():
@@ -64,27 +64,27 @@ def test_ranks_compare_the_first_batch_before_the_first_step():
 
 
 @pytest.mark.parametrize("later", [[0, 1, 2, 4], [0, 1, 2, 3, 4, 5]])
-def test_ranks_compare_all_that_they_have_read(later):
-    """Another batch, or another number of batches, on the second rank."""
+def test_ranks_compare_all_batches_at_the_end_of_an_epoch(later):
     batches = [*numbered(9)]
     places = [[0, 1, 2, 3], later]
     shares = shard_on_ranks(2, lambda rank: (batches[place] for place in places[rank]))
     for share in shares:
         list(share.dataset)
-    found = on_ranks(2, lambda collectives: shares[collectives.rank].on_epoch_end())
-    assert all(isinstance(error, DataError) and "different input" in str(error) for error in found)
+    for result in on_ranks(2, lambda engine: shares[engine.rank].on_epoch_end()):
+        assert isinstance(result, DataError)
+        assert "different input" in str(result)
 
 
-def test_a_generator_that_has_ended_has_no_other_epoch():
+def test_a_generator_cant_be_read_in_another_epoch():
     shares = shard_on_ranks(2, lambda _: numbered(4))
     assert len(joint(shares)) == 2
     for share in shares:
-        with pytest.raises(DataError, match=r"no batch left for another epoch.*steps_per_epoch"):
+        with pytest.raises(DataError, match=r"ended before another epoch.*steps_per_epoch"):
             share.on_epoch_begin(1)
 
 
-def test_an_elastic_job_takes_no_generator(monkeypatch):
-    monkeypatch.setattr(ThreadCollectives, "survives_losses", True)
+def test_a_generator_in_an_elastic_job_is_an_error(monkeypatch):
+    monkeypatch.setattr(ThreadEngine, "survives_losses", True)
     with pytest.raises(DataError, match="generator can't be used in an elastic job"):
         shard_on_ranks(2, lambda _: numbered(4))
 
@@ -95,8 +95,8 @@ def same_on_all(rows=ROWS):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("block", [1, 2])
-def test_one_generator_is_input_of_all_loops(world, block):
-    """Seven batches, the last of which is short: some ranks have none in the last step."""
+def test_all_loops_accept_a_generator(world, block):
+    """In the last step some ranks have no data, because the seventh batch is short."""
     rows, ranks = 6 * SIZE + 1, world.size()
     model = classifier(metrics=["accuracy"], steps_per_execution=block)
     world.distribute(model)
@@ -121,11 +121,10 @@ def test_one_generator_is_input_of_all_loops(world, block):
 
 
 @pytest.mark.ranks(2)
-def test_epochs_share_the_batches_of_one_generator(world):
-    """With validation by another generator, each validation of which takes its next batches."""
+def test_epochs_and_validations_share_the_batches_of_a_generator(world):
     model, reference = classifier(), classifier()
     world.distribute(model)
-    told = model.fit(
+    losses = model.fit(
         same_on_all(),
         steps_per_epoch=2,
         epochs=3,
@@ -144,37 +143,39 @@ def test_epochs_share_the_batches_of_one_generator(world):
         )
         held_out = slice(epoch * 2 * SIZE, (epoch + 1) * 2 * SIZE)
         expected = reference.evaluate(X[held_out], Y[held_out], verbose=0)
-        assert told[epoch] == pytest.approx(expected, rel=1e-5)
+        assert losses[epoch] == pytest.approx(expected, rel=1e-5)
     assert distance(model, weights(reference)) <= 1e-5
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("presharded", [False, True])
-def test_epochs_without_batches_are_an_error_on_all_ranks(world, presharded):
+def test_an_epoch_without_batches_is_an_error_on_all_ranks(world, presharded):
     model = classifier()
     world.distribute(model, presharded=presharded)
-    with pytest.raises(DataError, match="no batch left for another epoch"):
+    with pytest.raises(DataError, match="ended before another epoch"):
         model.fit(same_on_all(4 * SIZE), epochs=2, verbose=0)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [5 * SIZE, 4 * SIZE + 1])
 @pytest.mark.parametrize("block", [1, 2])
-def test_one_epoch_ends_when_the_longest_generator_does(world, rows, block):
-    """Rank 0 has three batches and rank 1 two, the last step being that of one rank."""
+def test_an_epoch_ends_with_the_longest_generator(world, rows, block):
+    """Rank 0 has three batches and rank 1 two."""
     model = distributed(world, steps_per_execution=block)
     history = model.fit(batches(world.rank(), 2, rows), verbose=0).history
     reference = classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
-    told = reference.fit(X[:rows], Y[:rows], batch_size=2 * SIZE, shuffle=False, verbose=0).history
+    expected = reference.fit(
+        X[:rows], Y[:rows], batch_size=2 * SIZE, shuffle=False, verbose=0
+    ).history
     assert int(model.optimizer.iterations.numpy()) == 3
     assert alike(model)
     assert distance(model, weights(reference)) <= 1e-5
-    for name, values in told.items():
+    for name, values in expected.items():
         assert history[name] == pytest.approx(values, rel=1e-5), name
 
 
 @pytest.mark.ranks(2)
-def test_epochs_of_so_many_steps_with_validation(world):
+def test_steps_per_epoch_and_validation_steps(world):
     def held_out(rank, ranks):
         return batches(rank, ranks, 4 * SIZE)
 
@@ -200,11 +201,11 @@ def test_epochs_of_so_many_steps_with_validation(world):
 
 
 @pytest.mark.ranks(2)
-def test_evaluate_and_predict_take_steps(world):
+def test_steps_of_evaluate_and_predict(world):
     model = distributed(world)
-    told = model.evaluate(batches(world.rank(), 2, 5 * SIZE), steps=3, verbose=0)
+    results = model.evaluate(batches(world.rank(), 2, 5 * SIZE), steps=3, verbose=0)
     reference = classifier(metrics=["accuracy"])
-    assert told == pytest.approx(reference.evaluate(X[: 5 * SIZE], Y[: 5 * SIZE], verbose=0))
+    assert results == pytest.approx(reference.evaluate(X[: 5 * SIZE], Y[: 5 * SIZE], verbose=0))
     rows = model.predict(batches(world.rank(), 2, 5 * SIZE), steps=3, verbose=0)
     assert np.shape(rows) == (5 * SIZE, 3)
     with pytest.raises(DataError, match="Pass validation_steps"):
@@ -215,12 +216,12 @@ def test_evaluate_and_predict_take_steps(world):
 def test_an_empty_generator_is_an_error_on_all_ranks(world):
     model = distributed(world)
     rows = ROWS if world.rank() == 0 else 0
-    with pytest.raises(DataError, match="no batch"):
+    with pytest.raises(DataError, match="no batches"):
         model.fit(batches(world.rank(), 2, rows), verbose=0)
 
 
 @pytest.mark.ranks(2)
-def test_resumed_within_its_epoch_it_is_read_up_to_there(world, tmp_path_factory):
+def test_training_resumes_within_an_epoch_of_a_generator(world, tmp_path_factory):
     folder = job.collectives().broadcast_object(str(tmp_path_factory.mktemp("saved")), name="test")
     whole = distributed(world)
     whole.fit(batches(world.rank(), 2), verbose=0)
@@ -233,7 +234,7 @@ def test_resumed_within_its_epoch_it_is_read_up_to_there(world, tmp_path_factory
     assert distance(resumed, weights(whole)) == 0.0
 
 
-def test_one_that_fails_on_one_rank_ends_the_job_with_its_error(launch):
+def test_an_error_in_the_generator_of_one_rank_ends_the_job(launch):
     done = launch(
         2,
         """

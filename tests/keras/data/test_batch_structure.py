@@ -1,4 +1,4 @@
-"""A step gets each batch in the form in which Keras passes it in one process."""
+"""Batches have the structure that Keras passes to a step in a single process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _generator(make: Callable[[np.ndarray, np.ndarray], Any]) -> Iterator[Any]:
     return (make(A[n : n + 2], B[n : n + 2]) for n in (0, 2, 4))
 
 
-# Each makes x, or a tuple of positional arguments of ``evaluate``.
+# Each returns x, or a tuple of positional arguments for ``evaluate``.
 INPUTS: dict[str, Callable[[], Any]] = {
     "array": lambda: A,
     "dict of arrays": lambda: {"b": B, "a": A},
@@ -72,37 +72,37 @@ GENERATORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _seen_by_keras(given: Any) -> list[Any]:
-    """The batches that a ``test_step`` gets in one process."""
-    seen = []
+def _keras_batches(given: Any) -> list[Any]:
+    """Return the batches that Keras passes to ``test_step`` in a single process."""
+    batches = []
 
     class Records(keras.Model):
         def test_step(self, data: Any) -> Any:
-            seen.append(data)
-            return {"seen": tf.zeros([])}
+            batches.append(data)
+            return {"loss": tf.zeros([])}
 
     model = Records()
     model.compile(run_eagerly=True)
     arguments = given if type(given) is tuple else (given,)
     weights = {"sample_weight": arguments[2]} if len(arguments) == 3 else {}
     model.evaluate(*arguments[:2], **weights, batch_size=2, steps=3, verbose=0)
-    return seen
+    return batches
 
 
 @pytest.mark.parametrize("name", [*INPUTS, *GENERATORS])
 @pytest.mark.parametrize("size", [1, 3])
-def test_batches_have_the_structure_that_keras_gives_them(name: str, size: int) -> None:
+def test_batches_have_the_structure_of_keras(name: str, size: int) -> None:
     make = {**INPUTS, **GENERATORS}[name]
     options: dict[str, Any] = {} if "dataset" in name.lower() else {"batch_size": 2}
     presharded = name in GENERATORS
     if presharded:
         options = {"presharded": True, "steps": 3}
-    alone = _seen_by_keras(make())
+    single = _keras_batches(make())
     for rank, share in enumerate(shard_on_ranks(size, lambda _: make(), **options)):
-        expected = alone if presharded else alone[rank::size]
-        mine = [step.batch for step in share.dataset.take(3) if step.rows > 0]
-        assert len(mine) == len(expected)
-        for batch, keras_batch in zip(mine, expected):
+        expected = single if presharded else single[rank::size]
+        batches = [step.batch for step in share.dataset.take(3) if step.rows > 0]
+        assert len(batches) == len(expected)
+        for batch, keras_batch in zip(batches, expected):
             keras.tree.assert_same_structure(batch, keras_batch)
             tf.nest.assert_same_structure(batch, keras_batch)
             for ours, theirs in zip(keras.tree.flatten(batch), keras.tree.flatten(keras_batch)):
@@ -122,7 +122,7 @@ def test_leaves_have_names() -> None:
     assert signature(spec) == {"x": "float32 of shape (2,) per row", "y": "None"}
 
 
-def test_other_structures_on_a_rank() -> None:
+def test_another_structure_on_a_rank_is_an_error() -> None:
     def make(rank: int) -> tf.data.Dataset:
         return _dataset({"a": A} if rank else {"a": A, "b": B})
 

@@ -1,4 +1,4 @@
-"""Passes that begin anywhere: one suite for every kind of input."""
+"""Passes that start at any position, for every kind of input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardedInput
-from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.data.sharded_input import Pass
-from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
-from tests.keras.data.test_pydataset import Batches
+from tests.keras.data.ranks import flat, joint, on_ranks, read, shard, shard_on_ranks
+from tests.keras.data.test_pydataset import Batches, Reshuffled
 
-# Reading takes tenths of a second in each.
+# Each test reads for some tenths of a second.
 pytestmark = pytest.mark.slow
 
 ROWS = 47
@@ -75,7 +75,7 @@ def _begin(shares: list[ShardedInput], position: Position, **options: Any) -> li
 
 
 def _read_epochs(size: int, make: Callable[[int], Any], options: dict) -> list[list[int]]:
-    """The joint steps of epoch EPOCH, after those before it."""
+    """Return the joint steps of epoch EPOCH, after the earlier epochs."""
     shares = shard_on_ranks(size, make, **options)
     for epoch in range(EPOCH + 1):
         on_ranks(size, lambda ranks, e=epoch: shares[ranks.rank].on_epoch_begin(e))
@@ -84,20 +84,20 @@ def _read_epochs(size: int, make: Callable[[int], Any], options: dict) -> list[l
 
 
 @kinds
-def test_from_the_start_a_pass_is_the_dataset(make, options) -> None:
+def test_a_pass_from_the_start_equals_the_dataset(make, options) -> None:
     expected = _read_epochs(3, make, options)
     shares = shard_on_ranks(3, make, **options)
     for epoch in range(EPOCH + 1):
         passes = _begin(shares, Position(epoch=epoch))
-        found = joint(shares, passes)
-    assert found == expected
+        steps = joint(shares, passes)
+    assert steps == expected
     for share, begun in zip(shares, passes):
         assert begun.steps == share.steps
         assert begun.dataset.element_spec == share.dataset.element_spec
 
 
 @kinds
-def test_dropping_an_iterator_waits_for_no_thread_that_tunes_it(make, options) -> None:
+def test_deleting_an_iterator_doesnt_wait_for_autotuning(make, options) -> None:
     (share,) = shard_on_ranks(1, make, **options)
     datasets = [
         share.dataset,
@@ -107,99 +107,79 @@ def test_dropping_an_iterator_waits_for_no_thread_that_tunes_it(make, options) -
 
 
 @kinds
-def test_as_many_ranks_go_on_with_the_batches_that_would_have_come(make, options) -> None:
+def test_the_same_number_of_ranks_resumes_with_the_next_batches(make, options) -> None:
     size = 2
     expected = _read_epochs(size, make, options)
     for done in {1, len(expected) - 1}:
         position = shard_on_ranks(size, make, **options)[0].begin(Position(epoch=EPOCH)).after(done)
         shares = shard_on_ranks(size, make, **options)
-        found = joint(shares, _begin(shares, position))
-        assert found == expected[done:]
+        assert joint(shares, _begin(shares, position)) == expected[done:]
 
 
 @kinds
-@pytest.mark.parametrize("sizes", [(4, 3, 1)])
-def test_other_numbers_of_ranks_do_what_is_left_once_and_in_order(make, options, sizes) -> None:
-    expected = flat(_read_epochs(sizes[0], make, options))
-    position, found = Position(epoch=EPOCH), []
-    for size, steps in zip(sizes, (2, 1, 100)):
+def test_other_numbers_of_ranks_read_the_rest_once_and_in_order(make, options) -> None:
+    expected = flat(_read_epochs(4, make, options))
+    position, ids = Position(epoch=EPOCH), []
+    for size, steps in ((4, 2), (3, 1), (1, 100)):
         shares = shard_on_ranks(size, make, **options)
         for share in shares:
             share.catch_up(epochs=EPOCH, passes=EPOCH)
         passes = _begin(shares, position)
-        found += flat(joint(shares, passes)[:steps])
+        ids += flat(joint(shares, passes)[:steps])
         position = passes[0].after(steps)
-    assert found == expected
-    assert sorted(found) == list(range(ROWS))
+    assert ids == expected
+    assert sorted(ids) == list(range(ROWS))
 
 
 @kinds
-def test_what_a_lost_rank_had_taken_comes_first(make, options) -> None:
+def test_the_units_of_a_lost_rank_come_first(make, options) -> None:
     expected = _read_epochs(3, make, options)
     begun = shard_on_ranks(3, make, **options)[0].begin(Position(epoch=EPOCH))
-    # Rank 1 died in the second step, which the others had not completed either.
+    # Rank 1 was lost in the second step, which no other rank had completed.
     lost = [unit for rank in range(3) for unit in begun.share(1, rank)]
     assert len(lost) == begun.joint.units_in(1, 1)
     position = begun.after(2).missing(begun.position.places(begun.share(1, 1)))
     shares = shard_on_ranks(2, make, **options)
-    found = flat(joint(shares, _begin(shares, position)))
-    assert found == expected[1][4:8] + flat(expected[2:])
-    assert sorted(found + expected[0] + expected[1][:4] + expected[1][8:]) == list(range(ROWS))
+    ids = flat(joint(shares, _begin(shares, position)))
+    assert ids == expected[1][4:8] + flat(expected[2:])
+    assert sorted(ids + expected[0] + expected[1][:4] + expected[1][8:]) == list(range(ROWS))
 
 
 @kinds
-@pytest.mark.slow
-def test_survivors_share_out_anew_in_the_same_process(make, options) -> None:
+def test_remaining_ranks_reshard_in_the_same_process(make, options) -> None:
     later = _read_epochs(2, make, options)
 
-    def train(collectives) -> Any:
-        share = _shard(collectives, make, options)
+    def train(engine) -> Any:
+        share = shard(engine, make(0), **options)
         begun = share.begin(Position(epoch=EPOCH - 1), repeatable=True)
         before = [step.ids for step in read(begun, limit=2)]
         position = begun.after(2).missing(begun.position.places(begun.share(1, 2)))
         return share, before, position
 
-    share_of: list[Any] = on_ranks(3, train)
-    order = flat(flat(ranks) for ranks in zip(*(before for _, before, _ in share_of)))
-    del order[-4:]  # what rank 2 did in the second step is lost
-    for _ in range(2):  # another rank may die before the first step
+    trained: list[Any] = on_ranks(3, train)
+    done = flat(flat(ranks) for ranks in zip(*(before for _, before, _ in trained)))
+    del done[-4:]  # the second step of rank 2 is lost
+    for _ in range(2):  # a rank may be lost before the first step
         shares = [
-            share.reshard(rank=rank, size=2) for rank, (share, _, _) in enumerate(share_of[:2])
+            share.reshard(rank=rank, size=2) for rank, (share, _, _) in enumerate(trained[:2])
         ]
-        passes = _begin(shares, share_of[0][2], repeatable=True)
-        found = flat(joint(shares, passes))
-    assert sorted(order + found) == list(range(ROWS))
-    if "batch" not in options.values():  # there the order depends on the joint batch
+        passes = _begin(shares, trained[0][2], repeatable=True)
+        rest = flat(joint(shares, passes))
+    assert sorted(done + rest) == list(range(ROWS))
+    if "batch" not in options.values():  # whose order depends on the joint batch
         assert joint(shares, _begin(shares, Position(epoch=EPOCH))) == (
             later if make is not _shuffled and make is not _nested else _second_pass(make, options)
         )
 
 
 def _second_pass(make, options) -> list[list[int]]:
-    """What comes after one pass; the process began with epoch EPOCH - 1."""
+    """Return the second pass of a process that starts with epoch EPOCH - 1."""
     shares = shard_on_ranks(2, make, **options)
     joint(shares)
     return joint(shares)
 
 
-def _shard(collectives, make, options) -> ShardedInput:
-    from hvdtrain.keras.data import ShardPlan, shard_input
-
-    x = make(0)
-    arguments = x if isinstance(x, tuple) else (x,)
-    plan = ShardPlan(
-        rank=collectives.rank,
-        size=collectives.size,
-        seed=7,
-        collectives=collectives,
-        **options,
-    )
-    return shard_input(*arguments, plan=plan)
-
-
-def test_passes_over_arrays_are_made_once_where_as_much_is_left() -> None:
-    """And each has the order of its own epoch and position."""
-
+def test_passes_over_arrays_of_the_same_size_share_a_dataset() -> None:
     def share() -> ShardedInput:
         return shard_on_ranks(1, _arrays, batch_size=4, shuffle=True)[0]
 
@@ -215,12 +195,6 @@ def test_passes_over_arrays_are_made_once_where_as_much_is_left() -> None:
     shared = [one is other for one, other in itertools.pairwise(datasets)]
     assert shared == [True, False, True, False]
     assert orders[0] != orders[1] != orders[4]
-
-
-def test_units_are_samples_of_arrays_and_else_batches() -> None:
-    assert shard_on_ranks(1, _arrays, batch_size=4)[0].unit == "samples"
-    assert shard_on_ranks(1, _pipeline)[0].unit == "batches"
-    assert shard_on_ranks(1, _pydataset)[0].unit == "batches"
 
 
 class _EndlessBatches(Batches):
@@ -239,13 +213,13 @@ class _EndlessBatches(Batches):
         lambda _: tf.data.Dataset.range(0, 1 << 40).repeat().batch(2),
     ],
 )
-def test_endless_input_goes_on_anywhere(make) -> None:
+def test_endless_input_resumes_at_any_position(make) -> None:
     position = Position(epoch=0, start=1000, missed=(3, 7))
     shares = shard_on_ranks(2, make, steps=5)
     begun = _begin(shares, position)
     assert begun[0].steps is None
-    found = [read(each, limit=3) for each in begun]
-    ids = [step.ids for ranks in zip(*found) for step in ranks]
+    steps = [read(each, limit=3) for each in begun]
+    ids = [step.ids for ranks in zip(*steps) for step in ranks]
     assert ids == [[6, 7], [14, 15], *([2000 + i, 2001 + i] for i in range(0, 8, 2))]
     assert begun[0].after(3) == Position(epoch=0, start=1004, joint_batch=2)
 
@@ -259,7 +233,7 @@ def test_an_endless_shuffle_goes_on_in_its_order() -> None:
     assert [step.ids for step in read(begun, limit=7)] == expected[13:]
 
 
-# A PyDataset without batches is refused.
+# An empty PyDataset is an error.
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
@@ -268,8 +242,7 @@ def test_an_endless_shuffle_goes_on_in_its_order() -> None:
         ("pydataset", (5, 9, 1)),
     ],
 )
-@pytest.mark.slow
-def test_ranks_with_data_of_their_own_go_on_in_it(kind: str, rows: tuple[int, ...]) -> None:
+def test_presharded_data_resumes_at_any_position(kind: str, rows: tuple[int, ...]) -> None:
     def make(rank: int):
         ids = np.arange(rows[rank]) + 100 * rank
         if kind == "arrays":
@@ -289,11 +262,11 @@ def test_ranks_with_data_of_their_own_go_on_in_it(kind: str, rows: tuple[int, ..
         assert joint(shares, _begin(shares, position, ranks=3)) == expected[done:]
 
 
-def test_data_of_their_own_keeps_the_number_of_ranks() -> None:
+def test_presharded_data_needs_the_same_number_of_ranks() -> None:
     share = shard_on_ranks(2, _arrays, batch_size=4, presharded=True)[0]
-    with pytest.raises(DataError, match=r"had 3 ranks and has 2.*presharded=True.*start 3 ranks"):
+    with pytest.raises(DataError, match=r"was 3, got 2\. .*presharded=True.*start 3 ranks"):
         share.begin(Position(epoch=0), ranks=3)
-    with pytest.raises(DataError, match="had 2 ranks and has 1"):
+    with pytest.raises(DataError, match="was 2, got 1"):
         share.reshard(rank=0, size=1)
     with pytest.raises(DataError, match="presharded=True"):
         share.begin(Position(epoch=0)).share(0, 1)
@@ -302,42 +275,35 @@ def test_data_of_their_own_keeps_the_number_of_ranks() -> None:
     shard_on_ranks(2, _arrays, batch_size=4)[0].begin(Position(epoch=0), ranks=3)
 
 
-def test_batch_sizes_of_their_own_have_no_common_position() -> None:
+def test_presharded_data_without_a_batch_size_cant_resume_within_an_epoch() -> None:
     share = shard_on_ranks(2, _arrays, steps=3, presharded=True)[0]
     assert share.begin(Position(epoch=1)).dataset is not None
     with pytest.raises(DataError, match="Pass batch_size"):
         share.begin(Position(epoch=1, start=16)).dataset  # noqa: B018
 
 
-@pytest.mark.parametrize(("make", "units"), [(_arrays, 47), (_pipeline, 12), (_pydataset, 12)])
-def test_a_position_beyond_the_data_is_an_error(make, units: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "units", "name"),
+    [(_arrays, 47, "samples"), (_pipeline, 12, "batches"), (_pydataset, 12, "batches")],
+)
+def test_a_position_after_the_end_is_an_error(make, units: int, name: str) -> None:
     share = shard_on_ranks(2, make, batch_size=4)[0]
     assert share.begin(Position(epoch=0, start=units)).steps == 0
-    with pytest.raises(DataError, match=rf"after {units + 1} (samples|batches).*has {units}\. "):
+    with pytest.raises(DataError, match=rf"has {units} {name}, .*after {units + 1}"):
         share.begin(Position(epoch=0, start=units + 1))
 
 
-def test_share_of_a_rank_that_is_not_there() -> None:
-    with pytest.raises(DataError, match=r"rank 2 .*below 2"):
-        shard_on_ranks(2, _arrays, batch_size=4)[0].begin(Position(epoch=0)).share(0, 2)
-
-
 def test_a_pydataset_that_shuffles_itself_catches_up() -> None:
-    def make(_: int):
-        from tests.keras.data.test_pydataset import Reshuffled
-
-        return Reshuffled(np.random.default_rng(5))
-
-    def uninterrupted(collectives) -> list[list[int]]:
-        share = _shard(collectives, make, {"trains": True})
+    def uninterrupted(engine) -> list[list[int]]:
+        share = shard(engine, Reshuffled(np.random.default_rng(5)), trains=True)
         for epoch in range(EPOCH + 1):
             share.on_epoch_begin(epoch)
             steps = [step.ids for step in read(share)]
             share.on_epoch_end()
         return steps
 
-    def resumed(collectives) -> list[list[int]]:
-        share = _shard(collectives, make, {"trains": True})
+    def resumed(engine) -> list[list[int]]:
+        share = shard(engine, Reshuffled(np.random.default_rng(5)), trains=True)
         share.catch_up(epochs=EPOCH, passes=EPOCH)
         share.on_epoch_begin(EPOCH)
         return [step.ids for step in read(share.begin(Position(epoch=EPOCH, start=4)))]

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.input_agreement import REMEDIES, agreed_steps, compare, differences
-from hvdtrain.keras.data.shard_plan import InputReport
+from hvdtrain.keras.data.input_agreement import REMEDIES, InputReport, compare, raise_if_different
 
 
 def _report(rows: int = 10, **changes) -> InputReport:
@@ -18,12 +17,11 @@ def _report(rows: int = 10, **changes) -> InputReport:
     return InputReport(**{**values, **changes})
 
 
-def test_equal_reports_pass() -> None:
-    compare([_report()] * 3, presharded=False)
-    assert agreed_steps([_report()] * 3, presharded=False) == 5
+def test_equal_reports_return_the_steps() -> None:
+    assert compare([_report()] * 3, presharded=False) == 5
 
 
-def test_a_difference_names_the_fact_the_values_and_the_ranks() -> None:
+def test_a_difference_names_the_values_and_the_ranks() -> None:
     with pytest.raises(DataError) as caught:
         compare([_report(), _report(12), _report()], presharded=False)
     message = str(caught.value)
@@ -36,17 +34,15 @@ def test_a_difference_names_the_fact_the_values_and_the_ranks() -> None:
 
 def test_a_missing_leaf_is_a_difference() -> None:
     facts = [{"x": "float32", "y": "int32"}, {"x": "float32"}]
-    assert differences(facts) == ["y is int32 on rank 0, nothing on rank 1"]
+    with pytest.raises(DataError, match=r"input: y is int32 on rank 0, missing on rank 1\. "):
+        raise_if_different(facts, remedies="")
 
 
 def test_many_ranks_and_differences_stay_readable() -> None:
     facts = [{f"fact {i}": rank * i for i in range(1, 9)} for rank in range(64)]
-    found = differences(facts)
-    assert len(found) == 8
-    assert len(found[0]) < 200
-    reports = [InputReport(structure=entry) for entry in facts]
-    with pytest.raises(DataError, match="and 4 more"):
-        compare(reports, presharded=False)
+    with pytest.raises(DataError, match=r"; and 4 more\. ") as caught:
+        raise_if_different(facts, remedies="")
+    assert len(str(caught.value)) < 800
 
 
 def test_presharded_compares_structure_only() -> None:
@@ -55,26 +51,28 @@ def test_presharded_compares_structure_only() -> None:
         compare([_report(), _report(structure={"kind of input": "other"})], presharded=True)
 
 
-def test_presharded_takes_the_longest() -> None:
+def test_presharded_uses_the_most_steps() -> None:
     reports = [_report(steps=3), _report(steps=0), _report(steps=7)]
-    assert agreed_steps(reports, presharded=True) == 7
+    assert compare(reports, presharded=True) == 7
 
 
-def test_presharded_needs_known_numbers() -> None:
-    with pytest.raises(DataError, match=r"rank 1 can't tell.*assert_cardinality"):
-        agreed_steps([_report(), _report(steps=None)], presharded=True)
-    with pytest.raises(DataError, match="No rank has any data"):
-        agreed_steps([_report(steps=0)] * 2, presharded=True)
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [((5, None), r"not on rank 1\. .*assert_cardinality"), ((0, 0), "empty on all ranks")],
+)
+def test_presharded_needs_a_known_amount_of_data(steps, message) -> None:
+    with pytest.raises(DataError, match=message):
+        compare([_report(steps=count) for count in steps], presharded=True)
 
 
-def test_endless_on_some_ranks_only() -> None:
+def test_endless_on_some_ranks_only_is_an_error() -> None:
     endless = _report(steps=None, endless=True)
-    assert agreed_steps([endless] * 2, presharded=True) is None
-    with pytest.raises(DataError, match="input of rank 1 is endless"):
+    assert compare([endless] * 2, presharded=True) is None
+    with pytest.raises(DataError, match="endless on rank 1 only"):
         compare([_report(), endless], presharded=True)
 
 
-def test_another_ranks_failure_is_named() -> None:
+def test_the_failure_of_another_rank_is_named() -> None:
     failed = InputReport(error="ValueError: bad shape")
     with pytest.raises(DataError, match="rank 1: ValueError: bad shape"):
         compare([_report(), failed], presharded=False)

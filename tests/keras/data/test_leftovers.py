@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 
-from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
-from hvdtrain.keras.data.partition import JointSteps
+from hvdtrain.keras.data.partition import JointSteps, Position
 
 
 class Ranks:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import ShardPlan, shard_input
 from hvdtrain.keras.data.batch_structure import parts
-from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
+from tests.keras.data.ranks import flat, joint, on_ranks, read, shard, shard_on_ranks
 
 
 class Batches(keras.utils.PyDataset):
@@ -49,7 +48,7 @@ WORKERS = [
 
 @pytest.mark.parametrize("options", WORKERS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_batch_once_in_order(options, size: int) -> None:
+def test_every_batch_is_read_once_in_order(options, size: int) -> None:
     for rows in (1, 11):
         shares = shard_on_ranks(size, lambda _, rows=rows: Batches(rows, **options))
         for _ in range(2):
@@ -58,8 +57,8 @@ def test_every_batch_once_in_order(options, size: int) -> None:
             assert [len(step) for step in steps[:-1]] == [2 * size] * (len(steps) - 1)
 
 
-def test_each_rank_makes_its_own_batches_only() -> None:
-    asked: dict[int, list[int]] = {0: [], 1: []}
+def test_each_rank_reads_only_its_own_batches() -> None:
+    requested: dict[int, list[int]] = {0: [], 1: []}
 
     class Counting(Batches):
         def __init__(self, rank: int) -> None:
@@ -67,22 +66,21 @@ def test_each_rank_makes_its_own_batches_only() -> None:
             self.rank = rank
 
         def __getitem__(self, index: int):
-            asked[self.rank].append(index)
+            requested[self.rank].append(index)
             return super().__getitem__(index)
 
     shares = shard_on_ranks(2, Counting)
-    for found in asked.values():
-        found.clear()
+    for indices in requested.values():
+        indices.clear()
     joint(shares)
-    assert asked == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
+    assert requested == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
 
 
-def test_shuffled_order_of_batches_is_shared() -> None:
+def test_ranks_shuffle_batches_in_the_same_order() -> None:
     shares = shard_on_ranks(2, lambda _: Batches(22), shuffle=True)
     orders = []
     for epoch in (0, 1):
-        for share in shares:
-            share._epoch = epoch
+        on_ranks(2, lambda engine, epoch=epoch: shares[engine.rank].on_epoch_begin(epoch))
         orders.append(flat(joint(shares)))
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(22))
     assert len({tuple(order) for order in orders} | {tuple(range(22))}) == 3
@@ -101,7 +99,7 @@ def test_an_error_in_the_users_code_reaches_the_loop(options) -> None:
         read(share)
 
 
-def test_a_worker_process_that_dies_is_an_error_not_a_hang() -> None:
+def test_a_killed_worker_process_is_an_error() -> None:
     class Dying(Batches):
         def __getitem__(self, index: int):
             if index == 4:
@@ -113,7 +111,7 @@ def test_a_worker_process_that_dies_is_an_error_not_a_hang() -> None:
         read(share)
 
 
-def test_a_pass_given_up_leaves_no_workers() -> None:
+def test_an_abandoned_pass_ends_its_workers() -> None:
     share = shard_on_ranks(1, lambda _: Batches(2000, workers=3))[0]
     before = threading.active_count()
     iterator = iter(share.dataset)
@@ -126,7 +124,7 @@ def test_a_pass_given_up_leaves_no_workers() -> None:
     assert sum(step.rows for step in read(share)) == 2000
 
 
-def test_endless_needs_steps() -> None:
+def test_an_endless_dataset_needs_steps() -> None:
     class Endless(Batches):
         @property
         def num_batches(self):
@@ -142,31 +140,30 @@ def test_endless_needs_steps() -> None:
     assert [step.ids for step in read(shares[1], limit=3)] == [[2, 3], [6, 7], [10, 11]]
 
 
-def test_forms_of_batches() -> None:
-    class Form(Batches):
-        def __init__(self, form) -> None:
+def test_structures_of_batches() -> None:
+    class Structured(Batches):
+        def __init__(self, convert) -> None:
             super().__init__(5)
-            self.form = form
+            self.convert = convert
 
         def __getitem__(self, index: int):
-            return self.form(*super().__getitem__(index))
+            return self.convert(*super().__getitem__(index))
 
-    forms = {
+    conversions = {
         lambda x, y: y: 1,
         lambda x, y: (y,): 1,
         lambda x, y: [x, y]: 2,
         lambda x, y: {"a": x, "b": y}: 1,
         lambda x, y: ({"a": x, "b": None}, y, np.ones(len(y))): 3,
     }
-    for form, number in forms.items():
-        share = shard_on_ranks(2, lambda _, form=form: Form(form))[0]
+    for convert, number in conversions.items():
+        share = shard_on_ranks(2, lambda _, convert=convert: Structured(convert))[0]
         batch, rows, joint_rows = next(iter(share.dataset))
         assert len(parts(batch)) == number
         assert (int(rows), int(joint_rows)) == (2, -1)
-    with pytest.raises(ValueError, match="__getitem__"):
-        shard_on_ranks(1, lambda _: Form(lambda x, y: (x, y, x, y)))
-    with pytest.raises(ValueError, match="__getitem__"):
-        shard_on_ranks(1, lambda _: Form(lambda x, y: "text"))
+    for convert in (lambda x, y: (x, y, x, y), lambda x, y: "text"):
+        with pytest.raises(ValueError, match="__getitem__"):
+            shard_on_ranks(1, lambda _, convert=convert: Structured(convert))
 
 
 def test_class_weights() -> None:
@@ -175,12 +172,12 @@ def test_class_weights() -> None:
     assert weights == [[2.0, 1.0], [1.0, 0.5]]
 
 
-def test_length_zero() -> None:
+def test_an_empty_dataset_is_an_error() -> None:
     with pytest.raises(DataError, match="length 0"):
         shard_on_ranks(1, lambda _: Batches(0))
 
 
-def test_other_order_on_a_rank_is_noticed() -> None:
+def test_another_order_on_a_rank_is_an_error() -> None:
     class Shuffled(Batches):
         def __init__(self, seed: int) -> None:
             super().__init__(100, 10)
@@ -192,7 +189,7 @@ def test_other_order_on_a_rank_is_noticed() -> None:
 
 
 class Reshuffled(Batches):
-    """Draws a new order after each epoch, as many users' objects do."""
+    """Draws another order after each epoch, as is common."""
 
     def __init__(self, random: np.random.Generator) -> None:
         super().__init__(60, 6)
@@ -203,9 +200,8 @@ class Reshuffled(Batches):
 
 
 def _two_epochs(make, **options):
-    def run(collectives):
-        plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives, **options)
-        share = shard_input(make(collectives.rank), plan=plan)
+    def run(engine):
+        share = shard(engine, make(engine.rank), **options)
         ids = []
         for epoch in range(2):
             share.on_epoch_begin(epoch)
@@ -216,19 +212,19 @@ def _two_epochs(make, **options):
     return on_ranks(2, run)
 
 
-def test_reshuffling_alike_is_fine() -> None:
+def test_ranks_may_reshuffle_in_the_same_order() -> None:
     ranks = _two_epochs(lambda _: Reshuffled(np.random.default_rng(5)))
     for epoch in (slice(0, 5), slice(5, 10)):
         assert sorted(flat(flat(ids[epoch] for ids in ranks))) == list(range(60))
 
 
-def test_reshuffling_apart_is_noticed_before_the_epoch_that_would_lose_samples() -> None:
+def test_reshuffling_in_another_order_is_an_error() -> None:
     for result in _two_epochs(lambda rank: Reshuffled(np.random.default_rng(rank))):
         with pytest.raises(DataError, match="first batch in epoch 0"):
             raise result
 
 
-def test_hooks_of_the_users_object_are_called_as_by_keras() -> None:
+def test_the_users_hooks_are_called_as_by_keras() -> None:
     alone = Batches(8)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -243,7 +239,7 @@ def test_hooks_of_the_users_object_are_called_as_by_keras() -> None:
 
 
 class Changing(Batches):
-    """Has another number of rows in each epoch, those of rank 1 from 100 on."""
+    """Has another number of rows in each epoch; ids of rank 1 start at 100."""
 
     def __init__(self, rank: int, *rows: int, **options) -> None:
         super().__init__(rows[0], **options)
@@ -254,7 +250,7 @@ class Changing(Batches):
 
 
 @pytest.mark.parametrize("options", WORKERS)
-def test_each_epoch_has_the_batches_that_there_are_then(options) -> None:
+def test_the_length_may_change_in_each_epoch(options) -> None:
     first, second = _two_epochs(lambda _: Changing(0, 12, 5, **options), trains=True)
     assert first == [[0, 1], [4, 5], [8, 9], [0, 1], [4]]
     assert second == [[2, 3], [6, 7], [10, 11], [2, 3], []]
@@ -263,13 +259,13 @@ def test_each_epoch_has_the_batches_that_there_are_then(options) -> None:
     assert sorted(flat(flat(ids[5:] for ids in ranks))) == list(range(6))
 
 
-def test_an_epoch_has_no_more_steps_than_the_data_had_at_first() -> None:
+def test_later_epochs_are_not_longer_than_the_first() -> None:
     first, second = _two_epochs(lambda _: Changing(0, 6, 17), trains=True)
     assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
     assert second == [[2, 3], [], [2, 3], [6, 7]]
 
 
-def test_presharded_ranks_agree_on_the_longest_of_each_epoch() -> None:
+def test_presharded_ranks_agree_on_the_most_steps_in_each_epoch() -> None:
     rows = [(11, 4), (2, 9)]
     ranks = _two_epochs(lambda r: Changing(r, *rows[r]), trains=True, presharded=True)
     assert [len(ids) for ids in ranks] == [6 + 2] * 2
@@ -278,19 +274,19 @@ def test_presharded_ranks_agree_on_the_longest_of_each_epoch() -> None:
         assert flat(ranks[rank][6:]) == [100 * rank + i for i in range(min(second, 4 - 2 * rank))]
 
 
-def test_ranks_whose_lengths_differ_in_an_epoch_are_an_error() -> None:
+def test_another_length_on_a_rank_is_an_error() -> None:
     for result in _two_epochs(lambda rank: Changing(0, 12, 8 + 4 * rank), trains=True):
         with pytest.raises(DataError, match="number of batches is 4 on rank 0, 6 on rank 1"):
             raise result
 
 
-def test_a_pass_over_several_epochs_can_not_change_its_length() -> None:
+def test_the_length_must_not_change_in_a_pass_over_several_epochs() -> None:
     for result in _two_epochs(lambda _: Changing(0, 20, 8), trains=True, steps=1):
-        with pytest.raises(DataError, match="4 batches in epoch 1 after 10; leave"):
+        with pytest.raises(DataError, match="got 4 batches in epoch 1 after 10"):
             raise result
 
 
-def test_presharded_batches_are_all_used_and_steps_agree() -> None:
+def test_presharded_batches_are_all_used() -> None:
     class Own(Batches):
         def __init__(self, rank: int) -> None:
             super().__init__(3 + 4 * rank, workers=1 + rank)

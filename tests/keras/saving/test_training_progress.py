@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
 from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition
 from hvdtrain.parameter_server.protocol import POSITION_NUMBERS

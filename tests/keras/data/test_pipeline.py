@@ -1,4 +1,4 @@
-"""The order of a shuffling pipeline after a restart, and when a pass is begun again."""
+"""The order of a pipeline that shuffles, after a restart and in a repeated pass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.pipeline_passes import PipelinePasses, reshuffling
+from hvdtrain.keras.data.pipeline import PipelinePasses
 
-# Pipelines take tenths of a second each.
+# Each pipeline takes some tenths of a second.
 pytestmark = pytest.mark.slow
 
 Dataset = tf.data.Dataset
@@ -40,7 +40,7 @@ def _many_parts() -> Dataset:
     return dataset.padded_batch(4).with_options(tf.data.Options())
 
 
-# A pipeline; is making an iterator enough to go on; can a pass be begun again.
+# A pipeline; whether creating an iterator draws the next order; whether a pass is repeatable.
 PIPELINES: dict[str, tuple[Callable[[], Dataset], bool, bool]] = {
     "shuffle": (_shuffled, True, True),
     "batch": (lambda: _shuffled().batch(4).prefetch(2), True, True),
@@ -63,7 +63,7 @@ def _ids(dataset: Dataset) -> list[int]:
 
 
 def _orders(make: Callable[[], Dataset], passes: int) -> list[list[int]]:
-    # A shuffle's order depends on the seed of the process, too, which other tests leave behind.
+    # The order also depends on the global seed.
     tf.random.set_seed(1)
     dataset = make()
     return [_ids(dataset) for _ in range(passes)]
@@ -78,25 +78,25 @@ def _resumed(make: Callable[[], Dataset]) -> list[list[int]]:
 
 
 @pytest.mark.more
-def test_a_fresh_process_goes_on_in_the_order_of_an_uninterrupted_one(
+def test_a_new_process_continues_with_the_same_order(
     run_command: Any, forked_python: list[str]
 ) -> None:
     code = (
-        "import json; from tests.keras.data import test_pipeline_passes as t; "
+        "import json; from tests.keras.data import test_pipeline as t; "
         "print(json.dumps({name: t._resumed(make) for name, (make, *_) in t.PIPELINES.items()}))"
     )
     done = run_command([*forked_python, "-c", code], timeout_s=110)
     assert done.returncode == 0, done
-    found = json.loads(done.stdout.splitlines()[-1])
+    orders = json.loads(done.stdout.splitlines()[-1])
     for name, (make, *_) in PIPELINES.items():
-        assert found[name] == _orders(make, EPOCH + 2)[EPOCH:], name
+        assert orders[name] == _orders(make, EPOCH + 2)[EPOCH:], name
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_the_order_depends_on_is_seen(name: str) -> None:
+def test_the_kind_of_pipeline_is_detected(name: str) -> None:
     make, at_once, repeatable = PIPELINES[name]
-    seen = reshuffling(make())
-    assert (seen.changes, seen.at_once, seen.repeatable) == (True, at_once, repeatable)
+    passes = PipelinePasses(make())
+    assert (passes.changes, passes.at_once, passes.repeatable) == (True, at_once, repeatable)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_what_the_order_depends_on_is_seen(name: str) -> None:
         lambda: Dataset.from_tensor_slices([1, 2, 3]).map(lambda i: i + 1),
     ],
 )
-def test_a_pipeline_without_shuffling_is_used_as_it_is(make) -> None:
+def test_a_pipeline_without_shuffling_is_used_directly(make) -> None:
     dataset = make()
-    assert not reshuffling(dataset).changes
     passes = PipelinePasses(dataset)
+    assert not passes.changes
     for _ in range(2):
         assert passes.begin(0, within=True, repeatable=True) is dataset
 
 
 @pytest.mark.parametrize("name", [name for name, entry in PIPELINES.items() if entry[2]])
-def test_a_pass_begun_again_has_its_order_and_the_next_has_its_own(name: str) -> None:
+def test_a_repeated_pass_has_the_same_order(name: str) -> None:
     make = PIPELINES[name][0]
     first, second, third = _orders(make, 3)
     passes = PipelinePasses(make())
@@ -130,51 +130,51 @@ def test_a_pass_begun_again_has_its_order_and_the_next_has_its_own(name: str) ->
 
 
 @pytest.mark.parametrize("name", [name for name, entry in PIPELINES.items() if not entry[2]])
-def test_a_pass_that_cannot_be_begun_again_is_an_error(name: str) -> None:
+def test_a_pass_that_cant_be_repeated_is_an_error(name: str) -> None:
     make = PIPELINES[name][0]
     passes = PipelinePasses(make())
     assert not passes.repeatable
     assert _ids(passes.begin(0, within=False, repeatable=True)) == _orders(make, 1)[0]
-    with pytest.raises(DataError, match=r"begun again.*reshuffle_each_iteration=False"):
+    with pytest.raises(DataError, match=r"started again.*reshuffle_each_iteration=False"):
         passes.begin(0, within=True, repeatable=True)
 
 
-def test_a_pass_is_not_begun_again_in_another_order() -> None:
+def test_a_pass_is_not_repeated_in_another_order() -> None:
     passes = PipelinePasses(_shuffled())
     for epoch in (0, 1):
         passes.begin(epoch, within=False, repeatable=False)
     for epoch in (0, 1):
-        with pytest.raises(DataError, match=rf"epoch {epoch} .*can't be begun again"):
+        with pytest.raises(DataError, match=rf"epoch {epoch} .*can't be started again"):
             passes.begin(epoch, within=True, repeatable=True)
 
 
-def test_another_training_on_the_same_dataset_goes_on_as_in_keras() -> None:
+def test_another_training_with_the_same_dataset_continues_its_orders() -> None:
     dataset, orders = _shuffled(), _orders(_shuffled, 4)
     first = PipelinePasses(dataset)
-    found = [_ids(first.begin(epoch, within=False, repeatable=False)) for epoch in (0, 1)]
+    results = [_ids(first.begin(epoch, within=False, repeatable=False)) for epoch in (0, 1)]
     second = PipelinePasses(dataset)
-    with pytest.raises(DataError, match=r"pass 1 .*has begun 2.*anew"):
+    with pytest.raises(DataError, match=r"pass 1 .*has started 2"):
         second.catch_up(1)
     second.catch_up(2)
-    found.append(_ids(second.begin(2, within=False, repeatable=False)))
-    # A training that starts anew draws on, too.
-    found.append(_ids(PipelinePasses(dataset).begin(0, within=False, repeatable=False)))
-    assert found == orders
+    results.append(_ids(second.begin(2, within=False, repeatable=False)))
+    # Even if it starts from the beginning.
+    results.append(_ids(PipelinePasses(dataset).begin(0, within=False, repeatable=False)))
+    assert results == orders
 
 
-def test_the_middle_of_an_epoch_tells_how_many_passes_lie_before() -> None:
+def test_resuming_within_an_epoch_catches_up() -> None:
     passes = PipelinePasses(_shuffled())
     assert _ids(passes.begin(EPOCH, within=True, repeatable=False)) == _orders(_shuffled, 3)[EPOCH]
 
 
-def test_passes_over_endless_data_are_not_read_to_their_end() -> None:
+def test_catching_up_with_an_endless_pipeline_is_an_error() -> None:
     passes = PipelinePasses(_shuffled().repeat())
     passes.catch_up(0)
     with pytest.raises(DataError, match="endless"):
         passes.catch_up(1)
 
 
-def test_a_cache_in_a_file_survives_catching_up(tmp_path: Path) -> None:
+def test_catching_up_with_a_cache_file(tmp_path: Path) -> None:
     def make(name: str) -> Callable[[], Dataset]:
         return lambda: (
             Dataset.range(ROWS).cache(str(tmp_path / name)).shuffle(ROWS, seed=3).batch(4)
@@ -183,7 +183,7 @@ def test_a_cache_in_a_file_survives_catching_up(tmp_path: Path) -> None:
     assert _resumed(make("resumed")) == _orders(make("plain"), EPOCH + 2)[EPOCH:]
 
 
-def test_random_numbers_of_their_own_in_each_iteration_change_a_pass() -> None:
-    for anew in (False, True):
-        numbers = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=anew)
-        assert reshuffling(numbers.take(4).batch(2)).changes == anew
+def test_random_datasets_may_change_in_each_pass() -> None:
+    for changes in (False, True):
+        numbers = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=changes)
+        assert PipelinePasses(numbers.take(4).batch(2)).changes == changes

@@ -1,0 +1,274 @@
+"""The structure of ``tf.data`` pipelines, and passes over them in a reproducible order.
+
+A pipeline with ``shuffle(seed=...)`` draws the order of a pass from a generator when an iterator is
+created, which advances the generator. The order therefore depends on the number of earlier passes:
+a process that resumes with pass ``e`` first starts ``e`` others, as cheaply as possible.
+
+A second iterator for the same pass would draw the next order. To start a pass again, the state of
+its first iterator is saved before its first element. Restoring it in another iterator of the same
+dataset restores the order and the generator, so that the next pass is right as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data.sharded_input import untuned
+from hvdtrain.private_api.tensorflow import (
+    cache_file,
+    captured_by,
+    draws_anew,
+    function_graphs,
+    iterator_resource,
+    parts_of,
+    variant_of,
+    yields_in_any_order,
+)
+
+__all__ = ["PipelinePasses", "cache_files", "shuffles", "unordered_operations"]
+
+_IGNORE_EXTERNAL_STATE = 1  # tf.data's ExternalStatePolicy: nothing leaves the process
+_UNORDERED = {"deterministic": b"false", "sloppy": True}
+_COUNT = "_hvdtrain_passes_begun"
+
+# Datasets whose iterators create the iterators of their inputs immediately.
+_KINDS_AT_ONCE = (
+    "_AssertCardinalityDataset _BatchDataset _DenseToRaggedDataset _FilterDataset _FlatMapDataset "
+    "_IgnoreErrorsDataset _InterleaveDataset _MapDataset _OptionsDataset _PaddedBatchDataset "
+    "_ParallelBatchDataset _ParallelInterleaveDataset _ParallelMapDataset _PrefetchDataset "
+    "_RebatchDataset _RestructuredDataset _ScanDataset _ShardDataset _SkipDataset _TakeDataset "
+    "_TakeWhileDataset _UnbatchDataset _UniqueDataset _WindowDataset _ZipDataset"
+)
+_DRAW_AT_ONCE = frozenset(_KINDS_AT_ONCE.split())
+# With their first element.
+_DRAW_AT_FIRST = frozenset({"_ShuffleDataset"})
+# Later, or not in every pass; their saved state tells which.
+_DRAW_LATER = frozenset({"CacheDataset", "_CacheDataset", "_RepeatDataset"})
+
+_undecorated = tf.autograph.experimental.do_not_convert
+
+
+def _all_parts(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for part in parts_of(dataset):
+        yield from _all_parts(part)
+
+
+def _function_bodies(dataset: Any) -> Iterator[Any]:
+    """Yield the ``NodeDef`` messages of each function that a dataset calls."""
+    for graph in function_graphs(dataset):
+        definition = graph.as_graph_def()
+        yield definition.node
+        yield from (function.node_def for function in definition.library.function)
+
+
+def _graph_nodes(dataset: Any) -> Any:
+    graph = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=variant_of(dataset), external_state_policy=_IGNORE_EXTERNAL_STATE
+    )
+    return tf.compat.v1.GraphDef.FromString(graph.numpy()).node
+
+
+def cache_files(dataset: Any) -> list[str]:
+    """Return the files that ``Dataset.cache`` would write.
+
+    Existing files, which are only read, and file names that a function of the pipeline computes
+    are not included.
+    """
+    names = set()
+    for part in _all_parts(dataset):
+        names.add(cache_file(part))
+        for nodes in _function_bodies(part):
+            names |= _cached_by_operations(nodes)
+    paths = [name if "://" in name else os.path.abspath(name) for name in names if name]
+    return sorted(path for path in paths if not tf.io.gfile.exists(f"{path}.index"))
+
+
+def _cached_by_operations(nodes: Iterable[Any]) -> set[str]:
+    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    names = set()
+    for node in nodes:
+        name = constants.get(node.input[1].split(":")[0]) if "CacheDataset" in node.op else None
+        if name is not None:
+            names.add(tf.make_ndarray(name).item().decode())
+    return names
+
+
+def unordered_operations(dataset: Any) -> list[str]:
+    """Return the operations with ``deterministic=False``, which overrides ``tf.data.Options``."""
+    operations = set()
+    for part in _all_parts(dataset):
+        kind = type(part).__name__
+        unordered = yields_in_any_order(part)
+        if unordered is None and ("Interleave" in kind or "Parallel" in kind):
+            unordered = any(map(_is_unordered, _graph_nodes(part)))
+        if unordered:
+            operations.add(kind)
+        for nodes in _function_bodies(part):
+            operations |= {node.op for node in nodes if _is_unordered(node)}
+    return sorted({name.strip("_").split("Dataset")[0] for name in operations})
+
+
+def _is_unordered(node: Any) -> bool:
+    if "Interleave" not in node.op and "Parallel" not in node.op:
+        return False
+    return any(
+        name in node.attr and value in (node.attr[name].s, node.attr[name].b)
+        for name, value in _UNORDERED.items()
+    )
+
+
+def shuffles(dataset: Any) -> bool:
+    """Return whether a visible part of the dataset shuffles."""
+    return any(type(part).__name__ == "_ShuffleDataset" for part in _all_parts(dataset))
+
+
+def _reshuffling_paths(dataset: Any, above: frozenset[str] = frozenset()) -> list[frozenset[str]]:
+    """Return, for each part that may change the order in each pass, the kinds of datasets above it.
+
+    Parts that can't be inspected count as changing.
+    """
+    kind = type(dataset).__name__
+    through = above | {kind}
+    paths = []
+    if kind == "_ShuffleDataset" and draws_anew(dataset):
+        paths.append(above)
+    elif _is_unknown(dataset, kind):
+        paths.append(through | {"unknown"})
+    for part in parts_of(dataset):
+        paths += _reshuffling_paths(part, through)
+    return paths
+
+
+def _is_unknown(dataset: Any, kind: str) -> bool:
+    if kind == "_VariantDataset":
+        # Dataset.enumerate uses one to count; any other may hide a pipeline.
+        return not _only_counts(dataset)
+    return draws_anew(dataset) or any(t.dtype == tf.variant for t in captured_by(dataset))
+
+
+def _only_counts(dataset: Any) -> bool:
+    spec = dataset.element_spec
+    if not isinstance(spec, tf.TensorSpec) or spec.dtype != tf.int64 or spec.shape.rank != 0:
+        return False
+    return {node.op for node in _graph_nodes(dataset)} <= {"Const", "RangeDataset", "_Retval"}
+
+
+class PipelinePasses:
+    """The passes of one training over a user's dataset.
+
+    The number of passes is stored with the dataset, like its generators: another ``fit`` with the
+    same dataset continues with the next order, as in Keras.
+
+    Attributes:
+        changes: Whether the order may change from pass to pass.
+        at_once: Whether creating an iterator is enough to draw the next order.
+        at_first: Whether reading one element is enough; otherwise the pass must be read to its end.
+        repeatable: Whether a saved iterator determines the order of its pass.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        paths = _reshuffling_paths(dataset)
+        self.changes = bool(paths)
+        self.at_once = all(above <= _DRAW_AT_ONCE for above in paths)
+        self.at_first = all(above <= _DRAW_AT_ONCE | _DRAW_AT_FIRST for above in paths)
+        self.repeatable = all(above <= _DRAW_AT_ONCE | _DRAW_LATER for above in paths)
+        self._epoch: int | None = None  # of the last pass that was started
+        self._started_after: int | None = None  # the number of passes after it
+        self._saved: Any = None
+
+    @property
+    def _started(self) -> int:
+        return getattr(self._dataset, _COUNT, 0)
+
+    @_started.setter
+    def _started(self, count: int) -> None:
+        setattr(self._dataset, _COUNT, count)
+
+    def catch_up(self, passes: int) -> None:
+        """Make the next pass number ``passes`` over this dataset, from 0.
+
+        Raises:
+            DataError: The pass was already started, or can't be reached.
+        """
+        if not self.changes:
+            return
+        if passes < self._started:
+            raise DataError(
+                f"Training must resume with pass {passes} over a tf.data pipeline with another "
+                f"order in each pass, got one that has started {self._started} in this process; "
+                "create the dataset again, or resume in a new process."
+            )
+        endless = self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        if passes > self._started and endless and not self.at_first:
+            raise DataError(
+                f"Pass {passes} over an endless tf.data pipeline can't be started: the order of "
+                "its shuffle depends on how much of the earlier passes was read. Use a single pass "
+                "for all epochs."
+            )
+        for _ in range(self._started, passes):
+            iterator = iter(untuned(self._dataset))
+            if self.at_once:
+                continue
+            for _ in iterator:
+                if self.at_first:
+                    break
+        self._started = passes
+
+    def begin(self, epoch: int, *, within: bool, repeatable: bool) -> tf.data.Dataset:
+        """Return the elements of a pass from its start, to be iterated once.
+
+        Args:
+            epoch: Identifies the pass: the same epoch is the same pass, a later one the next.
+            within: Whether the pass continues in its middle. Without ``catch_up``, each earlier
+                epoch then counts as a pass.
+            repeatable: Whether the pass may be started again.
+
+        Raises:
+            DataError: The pipeline can't return to the order of this pass.
+        """
+        if not self.changes:
+            return self._dataset
+        again = self._epoch is not None and epoch <= self._epoch
+        if again and (
+            self._saved is None or epoch != self._epoch or self._started != self._started_after
+        ):
+            raise DataError(
+                f"The pass of epoch {epoch} over the tf.data pipeline can't be started again, "
+                "because the pipeline has another order in each pass. Use "
+                "Dataset.shuffle(..., reshuffle_each_iteration=False); or shuffle only once and "
+                "not within a function; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
+                "shuffles."
+            )
+        if within and self._epoch is None and not self._started:
+            self.catch_up(epoch)
+        if not again:
+            self._started = self._started_after = self._started + 1
+            self._epoch, self._saved = epoch, None
+        if not again and not (repeatable and self.repeatable):
+            return self._dataset
+        iterator = iter(untuned(self._dataset))
+        if again:
+            tf.raw_ops.DeserializeIterator(
+                resource_handle=iterator_resource(iterator), serialized=self._saved
+            )
+        else:
+            self._saved = tf.raw_ops.SerializeIterator(
+                resource_handle=iterator_resource(iterator),
+                external_state_policy=_IGNORE_EXTERNAL_STATE,
+            )
+        return _remaining_elements(iterator)
+
+
+def _remaining_elements(iterator: Any) -> tf.data.Dataset:
+    """Return a dataset of the rest of an iterator, which reads it within the graph."""
+    ticks = tf.data.Dataset.range(1).repeat()
+    elements = ticks.map(_undecorated(lambda _: iterator.get_next_as_optional()))
+    elements = elements.take_while(_undecorated(lambda element: element.has_value()))
+    return elements.map(_undecorated(lambda element: element.get_value()))
