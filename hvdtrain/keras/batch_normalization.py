@@ -1,6 +1,6 @@
-"""``BatchNormalization(synchronized=True)`` that really sees the batches of all ranks.
+"""``BatchNormalization(synchronized=True)`` with the batches of all ranks.
 
-Keras asks tf.distribute for the other replicas, which knows of none here.
+Keras synchronizes the replicas of tf.distribute only.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchro
 
 @keras.saving.register_keras_serializable("hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """``BatchNormalization`` with the moments of the batches of all ranks, by Horovod's name.
+    """Batch normalization with the mean and variance of the batches of all ranks.
 
-    For models whose ranks each train on data of their own. In a model that ``hvdtrain.distribute``
-    gets, ``keras.layers.BatchNormalization(synchronized=True)`` does the same, and is saved as a
-    layer of Keras.
+    This is Horovod's name, for models whose ranks train on their own data. In a model that is
+    passed to ``hvdtrain.distribute``, ``keras.layers.BatchNormalization(synchronized=True)`` does
+    the same, and is saved as a Keras layer.
 
     Args:
-        fused: False.
-        kwargs: The arguments of ``keras.layers.BatchNormalization``.
+        fused: Must be False.
+        **kwargs: The arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
-        ValueError: ``fused`` is something else.
+        ValueError: ``fused`` is not False.
     """
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
             raise ValueError(
-                f"Received fused={fused!r}; expected False: the moments of all ranks are put "
-                "together in between."
+                f"Received fused={fused!r}, expected False: a fused kernel can't combine the "
+                "moments of all ranks."
             )
         super().__init__(**kwargs)
 
@@ -53,7 +53,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def synchronized_layers(model: keras.Model) -> list[Any]:
-    """The layers of ``model`` that were built with ``synchronized=True``."""
+    """Return the layers of ``model`` with ``synchronized=True``."""
     return [
         layer
         for layer in flatten_layers(model)
@@ -64,11 +64,16 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 def synchronize_batch_normalization(
     layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
 ) -> None:
-    """Let ``layer`` normalise with the moments over the batches of all ranks.
+    """Make ``layer`` normalize with the moments of the batches of all ranks.
 
-    Ranks exchange count, mean and variance, and combine them as Chan, Golub and LeVeque (1979)
-    do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
-    ``rows`` returns the rows that count in the current step of training, None between steps.
+    Ranks exchange count, mean and variance, and combine them as in Chan, Golub and LeVeque (1979):
+    with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
+
+    Args:
+        layer: A ``BatchNormalization`` layer.
+        collectives: Connects the ranks.
+        rows: Returns the number of rows that count in the current training step, or None between
+            steps.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +83,9 @@ def synchronize_batch_normalization(
                 own = local_moments(inputs, mask)
             finally:
                 layer.synchronized = synchronized
-            dtype = own[0].dtype
-            count = _count(layer, inputs, mask, dtype)
-            counted = rows()
-            counts = None if counted is None else counted > 0
+            count = _count(layer, inputs, mask, own[0].dtype)
+            step_rows = rows()
+            counts = None if step_rows is None else step_rows > 0
             return _joint_moments(layer, own, count, collectives, counts)
 
         return moments
@@ -96,43 +100,39 @@ def _joint_moments(
     collectives: Engine,
     counts: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values.
+    """Return the mean and variance over all ranks.
 
-    Unless ``counts``, a boolean, neither these nor their gradients reach other ranks.
+    Args:
+        layer: The layer.
+        own: Mean and variance of this rank's batch.
+        count: The number of values in each of ``own``.
+        collectives: Connects the ranks.
+        counts: A boolean; if False, other ranks receive neither ``own`` nor gradients from here.
     """
     mean, variance = own
     elastic = collectives.survives_losses
     divide = tf.math.divide_no_nan if elastic else tf.math.divide
     shape = mean.shape
+    channels = shape.num_elements()
     packed = tf.concat(
         [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
     )
-    packed.set_shape([1 + 2 * shape.num_elements()])
+    packed.set_shape([1 + 2 * channels])
     if counts is not None:
         packed = tf.where(counts, packed, tf.zeros_like(packed))
     stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
     if counts is not None:
         stacked = tf.where(counts, stacked, tf.stop_gradient(stacked))
-    channels = shape.num_elements()
     n = stacked[:, :1]
     means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
     total = tf.reduce_sum(n)
     joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
-    joint_variance = divide(
-        tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0), total
-    )
-    joint = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
-    return _unless_empty(layer, total, joint) if elastic else joint
-
-
-def _unless_empty(
-    layer: Any, total: tf.Tensor, joint: tuple[tf.Tensor, tf.Tensor]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the moments; without rows in the batch the moving ones, which then stay as they are.
-
-    The ranks that had the rows of a step may be lost in it.
-    """
-    mean, variance = joint
+    deviations = variances + (means - joint_mean) ** 2
+    joint_variance = divide(tf.reduce_sum(n * deviations, axis=0), total)
+    mean, variance = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+    if not elastic:
+        return mean, variance
+    # All ranks with rows may be lost in this step: then the moving moments don't change.
     return (
         tf.where(total > 0, mean, tf.cast(layer.moving_mean, mean.dtype)),
         tf.where(total > 0, variance, tf.cast(layer.moving_variance, variance.dtype)),
@@ -140,7 +140,7 @@ def _unless_empty(
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
-    """Count the values that each of this rank's moments is made of."""
+    """Count the values of this rank's batch in each of the moments."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]

@@ -1,9 +1,10 @@
-"""Callbacks around the user's: input hooks, membership, and what all ranks must agree on."""
+"""The callbacks of all ranks: the user's, and hvdtrain's own before and after them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -23,15 +24,24 @@ from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 __all__ = [
     "CHIEF_ONLY",
     "ChiefFailover",
-    "MeetAtEnd",
     "StopTogether",
     "list_callbacks",
     "stops_at_nan",
     "wrap_callbacks",
 ]
 
+CHIEF_ONLY = (
+    keras.callbacks.ModelCheckpoint,
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),
+    keras.callbacks.TensorBoard,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+"""Callbacks with effects outside the process, which only the chief runs."""
 
-# For each loop the attribute with which a callback ends it, and the hooks that see its batches.
+# By loop, the model's attribute that stops it, and the hooks that see its batches.
 _LOOPS = {
     "train": (
         "stop_training",
@@ -43,10 +53,15 @@ _LOOPS = {
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
-    """The user's callbacks, however they were passed to ``fit``."""
+    """Return the user's callbacks as a list, in whatever form ``fit`` received them."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return list(keras.tree.flatten(callbacks)) if callbacks is not None else []
+
+
+def stops_at_nan(callbacks: Sequence[Any]) -> bool:
+    """Return whether ``TerminateOnNaN`` is among the callbacks."""
+    return any(isinstance(entry, keras.callbacks.TerminateOnNaN) for entry in callbacks)
 
 
 def wrap_callbacks(
@@ -57,56 +72,43 @@ def wrap_callbacks(
     contributions: Contributions,
     *,
     broadcast: Callable[[], None],
-    join: Callable[[], None],
+    synchronize: Callable[[], None],
 ) -> list[Any]:
-    """The user's callbacks as this rank runs them, between hvdtrain's own.
+    """Return the user's callbacks for this rank, between hvdtrain's own.
 
-    A ``Checkpoint`` comes last: it saves what the others have decided, and resuming undoes what
-    they do when training begins.
+    A ``Checkpoint`` comes last: it saves the decisions of the others, and resuming must override
+    what they do when training begins.
 
-    ``broadcast`` gives all ranks the chief's state; it is called after the user's
-    ``on_train_begin``, where a callback may have restored some on the chief. ``join`` makes the
-    model the same on all ranks; it is called before the user's ``on_epoch_end``.
+    Args:
+        failover: Holds the user's callbacks.
+        collectives: Connects the ranks.
+        membership: The ranks that train.
+        epochs: The steps of ``fit``.
+        contributions: Records whose gradients were averaged.
+        broadcast: Gives all ranks the chief's state. Called after the user's ``on_train_begin``, in
+            which a callback of the chief may have restored it.
+        synchronize: Makes the model equal on all ranks. Called before the user's ``on_epoch_end``.
     """
     callbacks = failover.callbacks()
-    others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    before = _Before(membership, epochs, contributions, join)
-    shares = [_ShareNaN(collectives)] if stops_at_nan(callbacks) else []
-    after = _After(collectives, membership, failover, epochs, broadcast)
     return [
-        before,
+        _Before(membership, epochs, contributions, synchronize),
         ReportProgress(epochs),
-        *shares,
-        *others,
-        # Waits patiently for the chief's callbacks as training begins, so the other needn't.
-        after,
+        *([_share_nan(collectives)] if stops_at_nan(callbacks) else []),
+        *(entry for entry in callbacks if not isinstance(entry, Checkpoint)),
+        # _After first, as it allows the chief's callbacks any time when training begins.
+        _After(collectives, membership, failover, epochs, broadcast),
         StopTogether(collectives, callbacks),
-        *checkpoints,
-        _EndIfTooFew(membership),
+        *(entry for entry in callbacks if isinstance(entry, Checkpoint)),
+        _stop_if_too_few(membership),
     ]
 
 
-class MeetAtEnd(keras.callbacks.Callback):
-    """The first callback of ``predict``: a barrier, so that all ranks end when the last one does.
-
-    What each has predicted is put together after the callbacks; then nobody waits for that.
-    """
-
-    def __init__(self, collectives: Engine) -> None:
-        super().__init__()
-        self._collectives = collectives
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        self._collectives.barrier(name="end of predict")
-
-
 class StopTogether(keras.callbacks.Callback):
-    """Ends a loop on all ranks after the batch in which a callback of one rank has ended it.
+    """Stops a loop on all ranks after the batch in which a callback of one rank stopped it.
 
-    Comes after the user's callbacks. Ranks exchange a number after the first batch of each epoch,
-    evaluation and prediction, and after every batch if a rank has code of the user's that can act
-    then: a callback with hooks for batches, or a ``train_step`` that runs eagerly.
+    Comes after the user's callbacks. Ranks exchange a flag after the first batch of each epoch,
+    evaluation and prediction. They do so after every batch if user code on some rank can stop a
+    loop there: a callback with hooks for batches, or a ``train_step`` that runs eagerly.
     """
 
     def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:
@@ -115,100 +117,88 @@ class StopTogether(keras.callbacks.Callback):
         self._callbacks = callbacks
         self._every_batch = dict.fromkeys(_LOOPS, False)
         self._first = True
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._begin("train")
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._begin("test")
-
-    def on_predict_begin(self, logs: Any = None) -> None:
-        self._begin("predict")
+        for loop in _LOOPS:
+            setattr(self, f"on_{loop}_begin", partial(self._begin, loop))
+            setattr(self, f"on_{loop}_batch_end", partial(self._agree, loop))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._first = True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._agree("train")
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._agree("test")
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._agree("predict")
-
-    def _begin(self, loop: str) -> None:
+    def _begin(self, loop: str, logs: Any = None) -> None:
         _, hooks = _LOOPS[loop]
-        mine = any(_is_users(getattr(entry, h, None)) for entry in self._callbacks for h in hooks)
-        mine = mine or (self.model.run_eagerly and overrides(self.model, f"{loop}_step"))
-        self._every_batch[loop] = self._any(mine, f"callbacks that see batches of {loop}")
+        own = any(_is_users(getattr(entry, h, None)) for entry in self._callbacks for h in hooks)
+        own = own or (self.model.run_eagerly and overrides(self.model, f"{loop}_step"))
+        self._every_batch[loop] = self._any(own, f"callbacks that see batches of {loop}")
         self._first = True
 
-    def _agree(self, loop: str) -> None:
+    def _agree(self, loop: str, batch: int, logs: Any = None) -> None:
         if self._every_batch[loop] or self._first:
             self._first = False
             attribute, _ = _LOOPS[loop]
             stop = self._any(getattr(self.model, attribute), attribute)
             setattr(self.model, attribute, stop)
 
-    def _any(self, mine: bool, name: str) -> bool:
-        return bool(self._collectives.allreduce(np.array(bool(mine)), "max", name=name))
+    def _any(self, flag: bool, name: str) -> bool:
+        return bool(self._collectives.allreduce(np.array(bool(flag)), "max", name=name))
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a callback's hook is neither Keras' nor hvdtrain's."""
+    """Return whether a callback's hook is neither Keras' nor hvdtrain's."""
     package = (getattr(hook, "__module__", None) or "").split(".")[0]
     return hook is not None and package not in ("keras", "hvdtrain")
 
 
-def stops_at_nan(callbacks: Sequence[Any]) -> bool:
-    """Whether Keras' ``TerminateOnNaN`` is one of the callbacks."""
-    return any(isinstance(entry, keras.callbacks.TerminateOnNaN) for entry in callbacks)
+def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
+    """Return a callback that shows a non-finite loss of one rank to ``TerminateOnNaN`` on all."""
 
-
-class _ShareNaN(keras.callbacks.Callback):
-    """Shows a loss that is not finite on one rank to ``TerminateOnNaN`` on all ranks."""
-
-    def __init__(self, collectives: Engine) -> None:
-        super().__init__()
-        self._collectives = collectives
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        mine = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
-        if self._collectives.allreduce(mine, "max", name="finite loss") and not mine:
+    def share(batch: int, logs: Any) -> None:
+        non_finite = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
+        if collectives.allreduce(non_finite, "max", name="finite loss") and not non_finite:
             logs["loss"] = float("nan")
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=share)
+
+
+def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
+    """Return the last callback, after checkpoints: it raises if too few ranks are left."""
+
+    def check(number: int, logs: Any) -> None:
+        if membership.too_few is not None:
+            raise membership.too_few
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=check, on_epoch_end=check)
 
 
 class _Before(keras.callbacks.Callback):
-    """The first callback of ``fit``: does what has to come before the user's callbacks."""
+    """Runs before the user's callbacks in ``fit``: updates data and membership."""
 
     def __init__(
         self,
         membership: Membership,
         epochs: EpochIterator,
         contributions: Contributions,
-        join: Callable[[], None],
+        synchronize: Callable[[], None],
     ) -> None:
         super().__init__()
         self._membership = membership
         self._epochs = epochs
         self._contributions = contributions
-        self._join = join
+        self._synchronize = synchronize
         self._verified = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._contributions.take()  # of steps outside of fit
+        self._contributions.take()  # drop those of steps outside of fit
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epochs.on_epoch_begin(epoch)
         self._verified = False
         if self.params is not None:
-            # Of the ranks there are now; only a change of the data by a callback comes later.
+            # For the current ranks. _After sets it again, as callbacks may change the data.
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._membership.elastic:
-            self._epochs.note_contributions(self._contributions.take())
+            self._epochs.record_contributions(self._contributions.take())
             if self._membership.renew() and self.params is not None:
                 left = self._epochs.steps_left
                 self.params["steps"] = None if left is None else batch + 1 + left
@@ -218,13 +208,13 @@ class _Before(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs.sharded.on_epoch_end()
-        self._join()
-        # Whoever is the chief by now is to run its callbacks for this epoch.
+        self._synchronize()
+        # If the chief was lost, the new one must run its callbacks for this epoch.
         self._membership.renew()
 
 
 class _After(keras.callbacks.Callback):
-    """The callback after the user's: makes alike what they may have decided on one rank."""
+    """Runs after the user's callbacks in ``fit``: applies the decisions of one rank to all."""
 
     def __init__(
         self,
@@ -246,66 +236,29 @@ class _After(keras.callbacks.Callback):
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
         set_initial_epoch(self.model, epoch)
-        if self._membership.renew_and_check_chief_lost():
+        if self._membership.renew_and_check_chief():
             raise RanksLostError(
-                "The chief was lost while it gave the others its state as training began. Start "
-                "the job again."
+                "The chief was lost while it sent its state to the other ranks at the beginning of "
+                "the training. Start the job again."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Callbacks may have changed the data, and a checkpoint restores random states after this.
+        # After the user's callbacks, which may change the data, and before a checkpoint restores
+        # the random states.
         self._epochs.sharded.on_epoch_begin(epoch)
         if self.params is not None:
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        mine = np.array(bool(self.model.stop_training))
+        stop = np.array(bool(self.model.stop_training))
         with self._failover.without_timeout():
-            stop = self._collectives.allreduce(mine, "max", name="stop training")
+            stop = self._collectives.allreduce(stop, "max", name="stop training")
         self.model.stop_training = bool(stop)
         self._failover.share_states()
 
 
-class _EndIfTooFew(keras.callbacks.Callback):
-    """The last callback, after checkpoints: ends training if fewer ranks are left than must be."""
-
-    def __init__(self, membership: Membership) -> None:
-        super().__init__()
-        self._membership = membership
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._end_if_too_few()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._end_if_too_few()
-
-    def _end_if_too_few(self) -> None:
-        if self._membership.too_few is not None:
-            raise self._membership.too_few
-
-
-CHIEF_ONLY = (
-    keras.callbacks.ModelCheckpoint,
-    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),
-    keras.callbacks.TensorBoard,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.ProgbarLogger,
-)
-
-
-"""Callbacks with effects outside the process; other ranks than the chief don't run them."""
-
-
-_HOOKS = (
-    *("on_train_begin", "on_train_end", "on_test_begin", "on_test_end"),
-    *("on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_test_batch_end"),
-)
-
-
 class ChiefFailover:
-    """Lets the chief's callbacks run on the chief alone, and on the next chief when it is lost."""
+    """Runs the ``CHIEF_ONLY`` callbacks on the chief, and on the next chief if it is lost."""
 
     def __init__(
         self,
@@ -323,30 +276,27 @@ class ChiefFailover:
         self._standbys: list[_StandbyCallback] = []
 
     def without_timeout(self) -> AbstractContextManager[None]:
-        """Let operations in the block wait for the chief's callbacks without a time-out.
+        """Wait for the chief's callbacks without a time-out within the block.
 
-        They save the model as a rule, which may take long; callbacks of all ranks must be in time.
+        They usually save the model, which may take long.
         """
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def callbacks(self) -> list[Any]:
-        """The user's callbacks as this rank runs them."""
+        """Return the user's callbacks for this rank."""
         if self._membership.is_chief:
             return list(self._callbacks)
         if not self._membership.elastic:
             return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
         standbys = {id(entry): _StandbyCallback(entry) for entry in self._of_chief}
-        self._standbys = list(standbys.values())
-        if self._verbose:
-            # Keras' own exists on the chief only.
-            self._standbys.append(
-                _StandbyCallback(keras.callbacks.ProgbarLogger(), verbose=self._verbose)
-            )
-        ours = [standbys.get(id(entry), entry) for entry in self._callbacks]
-        return [*ours, *self._standbys[len(standbys) :]]
+        # Keras adds its progress bar on the chief only.
+        bar = keras.callbacks.ProgbarLogger()
+        bars = [_StandbyCallback(bar, verbose=self._verbose)] if self._verbose else []
+        self._standbys = [*standbys.values(), *bars]
+        return [*(standbys.get(id(entry), entry) for entry in self._callbacks), *bars]
 
     def share_states(self) -> None:
-        """Let all ranks know what the chief's callbacks remember; collective."""
+        """Send the states of the chief's callbacks to all ranks of an elastic job; collective."""
         if not self._membership.elastic or not self._of_chief:
             return
         if self._membership.is_chief:
@@ -355,20 +305,21 @@ class ChiefFailover:
             self._states, name="states of the chief's callbacks", replicated=True
         )
 
-    def take_over(self, change: Change) -> None:
-        """Begin to run the chief's callbacks, if this rank is the chief now."""
+    def on_change(self, change: Change) -> None:
+        """Activate the chief's callbacks if this rank has become the chief."""
         if self._membership.is_chief and self._standbys:
             restore_callbacks(self._of_chief, self._states, {})
             for standby in self._standbys:
-                standby.act()
+                standby.activate()
             self._standbys = []
 
 
 class _StandbyCallback(keras.callbacks.Callback):
-    """A callback of the chief on another rank; does nothing until it is to act.
+    """A callback of the chief on another rank, which does nothing until it is activated.
 
     Args:
-        verbose: How much Keras is to print on it, where that differs from the others.
+        callback: The callback.
+        verbose: Verbosity for this callback, if it differs from that of ``fit``.
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:
@@ -376,46 +327,41 @@ class _StandbyCallback(keras.callbacks.Callback):
         self._callback = callback
         self._verbose = verbose
         self._epoch: int | None = None
-        self._acts = False
+        self._active = False
+        for when in ("begin", "end"):
+            for hook in (
+                f"train_{when}",
+                f"test_{when}",
+                f"train_batch_{when}",
+                f"test_batch_{when}",
+            ):
+                setattr(self, f"on_{hook}", partial(self._forward, f"on_{hook}"))
 
-    def act(self) -> None:
-        """Go on where the chief's own was lost: in training, perhaps within an epoch."""
+    def activate(self) -> None:
+        """Continue in the middle of a training, and possibly of an epoch."""
         callback = self._callback
         params = dict(self.params or {})
         if self._verbose is not None:
             params["verbose"] = self._verbose
         callback.set_params(params)
         callback.set_model(self.model)
-        self._acts = True
+        self._active = True
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
-        # A backup is restored when training begins, and that has been.
+        # A backup would be restored, but training has begun already.
         if not isinstance(callback, keras.callbacks.BackupAndRestore):
             callback.on_train_begin()
         if self._epoch is not None:
             callback.on_epoch_begin(self._epoch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.call("on_epoch_begin", epoch, logs)
+        self._forward("on_epoch_begin", epoch, logs)
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.call("on_epoch_end", epoch, logs)
+        self._forward("on_epoch_end", epoch, logs)
         self._epoch = None
 
-    def call(self, hook: str, *args: Any, **options: Any) -> None:
-        """Hand a hook on, once this acts."""
-        if self._acts:
+    def _forward(self, hook: str, *args: Any, **options: Any) -> None:
+        if self._active:
             getattr(self._callback, hook)(*args, **options)
-
-
-def _handed_on(hook: str) -> Callable[..., None]:
-    def call(self: _StandbyCallback, *args: Any, **options: Any) -> None:
-        self.call(hook, *args, **options)
-
-    call.__name__ = hook
-    return call
-
-
-for _hook in _HOOKS:
-    setattr(_StandbyCallback, _hook, _handed_on(_hook))

@@ -1,10 +1,11 @@
-"""``hvdtrain.distribute(model)``: a compiled Keras model trains on all ranks together."""
+"""``hvdtrain.distribute(model)``, also for models that Keras builds from their first data."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -25,67 +26,101 @@ from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.private_api import keras as private_keras
 from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
 
-__all__ = ["DistributedOptimizer", "check_built", "distribute", "forget", "is_built", "postpone"]
+__all__ = ["DistributedOptimizer", "distribute"]
+
+# Methods that build a model from their data.
+_BUILDING = ("fit", "evaluate", "predict", "train_on_batch")
+_DEFERRED = "_hvdtrain_deferred"
+_ADVICE = (
+    "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), before "
+    "hvdtrain.distribute(model)."
+)
 
 
 def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
-    """Let ``fit``, ``evaluate`` and ``predict`` of ``model`` work on all ranks together.
+    """Make ``fit``, ``evaluate`` and ``predict`` of a model work on all ranks together.
 
-    Training on N ranks with ``batch_size=B`` equals training one process on batches of N * B:
-    weights, optimizer state and metrics start as the chief's; the input is shared out; gradients
-    are averaged, weighted by samples; metrics and losses of an epoch are those of all samples;
-    every rank runs the same number of steps. Progress and files come from the chief alone, dropout
-    differs by rank, and the model is saved as if hvdtrain had never been there. That is
-    so with ``--mode allreduce``; in other modes ranks meet in other ways.
+    Training on N ranks with ``batch_size=B`` is equivalent to training in one process with batches
+    of N * B samples:
 
-    A ``train_step`` of the model's own may apply several optimizers, as that of a GAN does: those
-    that are attributes of the model, or of what is in it.
+    - Weights, optimizer state and metrics start with the chief's values.
+    - The input is sharded, and every rank runs the same number of steps.
+    - Gradients are averaged, weighted by the number of samples.
+    - The losses and metrics of an epoch are those of all samples.
+    - Only the chief shows progress and writes files, and dropout differs between ranks.
+    - The model is saved as a plain Keras model.
+
+    This holds for ``--mode allreduce``. Other modes synchronize the ranks differently.
+
+    If the model overrides ``train_step``, it may apply several optimizers, as a GAN does. They must
+    be attributes of the model, or of models and layers in it.
 
     Args:
-        model: Compiled. One that is not built yet is when it is first given data. Compile again, or
-            change what is trainable, and it must be distributed again.
-        presharded: Each rank passes its own part of the data, as Horovod's users do, instead of
-            the whole.
+        model: A compiled model. If it isn't built yet, it is built by the first data that it
+            receives. Call ``distribute`` again after ``compile``, or after changing ``trainable``.
+        presharded: Whether each rank passes its own part of the data, as in Horovod, instead of
+            the whole data.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: The model is not compiled, holds parts that are not built and has no call() that
-            builds them, or can't be distributed; or ranks have data of their own in an elastic job.
-        MismatchError: Ranks have different models; raised on all of them.
+        ModelError: The model is not compiled, can't be built from its data, or can't be
+            distributed; or ``presharded`` is used in an elastic job.
+        MismatchError: Ranks have different models; raised on all ranks.
     """
     with world.collectives().section("distribute"):
-        _check_ready(model)
-        forget(model)
-        if overrides(model, "call") and not is_built(model):
-            postpone(model, lambda: _distribute(model, presharded))
+        _check_compiled(model)
+        _restore_methods(model)
+        if overrides(model, "call") and not _is_built(model):
+            _defer(model, lambda: _distribute(model, presharded))
         else:
             _distribute(model, presharded)
     return model
+
+
+def DistributedOptimizer(optimizer: Any) -> Any:
+    """Make an optimizer average gradients over all ranks before it applies them.
+
+    Use it in training loops that call ``optimizer.apply``; ``distribute`` does the same for
+    ``fit``.
+
+    Args:
+        optimizer: A Keras 3 optimizer.
+
+    Returns:
+        The same optimizer, which is saved and loaded as a plain one.
+
+    Raises:
+        ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
+    """
+    check_mode("DistributedOptimizer")
+    if world.collectives().size == 1:
+        return optimizer
+    return distribute_optimizer(optimizer, GradientReducer.of_job())
 
 
 def _distribute(model: keras.Model, presharded: bool) -> None:
     collectives = world.collectives()
     settings = world.settings()
     private_keras.check(model, plain_optimizers_of(model))
-    check_built(model)
+    _check_built(model)
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 and settings.has_servers:
         raise ModelError(
-            f"The model {model.name!r} has {len(optimizers)} optimizers, and parameter servers "
+            f"The model {model.name!r} has {len(optimizers)} optimizers, but parameter servers "
             "apply one. Train it with --mode allreduce."
         )
-    # Of several each knows its variables when it is first applied.
+    # With several optimizers, each one's variables are unknown until it is first applied.
     if len(optimizers) == 1 and collectives.rank not in world.roles().servers:
         (optimizer,) = optimizers
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     if presharded and collectives.survives_losses:
         raise ModelError(
-            "In an elastic job (--elastic) every rank must be given the whole data, so that the "
-            "others can do what is left of a lost rank's part. Leave presharded=True out, or use "
-            "--max-restarts in place of --elastic."
+            "In an elastic job (--elastic) every rank must receive the whole data, so that the "
+            "others can train on the rest of a lost rank's part. Leave presharded=True out, or "
+            "use --max-restarts instead of --elastic."
         )
     if settings.has_servers:
         from hvdtrain.keras.served.served_patch import ServedModelPatch
@@ -96,38 +131,17 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
         patch = LocalModelPatch(model, collectives, presharded, settings)
     else:
         patch = ModelPatch(model, collectives, presharded, settings)
-    # An outer optimizer changes weights also where there is one rank.
+    # The outer optimizer of local SGD changes weights even on one rank.
     if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)
         patch.install()
     else:
-        patch.wait_for_checkpoint()
+        patch.install_with_checkpoint()
 
 
-def DistributedOptimizer(optimizer: Any) -> Any:
-    """Let an optimizer average gradients over all ranks before it applies them.
-
-    For training loops that call ``optimizer.apply``; ``distribute`` does it for ``fit``.
-
-    Returns:
-        The same optimizer, which is saved and loaded as the plain one.
-
-    Raises:
-        ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
-    """
-    check_mode("DistributedOptimizer")
-    collectives = world.collectives()
-    if collectives.size == 1:
-        return optimizer
-    reducer = GradientReducer.of_job()
-    return distribute_optimizer(optimizer, reducer)
-
-
-def _check_ready(model: Any) -> None:
+def _check_compiled(model: Any) -> None:
     if not isinstance(model, keras.Model):
-        raise ModelError(
-            f"hvdtrain.distribute takes a Keras 3 model, received {type(model).__name__}."
-        )
+        raise ModelError(f"hvdtrain.distribute takes a Keras 3 model, got {type(model).__name__}.")
     if not model.compiled:
         raise ModelError(
             f"The model {model.name!r} is not compiled. Call model.compile(optimizer=…, loss=…) "
@@ -136,36 +150,18 @@ def _check_ready(model: Any) -> None:
     if not optimizers_of(model):
         raise ModelError(
             f"The model {model.name!r} has no optimizer. Call model.compile(optimizer=…), or make "
-            "those that its train_step applies attributes of the model."
+            "the optimizers that its train_step applies attributes of the model."
         )
 
 
-_WAITING = ("fit", "evaluate", "predict", "train_on_batch")
+def _is_built(model: keras.Model) -> bool:
+    return (bool(model.variables) or model.built) and not _unbuilt_layers(model)
 
 
-_MARK = "_hvdtrain_waits_for_data"
-
-
-_ADVICE = (
-    "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), before "
-    "hvdtrain.distribute(model)."
-)
-
-
-def is_built(model: keras.Model) -> bool:
-    """Whether the model has all of its variables."""
-    return (bool(model.variables) or model.built) and not _lacking(model)
-
-
-def check_built(model: keras.Model) -> None:
-    """Check that there are variables to broadcast.
-
-    Raises:
-        ModelError: Names the layers that have none yet.
-    """
-    if is_built(model):
+def _check_built(model: keras.Model) -> None:
+    if _is_built(model):
         return
-    names = _lacking(model)
+    names = _unbuilt_layers(model)
     listed = f"{', '.join(names[:5])} {'has' if len(names) == 1 else 'have'}" if names else "it has"
     raise ModelError(
         f"The model {model.name!r} is not built: {listed} no variables that could be broadcast. "
@@ -173,8 +169,8 @@ def check_built(model: keras.Model) -> None:
     )
 
 
-def _lacking(model: keras.Model) -> list[str]:
-    """Names of the layers that still have variables to make."""
+def _unbuilt_layers(model: keras.Model) -> list[str]:
+    """Return the names of layers that have yet to create variables."""
     return [
         layer.name
         for layer in ([] if model.built else flatten_layers(model))
@@ -182,72 +178,69 @@ def _lacking(model: keras.Model) -> list[str]:
     ]
 
 
-def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
-    """Build the model when its first data come, and call ``distribute`` then.
+def _defer(model: keras.Model, distribute: Callable[[], None]) -> None:
+    """Build the model from the first data that it receives, and call ``distribute`` then."""
 
-    Raises:
-        ModelError: In ``fit`` and the others: the data don't tell, or the model can't be built.
-    """
-
-    def waiting(name: str) -> Callable[..., Any]:
+    def deferred(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(model, name))
         def call(x: Any = None, *args: Any, **options: Any) -> Any:
             with world.collectives().section(f"first {name} of a model"):
-                x = _build(model, x)
-                forget(model)
+                x = _build_from(model, x)
+                _restore_methods(model)
                 distribute()
             return getattr(model, name)(x, *args, **options)
 
         return call
 
-    def apply(*args: Any, **options: Any) -> Any:
-        # Not to be done in silence: weights would differ between ranks, and gradients stay apart.
+    def apply(*args: Any, **options: Any) -> None:
+        # Otherwise ranks would silently train different weights by different gradients.
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
-            f"so that nothing is alike on all ranks yet. {_ADVICE}"
+            f"so its weights are not equal on all ranks yet. {_ADVICE}"
         )
 
-    for name in _WAITING:
-        set_untracked(model, name, waiting(name))
+    for name in _BUILDING:
+        set_untracked(model, name, deferred(name))
     optimizers = optimizers_of(model)
     for optimizer in optimizers:
         set_untracked(optimizer, "apply", apply)
-    set_untracked(model, _MARK, optimizers)
+    set_untracked(model, _DEFERRED, optimizers)
 
 
-def forget(model: keras.Model) -> None:
-    """Let the model's and its optimizers' own methods be seen again."""
-    if _MARK in vars(model):
-        for optimizer in vars(model).pop(_MARK):
+def _restore_methods(model: keras.Model) -> None:
+    """Undo ``_defer``."""
+    if _DEFERRED in vars(model):
+        for optimizer in vars(model).pop(_DEFERRED):
             vars(optimizer).pop("apply", None)
-        for name in _WAITING:
+        for name in _BUILDING:
             vars(model).pop(name, None)
 
 
-def _build(model: keras.Model, x: Any) -> Any:
-    """Build the model and return the data, of which a generator's first batch was looked at."""
-    if is_built(model):
-        return x  # the user did it since
+def _build_from(model: keras.Model, x: Any) -> Any:
+    """Build the model from its data, and return data that still begin with the first batch."""
+    if _is_built(model):
+        return x  # by the user, after distribute
     try:
         first, x = _first_inputs(x)
         output_spec(model, keras.tree.map_structure(_symbol, first))
     except Exception as error:
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
-            f"and can't be from its data: {error}. {_ADVICE}"
+            f"and can't be built from its data: {error}. {_ADVICE}"
         ) from error
     return x
 
 
 def _first_inputs(x: Any) -> tuple[Any, Any]:
-    """Return the inputs of a first batch, or their specs; and data that still begin with it."""
+    """Return the inputs of the first batch, or their specs, and the complete data."""
     if isinstance(x, tf.data.Dataset):
         batch = x.element_spec
     elif isinstance(x, keras.utils.PyDataset):
         batch = x[0]
     elif isinstance(x, types.GeneratorType):
-        batch = next(x, None)
-        x = _begun(batch, x)
+        first = list(itertools.islice(x, 1))
+        batch = first[0] if first else None
+        x = (entry for part in (first, x) for entry in part)
     elif stream_kind(x):
         batch = next(iter(x), None)
     else:
@@ -255,16 +248,10 @@ def _first_inputs(x: Any) -> tuple[Any, Any]:
     return keras.utils.unpack_x_y_sample_weight(batch)[0], x
 
 
-def _begun(batch: Any, others: Iterator[Any]) -> Iterator[Any]:
-    if batch is not None:
-        yield batch
-    yield from others
-
-
 def _symbol(leaf: Any) -> Any:
     if is_absent(leaf):
         return None
     shape = tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    # Of any number of rows, as the last batch may be a short one.
+    # Any number of rows, as the last batch may be shorter.
     return keras.KerasTensor((None, *shape[1:]), keras.backend.standardize_dtype(dtype))

@@ -1,11 +1,10 @@
-"""Keras' loop over the steps of an epoch, for data that is read from any position on.
+"""Keras' loop over the steps of an epoch, for data that can be read from any position.
 
-Keras counts steps from 0 and asks its iterator for one more until a number known beforehand is
-reached. Here an epoch may begin in its middle, where training is resumed, and its end follows from
-what is left of the data.
+Keras counts steps from 0 and requests steps from its iterator up to a fixed number. Here an epoch
+may begin in the middle, if training is resumed, and it ends when the data end.
 
-Where ranks may be lost, what they had taken in a step is done again by the others, unless their
-gradients went into it. Then the rest of the pass is shared out among those that are left.
+In an elastic job the other ranks repeat the samples that a lost rank had taken, unless its
+gradients were applied, and share the rest of the pass among themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_int
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
-_GONE = -1  # stands for a member that was lost
+_LOST = -1  # replaces a lost member in _Taken.members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +30,11 @@ class EpochPlace:
     """The place of a training in its data after a step.
 
     Attributes:
-        position: Within a pass; None where the next epoch begins one of its own.
-        epoch_step: Steps of the epoch in work that are done.
-        epochs: That ended since the training began.
-        passes: Begun before the one that is in work, or that comes next.
-        ranks: How many ranks there were.
+        position: Position within a pass; None if the next epoch begins a new pass.
+        epoch_step: Completed steps of the current epoch.
+        epochs: Epochs that ended since training began.
+        passes: Passes that began before the current one, or before the next one.
+        ranks: Number of ranks.
     """
 
     position: Position | None
@@ -46,38 +45,35 @@ class EpochPlace:
 
     @classmethod
     def from_json(cls, value: Any) -> EpochPlace:
-        """The place of which ``dataclasses.asdict`` made this.
+        """Convert the result of ``dataclasses.asdict`` back.
 
         Raises:
-            DataError: Its position in the data is not valid.
-            KeyError: Something else is missing.
+            DataError: The position is not valid.
+            KeyError: An entry is missing.
         """
         position = value["position"]
         return cls(
             position=None if position is None else Position.from_json(position),
-            epoch_step=int(value["epoch_step"]),
-            epochs=int(value["epochs"]),
-            passes=int(value["passes"]),
-            ranks=int(value["ranks"]),
+            **{name: int(value[name]) for name in ("epoch_step", "epochs", "passes", "ranks")},
         )
 
 
 class _Taken(NamedTuple):
-    """The places in the pass's order that members took in one step, in the order of their ranks.
+    """The samples that each member took in one step, stored as the pass and the step.
 
-    As a step and the pass that it belongs to, of which few are ever needed.
+    ``members`` are in the order of their ranks.
     """
 
     pass_: Pass
     step: int
     members: tuple[int, ...]
 
-    def places_of(self, lost: Collection[int]) -> list[int]:
-        """Return the places that the members in ``lost`` took."""
+    def places_of(self, members: Collection[int]) -> list[int]:
+        """Return the places in the pass's order that these members took."""
         return [
             place
             for rank, member in enumerate(self.members)
-            if member in lost
+            if member in members
             for place in self.pass_.position.places(self.pass_.share(self.step, rank))
         ]
 
@@ -86,10 +82,12 @@ class EpochIterator:
     """The iterator over the steps of ``fit``, with its place in the data.
 
     Args:
-        steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
-        steps_per_execution: How many steps Keras runs in one go.
-        accumulates: Whether the gradients of several steps are applied together.
-        input_wait: Times how long steps wait for their batches.
+        sharded: This rank's share of the data.
+        membership: The ranks that train.
+        steps_per_epoch: Steps of an epoch; None for one pass over the data.
+        steps_per_execution: Steps of a block, which Keras runs at once.
+        accumulates: Whether gradients of several steps are applied together.
+        input_wait: Measures how long steps wait for their batches.
     """
 
     def __init__(
@@ -103,97 +101,89 @@ class EpochIterator:
         input_wait: InputWait,
     ) -> None:
         self.sharded = sharded
-        """This rank's share, another one after ranks were lost."""
+        """This rank's share of the data; replaced when ranks are lost."""
         self.input_wait = input_wait
-        """The time that its steps have waited for their batches."""
         self._membership = membership
         self._accumulates = accumulates
-        self._unapplied: list[_Taken] = []  # steps whose gradients wait for those of others
+        self._unapplied: list[_Taken] = []  # steps whose gradients are not applied yet
         self._missed: set[int] = set()  # places in the pass's order
         self._steps_per_epoch = steps_per_epoch
         self._block = steps_per_execution
         self.step = 0
-        """Steps since the training began, the block in work included."""
+        """Steps since training began, including the current block."""
         self._epoch = 0
         self._epochs = 0  # ended
         self._passes = 0  # begun
         self._resumed: EpochPlace | None = None
         self.begins: dict[int, Position] = {}
-        """The positions, by epoch, at which passes begin that don't begin at their start."""
+        """By epoch, the positions of passes that begin later than at the start of the data."""
         self._pass: Pass | None = None
         self._iterator: Any = None
-        self._done = 0  # steps of the pass, the block in work included
-        self._within = 0  # steps of the block in work, 0 between two
-        self._before = 0  # steps of the epoch before that block
-        self._ran_out = False  # the pass had fewer steps than it could tell
+        self._done = 0  # steps of the pass, including the current block
+        self._block_steps = 0  # steps of the current block, 0 between blocks
+        self._epoch_step = 0  # steps of the epoch before the current block
+        self._ran_out = False  # the pass ended before its unknown number of steps
 
     def place(self, *, epoch_step: int) -> EpochPlace:
-        """Return the place in the data after the block of steps in work.
+        """Return the place in the data after the current block.
 
         Args:
-            epoch_step: Steps of this epoch that are done; 0 where the block was its last.
+            epoch_step: Completed steps of this epoch; 0 if the block was its last.
         """
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
-        """Return the epoch, and the place as ``place`` does, while a block of steps is in work.
-
-        Args:
-            left: Steps of the block that are not done.
-        """
+        """Return the epoch and the place while ``left`` steps of the current block are missing."""
         assert self._pass is not None
-        epoch_step, done = self._before + self._within - left, self._done - left
-        limit = self._steps_per_epoch
+        epoch_step = self._epoch_step + self._block_steps - left
+        done = self._done - left
         pass_ends = done == self._pass.steps
+        limit = self._steps_per_epoch
         ends = pass_ends if limit is None else epoch_step == limit
-        step = 0 if ends else epoch_step
-        return self._epoch + ends, self._place(done, step, epoch_ends=ends, pass_ends=pass_ends)
+        place = self._place(done, 0 if ends else epoch_step, epoch_ends=ends, pass_ends=pass_ends)
+        return self._epoch + ends, place
 
     def _place(
         self, done: int, epoch_step: int, *, epoch_ends: bool, pass_ends: bool
     ) -> EpochPlace:
-        goes_on = not epoch_ends or (self._steps_per_epoch is not None and not pass_ends)
+        continues = not epoch_ends or (self._steps_per_epoch is not None and not pass_ends)
         return EpochPlace(
-            position=self._pass.after(done) if self._pass and goes_on else None,
+            position=self._pass.after(done) if self._pass and continues else None,
             epoch_step=epoch_step,
             epochs=self._epochs - (not epoch_ends),
-            passes=self._passes - goes_on,
+            passes=self._passes - continues,
             ranks=self._membership.size,
         )
 
-    def note_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
-        """Call after each block of steps where ranks may be lost.
+    def record_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
+        """Record whose gradients were applied; called after each block in an elastic job.
 
         Args:
-            contributed: For each of its steps the members whose gradients were applied with it;
-                None where none were.
+            contributed: For each step of the block the members whose gradients were applied;
+                None if no gradients were.
         """
         assert self._pass is not None
         members = self._membership.members
-        for step, those in enumerate(contributed, self._done - self._within):
+        for step, contributors in enumerate(contributed, self._done - self._block_steps):
             self._unapplied.append(_Taken(self._pass, step, members))
-            if those is None and self._accumulates:
-                continue
-            self.note_joined(those)
+            if contributors is not None or not self._accumulates:
+                self.record_applied(contributors)
 
-    def note_joined(self, members: Collection[int] | None) -> None:
-        """Call when all that waits for others was applied, with what these members had; None: all.
-
-        After steps ``note_contributions`` does; this is for what happens between two steps.
-        """
+    def record_applied(self, members: Collection[int] | None) -> None:
+        """Record that all waiting gradients of these members were applied; None for all members."""
         for taken in self._unapplied:
-            # What is gone has been given to others when it was lost.
-            lacking = [] if members is None else set(taken.members).difference(members, (_GONE,))
-            self._missed.update(taken.places_of(lacking) if lacking else ())
+            # The samples of lost members were redistributed already.
+            missing = [] if members is None else set(taken.members).difference(members, (_LOST,))
+            self._missed.update(taken.places_of(missing) if missing else ())
         self._unapplied = []
 
     def redistribute(self, change: Change) -> None:
-        """Give what is left of the pass to the ranks that are left."""
+        """Share the rest of the pass among the remaining members."""
         membership = self._membership
         for taken in self._unapplied:
             self._missed.update(taken.places_of(change.lost))
         self._unapplied = [
-            taken._replace(members=tuple(m if m in change.now else _GONE for m in taken.members))
+            taken._replace(members=tuple(m if m in change.now else _LOST for m in taken.members))
             for taken in self._unapplied
         ]
         self.sharded = self.sharded.reshard(rank=membership.rank, size=membership.size)
@@ -205,23 +195,23 @@ class EpochIterator:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps of the epochs that begin now; None where that isn't known."""
+        """The number of steps of an epoch that begins now; None if unknown."""
         return self._steps_per_epoch or self.sharded.steps
 
     @property
     def steps_left(self) -> int | None:
-        """The steps left of an epoch that ends with its pass; None for others or where unknown."""
+        """The remaining steps of an epoch of one pass; None if unknown or for other epochs."""
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None
         return self._pass.steps - self._done
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left of the pass."""
+        """Whether the current pass has no steps left."""
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Begin with ``epoch``, after ``step`` steps, at the place that another run had come to."""
+        """Begin with ``epoch`` at the place of another run after ``step`` steps."""
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
         self._resumed = replace(place, position=place.position or begin)
@@ -229,26 +219,26 @@ class EpochIterator:
         self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Call before Keras' loop over the steps of ``epoch``."""
+        """Begin ``epoch``; called before Keras' loop over its steps."""
         self._epoch = epoch
         self._epochs += 1
 
     def run_out(self) -> None:
-        """Note that the block in work was none: data of unknown length has come to its end."""
-        self.step -= self._within
-        self._done -= self._within
-        self._within = 0
+        """Drop the current block: data of unknown length have ended."""
+        self.step -= self._block_steps
+        self._done -= self._block_steps
+        self._block_steps = 0
         self._ran_out = True
 
-    def take_over(self, keras_iterator: Any) -> None:
-        """Let ``fit``'s own iterator yield the steps of this object."""
-        keras_iterator.__class__ = _EpochIterator
+    def attach(self, keras_iterator: Any) -> None:
+        """Make the iterator of Keras' ``fit`` yield the steps of this object."""
+        keras_iterator.__class__ = _AttachedIterator
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield first and last step of each block, and the iterator that it takes batches from."""
-        goes_on = self._steps_per_epoch is not None and not self.ended
-        step = 0 if goes_on else self._begin_pass()
+        """Yield the first and last step of each block, and the iterator over its batches."""
+        continues = self._steps_per_epoch is not None and not self.ended
+        step = 0 if continues else self._begin_pass()
         assert self._pass is not None
         limit = self._steps_per_epoch
         while limit is None or step < limit:
@@ -267,37 +257,36 @@ class EpochIterator:
             self._done += taken
             self.step += taken
             note_steps_seen(keras_iterator, step + self._block)
-            self._within = taken
-            self._before = step
+            self._block_steps = taken
+            self._epoch_step = step
             yield step, step + self._block - 1, self._iterator
-            self._within = 0
+            self._block_steps = 0
             step += self._block
 
     def _begin_pass(self) -> int:
-        """Start the next pass; returns how many steps of the epoch are done."""
+        """Start the next pass, and return the completed steps of the epoch."""
         first_step = 0
-        # A rank lost from now on has taken these with it: they are no places of the next pass.
-        self._unapplied = []
+        self._unapplied = []  # their places are not of the next pass
         elastic = self._membership.elastic
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.position is not None:
-            begun = self.sharded.begin(resumed.position, ranks=resumed.ranks, repeatable=elastic)
-            first_step = self._steps_before(resumed, begun.steps)
+            new = self.sharded.begin(resumed.position, ranks=resumed.ranks, repeatable=elastic)
+            first_step = self._steps_before(resumed, new.steps)
         else:
             begin = self.begins.get(self._epoch, Position(epoch=self._epoch))
-            begun = self.sharded.begin(begin, repeatable=elastic)
+            new = self.sharded.begin(begin, repeatable=elastic)
         self._passes += 1
-        self._read(begun)
+        self._read(new)
         return first_step
 
-    def _read(self, begun: Pass) -> None:
-        self._pass = begun
-        self._iterator = iter(self.input_wait.timed(begun.dataset))
+    def _read(self, new: Pass) -> None:
+        self._pass = new
+        self._iterator = iter(self.input_wait.timed(new.dataset))
         self._done = 0
         self._ran_out = False
 
     def _steps_before(self, resumed: EpochPlace, left: int | None) -> int:
-        """Return the steps for Keras to count as done, by the number of ranks there is now."""
+        """Convert the completed steps of the epoch to the current number of ranks."""
         if not resumed.epoch_step:
             return 0
         if self._steps_per_epoch is None and self.sharded.steps is not None:
@@ -305,8 +294,8 @@ class EpochIterator:
         return -(-resumed.epoch_step * resumed.ranks // self._membership.size)
 
 
-class _EpochIterator(FitIterator):
-    """Keras' iterator, once ``take_over`` has changed its class."""
+class _AttachedIterator(FitIterator):
+    """Keras' iterator after ``EpochIterator.attach``."""
 
     hvdtrain_epochs: EpochIterator
 

@@ -1,4 +1,4 @@
-"""The inputs of ``fit``, ``evaluate`` and ``predict``, shared out among the ranks there are."""
+"""The inputs of ``fit``, ``evaluate`` and ``predict``: sharded over the ranks, and timed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from hvdtrain.monitor import report
 
 __all__ = ["FitInputs", "InputWait"]
 
-
 Result = TypeVar("Result")
 
 
 class FitInputs:
-    """Shares out what a model is given.
+    """Shards the inputs of a model.
 
     Args:
-        seed: The source of the data's orders, the same on all ranks.
-        watches: Whether this rank's own data count for nothing: what it evaluates and predicts is
-            that of the others, at whose side it does every step.
+        collectives: Connects the ranks that share the input.
+        membership: The ranks that train.
+        seed: Seed of the sample order, equal on all ranks.
+        presharded: Whether each rank passes its own part of the data.
+        warn: Logs a warning once, on the chief.
+        ignore_rows: Whether this rank's own rows don't count in evaluation and prediction; it only
+            takes part in the collectives of the other ranks' steps.
     """
 
     def __init__(
@@ -36,21 +39,23 @@ class FitInputs:
         *,
         seed: int,
         presharded: bool,
-        notice: Callable[[str | None], None],
-        watches: bool = False,
+        warn: Callable[[str | None], None],
+        ignore_rows: bool = False,
     ) -> None:
         self._collectives = collectives
         self._membership = membership
         self.seed = seed
         self.presharded = presharded
-        self._notice = notice
-        self._watches = watches
+        self._warn = warn
+        self._ignore_rows = ignore_rows
 
-    def share(self, x: Any, y: Any = None, sample_weight: Any = None, **given: Any) -> ShardedInput:
-        """This rank's share of an input; ``given`` are fields of ``ShardPlan``. Collective.
+    def shard(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any
+    ) -> ShardedInput:
+        """Return this rank's share of an input; collective. ``options`` are those of ``ShardPlan``.
 
         Raises:
-            DataError: The input can't be shared out.
+            DataError: The input can't be sharded.
         """
         self._membership.renew()
         plan = ShardPlan(
@@ -59,17 +64,17 @@ class FitInputs:
             seed=self.seed,
             collectives=self._collectives,
             presharded=self.presharded,
-            **given,
+            **options,
         )
         sharded = shard_input(x, y, sample_weight, plan=plan)
-        self._notice(sharded.notice)
+        self._warn(sharded.notice)
         return sharded
 
     def check_repeatable(self, sharded: ShardedInput) -> None:
-        """Check that the rest of a pass can be shared out anew, where ranks may be lost.
+        """Check that an elastic job can redistribute the rest of a pass.
 
         Raises:
-            DataError: It can't.
+            DataError: Another iterator over the input would have another order.
         """
         if self._membership.elastic and not sharded.repeatable:
             raise DataError(
@@ -77,51 +82,55 @@ class FitInputs:
                 "begin again when a rank is lost, and its shuffle has another order then. Use "
                 "Dataset.shuffle(..., reshuffle_each_iteration=False), or shuffle in the pipeline "
                 "itself and once; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
-                "shuffles; or use --max-restarts in place of --elastic."
+                "shuffles; or use --max-restarts instead of --elastic."
             )
 
-    def whole_pass(self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]) -> Result:
-        """Return what ``run`` makes of a whole input, on all ranks; anew if one was lost meanwhile.
+    def run_whole_pass(
+        self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]
+    ) -> Result:
+        """Call ``run`` with this rank's part of a whole pass; repeat the pass if a rank was lost.
 
         Args:
-            sharded: This rank's share, perhaps from when there were more ranks.
-            run: Takes this rank's part as ``ShardedInput.dataset``.
+            sharded: This rank's share, possibly from before a rank was lost.
+            run: Takes a ``ShardedInput.dataset``.
+
+        Returns:
+            The result of ``run`` for the complete pass.
         """
         while True:
             sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
             sharded.on_epoch_begin(0)
             dataset = sharded.dataset
-            result = run(dataset.map(_without_rows) if self._watches else dataset)
+            result = run(dataset.map(_without_rows) if self._ignore_rows else dataset)
             sharded.on_epoch_end()
             if not self._membership.renew():
                 return result
 
 
 def _without_rows(share: Share) -> Share:
-    """Return a share in which nothing counts."""
     return share._replace(rows=tf.zeros_like(share.rows))
 
 
 class InputWait:
-    """Times each batch of a dataset from when it is asked for until it is there.
+    """Measures the time that training waits for its next batch, if a launcher receives reports.
 
-    What is measured is added up inside ``tf.data``, on the thread that asks, so that it is the
-    same whatever runs the steps. With ``steps_per_execution`` above 1 TensorFlow may ask for a
-    batch while the step before computes, and all of that time counts.
+    The time is added up inside ``tf.data``, on the thread that requests the batch, so it doesn't
+    depend on what runs the steps. With ``steps_per_execution`` above 1 TensorFlow may request a
+    batch while the previous step computes, and all of that time counts.
     """
 
     def __init__(self) -> None:
-        # Made once for all calls of fit, as tracing takes longer than some of them.
+        # Kept for all calls of fit, as tracing takes longer than some of them.
         self._seconds: tf.Variable | None = None
         self._clock: tf.data.Dataset | None = None
-        # Of the last pass: where the next one has the same dataset, it is traced once.
+        # The next pass usually has the same dataset, and needn't be traced again.
         self._dataset: tf.data.Dataset | None = None
         self._timed: tf.data.Dataset | None = None
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self._due_s = 0.0
 
     def timed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a timed dataset of the same elements; the dataset itself where nobody listens."""
+        """Return a dataset of the same elements that measures the time to get each of them."""
         if not report.is_heard():
             return dataset
         if self._timed is None or dataset is not self._dataset:
@@ -132,38 +141,37 @@ class InputWait:
         if self._seconds is None:
             with tf.device("CPU:0"):
                 self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-        if self._clock is None:
             self._clock = tf.data.Dataset.from_tensors(0).repeat().map(_now)
         seconds = self._seconds
 
         @tf.autograph.experimental.do_not_convert
-        def note(asked_s: tf.Tensor, element: Any) -> Any:
-            seconds.assign_add(tf.timestamp() - asked_s)
+        def add_wait(requested_s: tf.Tensor, element: Any) -> Any:
+            seconds.assign_add(tf.timestamp() - requested_s)
             return element
 
         options = tf.data.Options()
-        # Otherwise a pipeline that is tuned gets a buffer behind this, whose thread never waits.
+        # Autotuning would add a prefetch buffer after this stage, whose thread never waits.
         options.experimental_optimization.inject_prefetch = False
-        # What is zipped is asked for in this order.
-        return tf.data.Dataset.zip((self._clock, dataset)).map(note).with_options(options)
+        # zip requests its inputs in this order: first the time, then the batch.
+        return tf.data.Dataset.zip((self._clock, dataset)).map(add_wait).with_options(options)
 
-    def forget_dataset(self) -> None:
-        """Let go of the last pass's dataset, with the data that it may hold."""
+    def release_dataset(self) -> None:
+        """Drop the last pass's dataset and the data that it may hold."""
         self._dataset = self._timed = None
 
-    def tell_often(self) -> None:
-        """Report it, about once a second; costs next to nothing otherwise."""
+    def report_if_due(self) -> None:
+        """Report about once a second."""
         if self._seconds is not None and time.monotonic() >= self._due_s:
-            self.tell()
+            self.report()
 
-    def tell(self) -> None:
-        """Report what was waited since it was reported last."""
+    def report(self) -> None:
+        """Report the time waited since the last report."""
         if self._seconds is None:
             return
         self._due_s = time.monotonic() + report.INTERVAL_S
         seconds = float(self._seconds.numpy())
-        report.waited_for_input(seconds - self._told_s)
-        self._told_s = seconds
+        report.waited_for_input(seconds - self._reported_s)
+        self._reported_s = seconds
 
 
 @tf.autograph.experimental.do_not_convert

@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict`` as a distributed model has them, around Keras' own."""
+"""``fit``, ``evaluate`` and ``predict`` of a distributed model, around Keras' own methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import (
     CHIEF_ONLY,
     ChiefFailover,
-    MeetAtEnd,
     StopTogether,
     list_callbacks,
     stops_at_nan,
@@ -31,17 +30,21 @@ from hvdtrain.keras.joint_results import (
     join_logs,
     join_predictions,
     joint_metrics,
-    noting_rows,
-    results_of_metrics,
+    metric_results,
+    recording_rows,
 )
 from hvdtrain.keras.learning_rate import WarmUp
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
-from hvdtrain.keras.membership import Follower, Membership
+from hvdtrain.keras.membership import ChangeCallback, Membership
 from hvdtrain.keras.model_parts import optimizers_of, overrides
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import broadcast_model, check_alike
+from hvdtrain.keras.model_sync import broadcast_model, check_equal
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
-from hvdtrain.keras.saving.checkpoint_callback import begin_session, find_checkpoint_callback
+from hvdtrain.keras.saving.checkpoint_callback import (
+    Checkpoint,
+    begin_session,
+    find_checkpoint_callback,
+)
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
@@ -53,45 +56,32 @@ from hvdtrain.private_api.keras import (
 
 __all__ = ["FitLoop", "reset_functions"]
 
-
-# The argument by which Keras' fit marks its own calls of evaluate.
+# The argument with which Keras' fit calls evaluate.
 _WITHIN_FIT = "_use_cached_eval_dataset"
+
+# Arguments that must be equal on all ranks, though they are not part of the input.
+_LENGTH = ("epochs", "initial_epoch", "validation_freq")
 
 
 def reset_functions(model: keras.Model) -> None:
-    """Drop graphs that were traced for other steps."""
+    """Drop the functions that Keras traced for other steps."""
     model.train_function = None
     model.test_function = None
     model.predict_function = None
 
 
-def _refuse_own(model: keras.Model, own: Mapping[str, Any]) -> None:
-    """Refuse arguments that a ``fit`` of the model's own has beyond Keras'."""
-    if own:
-        names = ", ".join(f"{name}=" for name in own)
-        raise ModelError(
-            f"Received {names} for fit() of the model {model.name!r}; expected Keras' arguments, "
-            "as hvdtrain.distribute(model) puts a fit of all ranks in the place of its own. Do "
-            "what that adds around model.fit(…), or in a callback."
-        )
-
-
-# Arguments of fit that decide how long it takes, and are not part of the input.
-_LENGTH = ("epochs", "initial_epoch", "validation_freq")
-
-
-def _together(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let all ranks begin and leave a method of ``FitLoop`` together, even by an error."""
+def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make all ranks enter and leave a method of ``FitLoop`` together, even after an error."""
     name, signature = method.__name__, inspect.signature(method)
 
     @functools.wraps(method)
     def call(self: FitLoop, *args: Any, **options: Any) -> Any:
         if options.get(_WITHIN_FIT):
             return method(self, *args, **options)
-        given: Mapping[str, Any] = {}
+        arguments: Mapping[str, Any] = {}
         with suppress(TypeError):
-            given = signature.bind(self, *args, **options).arguments
-        length = [f"{key}={given[key]}" for key in _LENGTH if key in given]
+            arguments = signature.bind(self, *args, **options).arguments
+        length = [f"{key}={arguments[key]}" for key in _LENGTH if key in arguments]
         with self._collectives.section(name, (f"model {self._number}", *length)):
             return method(self, *args, **options)
 
@@ -99,20 +89,25 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _capped(steps: int | None) -> int | None:
-    """Limit the steps of a loop as Keras does: to those of ``set_max_steps_per_epoch``."""
+    """Limit the steps of a loop by ``keras.config.set_max_steps_per_epoch``, as Keras does."""
     limit: int | None = keras.config.max_steps_per_epoch()
     return min(steps or limit, limit) if limit else steps
 
 
 class FitLoop:
-    """The methods that take the place of a model's own, such as ``fit``; those stay underneath.
+    """The distributed ``fit``, ``evaluate`` and ``predict`` of a model, which call Keras' own.
 
     Args:
-        reducer: Averages the gradients; keeps the errors that TensorFlow hides.
-        whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
-        begin: Gives all ranks the chief's state as training begins.
-        begin_session: Takes the place of the function of this name.
-        averaging: Averages weights, where each rank trains by itself meanwhile.
+        model: The model.
+        collectives: Connects the ranks that make each step together.
+        membership: The ranks that train.
+        inputs: Shards the training data.
+        reducer: Averages gradients, and keeps errors that TensorFlow would hide.
+        steps: The steps that Keras' loops run.
+        whole: Shards the data to evaluate or predict; ``inputs`` by default.
+        begin: Gives all ranks the chief's state when training begins.
+        begin_session: Replaces ``saving.checkpoint_callback.begin_session``.
+        averaging: Averages weights, if each rank updates its own in between.
     """
 
     def __init__(
@@ -140,8 +135,7 @@ class FitLoop:
         self._averaging = averaging
         self._steps = steps
         self._optimizers = optimizers_of(model)
-        # Tells models of one program apart.
-        self._number = collectives.sections
+        self._number = collectives.sections  # identifies the model among those of the program
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._make_predict_function = model.make_predict_function
         self._results = getattr(model, RESULTS)
@@ -149,11 +143,11 @@ class FitLoop:
         self._input_wait = InputWait()
         self._validation: ShardedInput | None = None
         self._validation_dataset: tf.data.Dataset | None = None
-        self._epochs: EpochIterator | None = None
-        self._running: EpochIterator | None = None  # within fit
-        self._may_differ = False  # weights of ranks, as a step of the user's may have updated them
+        self._epochs: EpochIterator | None = None  # set until Keras' iterator exists
+        self._running: EpochIterator | None = None  # set within fit
+        self._may_differ = False  # whether the user's train_step may have updated weights by rank
 
-    @_together
+    @_collective
     def fit(
         self,
         x: Any = None,
@@ -172,40 +166,24 @@ class FitLoop:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
-        **own: Any,
+        **unknown: Any,
     ) -> Any:
-        """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
-        _refuse_own(self._model, own)
-        steps_per_epoch = _capped(steps_per_epoch)
-        validation_steps = _capped(validation_steps)
+        """Train on all ranks, as ``keras.Model.fit`` does; ``batch_size`` is per rank."""
+        self._check_arguments(unknown)
+        steps_per_epoch, validation_steps = _capped(steps_per_epoch), _capped(validation_steps)
         self.check_still_distributed()
         self._may_differ = self._averaging is None and overrides(self._model, "train_step")
-        self.join_weights()
+        self.synchronize_weights()
         listed = list_callbacks(callbacks)
         checkpoint = find_checkpoint_callback(listed)
-        session = None
-        if checkpoint is not None:
-            session = (
-                self._own_session()
-                if self._own_session is not None
-                else begin_session(
-                    checkpoint.options,
-                    self._model,
-                    self._collectives,
-                    self._membership,
-                    listed,
-                    self._steps.samples,
-                    averaging=self._averaging,
-                    feedback=self._reducer.feedback,
-                    join=self.join_weights,
-                )
-            )
+        session = None if checkpoint is None else self._begin_session(checkpoint, listed)
+        if session is not None:
             self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(
                 (x, y, sample_weight), validation_split
             )
-        sharded = self._inputs.share(
+        sharded = self._inputs.shard(
             x,
             y,
             sample_weight,
@@ -218,40 +196,24 @@ class FitLoop:
         self._inputs.check_repeatable(sharded)
         validation = None
         if validation_data is not None:
-            validation = self._whole.share(
+            validation = self._whole.shard(
                 *keras.utils.unpack_x_y_sample_weight(validation_data),
                 batch_size=validation_batch_size or batch_size,
                 steps=validation_steps,
             )
-        self._prepare(sharded)
-        epochs_ = self._epochs = self._running = EpochIterator(
-            sharded.reshard(rank=self._membership.rank, size=self._membership.size),
-            self._membership,
-            steps_per_epoch=steps_per_epoch,
-            steps_per_execution=self._model.steps_per_execution,
-            accumulates=self._averaging is not None or any(map(accumulates, self._optimizers)),
-            input_wait=self._input_wait,
-        )
+        self._build(sharded)
         self._validation = validation
         self._validation_dataset = validation.dataset if validation else None
         failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
-        followers: list[Follower] = [epochs_.redistribute, failover.take_over]
-        followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
-        saving = session.running(epochs_, self._inputs.seed) if session else nullcontext()
         try:
-            if checkpoint is not None:
-                checkpoint.session = session
-            with (
-                saving,
-                self._membership.followed_by(followers),
-                self._reducer.tolerate_lost_ranks(),
-                self._ending_at_nan(listed),
-            ):
-                return self._guard(
+            with self._training(sharded, steps_per_epoch, failover, listed, session) as epochs_:
+                if checkpoint is not None:
+                    checkpoint.session = session
+                return self._run_keras(
                     self._fit,
                     sharded.dataset,
                     epochs=epochs,
-                    shuffle=False,  # the dataset is in this epoch's order already
+                    shuffle=False,  # the dataset is shuffled already
                     verbose=verbose if self._membership.is_chief else 0,
                     callbacks=wrap_callbacks(
                         failover,
@@ -260,7 +222,7 @@ class FitLoop:
                         epochs_,
                         self._reducer.contributions,
                         broadcast=self._begin,
-                        join=self.join,
+                        synchronize=self.synchronize,
                     ),
                     validation_data=self._validation_dataset,
                     initial_epoch=initial_epoch,
@@ -272,11 +234,41 @@ class FitLoop:
             report.phase("after fit")
             self._validation = self._validation_dataset = None
             self._epochs = self._running = None
-            self._input_wait.forget_dataset()
+            self._input_wait.release_dataset()
             if checkpoint is not None:
                 checkpoint.session = None
 
-    @_together
+    @contextmanager
+    def _training(
+        self,
+        sharded: ShardedInput,
+        steps_per_epoch: int | None,
+        failover: ChiefFailover,
+        callbacks: Sequence[Any],
+        session: CheckpointSession | None,
+    ) -> Iterator[EpochIterator]:
+        """Yield the steps of ``fit``; within the block losses of ranks and signals are handled."""
+        membership = self._membership
+        epochs = self._epochs = self._running = EpochIterator(
+            sharded.reshard(rank=membership.rank, size=membership.size),
+            membership,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=self._model.steps_per_execution,
+            accumulates=self._averaging is not None or any(map(accumulates, self._optimizers)),
+            input_wait=self._input_wait,
+        )
+        on_change: list[ChangeCallback] = [epochs.redistribute, failover.on_change]
+        on_change += [entry.on_ranks_lost for entry in callbacks if isinstance(entry, WarmUp)]
+        saving = session.running(epochs, self._inputs.seed) if session else nullcontext()
+        with (
+            saving,
+            membership.notifying(on_change),
+            self._reducer.tolerate_lost_ranks(),
+            self._allowing_nan(callbacks),
+        ):
+            yield epochs
+
+    @_collective
     def evaluate(
         self,
         x: Any = None,
@@ -289,22 +281,22 @@ class FitLoop:
         return_dict: bool = False,
         **options: Any,
     ) -> Any:
-        """``keras.Model.evaluate`` over the samples of all ranks."""
-        self.join()
+        """Evaluate the samples of all ranks, as ``keras.Model.evaluate`` does."""
+        self.synchronize()
         steps = _capped(steps)
         if options.get(_WITHIN_FIT) and self._validation is not None:
             sharded = self._validation
         else:
             self.check_still_distributed()
-            callbacks = self._callbacks(callbacks)
-            sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
-            self._prepare(sharded)
+            callbacks = self._own_callbacks(callbacks)
+            sharded = self._whole.shard(x, y, sample_weight, batch_size=batch_size, steps=steps)
+            self._build(sharded)
 
         def run(dataset: tf.data.Dataset) -> Any:
             if options.get(_WITHIN_FIT):
-                # Keras would evaluate on the dataset that fit was given.
+                # Otherwise Keras would evaluate on its cached dataset, that of all ranks.
                 options[_WITHIN_FIT] = dataset is self._validation_dataset
-            return self._guard(
+            return self._run_keras(
                 self._evaluate,
                 dataset,
                 verbose=verbose if self._membership.is_chief else 0,
@@ -315,9 +307,9 @@ class FitLoop:
             )
 
         with report.during("validation"):
-            return self._whole.whole_pass(sharded, run)
+            return self._whole.run_whole_pass(sharded, run)
 
-    @_together
+    @_collective
     def predict(
         self,
         x: Any,
@@ -326,85 +318,124 @@ class FitLoop:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
-        self.join_weights()
+        """Return the predictions for all samples, in the order of the input, on every rank."""
+        self.synchronize_weights()
         steps = _capped(steps)
-        sharded = self._whole.share(x, batch_size=batch_size, steps=steps)
+        sharded = self._whole.shard(x, batch_size=batch_size, steps=steps)
+        rows = self._steps.predicted_rows
+        # All ranks leave Keras' loop together, so nobody waits in the gathering of the results.
+        meet = keras.callbacks.LambdaCallback(
+            on_predict_end=lambda logs: self._collectives.barrier(name="end of predict")
+        )
 
         def run(dataset: tf.data.Dataset) -> Any:
-            self._steps.predicted_rows.clear()
-            mine = self._guard(
+            rows.clear()
+            outputs = self._run_keras(
                 self._predict,
                 dataset,
                 verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
-                callbacks=[MeetAtEnd(self._collectives), *self._callbacks(callbacks)],
+                callbacks=[meet, *self._own_callbacks(callbacks)],
             )
-            return join_predictions(
-                mine,
-                self._steps.predicted_rows,
-                self._collectives,
-                interleaved=not self._whole.presharded,
-            )
+            interleaved = not self._whole.presharded
+            return join_predictions(outputs, rows, self._collectives, interleaved=interleaved)
 
         with report.during("prediction"):
-            return self._whole.whole_pass(sharded, run)
+            return self._whole.run_whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Make Keras' predict function, but let callbacks see the model's outputs and no more."""
+        """Make Keras' predict function, whose callbacks see the model's outputs only."""
         model = self._model
         if model.predict_function is None or force:
             self._make_predict_function(force)
-            model.predict_function = noting_rows(model.predict_function, self._steps.predicted_rows)
+            rows = self._steps.predicted_rows
+            model.predict_function = recording_rows(model.predict_function, rows)
 
     def joint_results(self, logs: Any) -> Any:
-        """Metrics of all ranks, at the end of an epoch or of an evaluation."""
+        """Return the metrics of all ranks at the end of an epoch or of an evaluation."""
         model, collectives = self._model, self._collectives
         self._steps.additive.check(collectives)
         with joint_metrics(model, collectives):
-            # Resumed after the last step of an epoch, there was no step that could return some.
+            # There are no logs if training was resumed after the last step of an epoch.
             joint = self._results(logs or model.get_metrics_result())
             if joint is not logs:
-                # A metric of the user's own may return its variable, which is about to change; or
-                # a tensor that it holds, which Keras lets pass though its graph has ended.
+                # Copied: the result of a user's metric may be its variable, which changes below.
+                # It may also be a tensor of a finished graph, which Keras ignores.
                 return keras.tree.map_structure(
                     lambda leaf: leaf if tf.is_symbolic_tensor(leaf) else tf.identity(leaf), joint
                 )
             if not isinstance(logs, dict):
                 return logs
-            # The user's own step returned something else than what the metrics say.
-            results = results_of_metrics(model)
+            # The user's train_step returned something else than the results of the metrics.
+            results = metric_results(model)
         rows = int(self._steps.rows.numpy())
-        return join_logs(logs, rows, results_of_metrics(model), results, collectives)
+        return join_logs(logs, rows, metric_results(model), results, collectives)
 
-    def adopt(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Run Keras' symbolic build; take over the iterator over an epoch that ``fit`` shows it."""
+    def symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Run Keras' symbolic build, and attach to the iterator that ``fit`` passes to it."""
         self._symbolic_build(iterator=iterator, data_batch=data_batch)
         if iterator is not None and self._epochs is not None:
-            epochs, self._epochs = self._epochs, None  # not the validation's
-            epochs.take_over(iterator)
+            epochs, self._epochs = self._epochs, None  # the next iterator is the validation's
+            epochs.attach(iterator)
 
-    # What they share.
-
-    def join_weights(self) -> None:
-        """Let all ranks have the same weights, where each trains by itself; collective."""
+    def synchronize_weights(self) -> None:
+        """Average the weights, if each rank updates its own; collective."""
         members = None if self._averaging is None else self._averaging.end_round()
         if members is not None and self._running is not None:
-            self._running.note_joined(members)
+            self._running.record_applied(members)
 
-    def join(self) -> None:
-        """Let the model be the same on all ranks, for others to see; collective."""
-        self.join_weights()
+    def synchronize(self) -> None:
+        """Make weights and layer statistics equal on all ranks; collective."""
+        self.synchronize_weights()
         more = [] if self._averaging is None else self._averaging.averages_of_weights()
         self._steps.statistics.average(self._collectives, more)
         if self._may_differ:
             self._may_differ = False
             shared = [v for v in self._model.trainable_variables if not self._reducer.is_local(v)]
-            check_alike(self._model, shared, self._collectives)
+            check_equal(self._model, shared, self._collectives)
+
+    def check_still_distributed(self) -> None:
+        """Check that the model was not compiled after it was distributed.
+
+        Raises:
+            ModelError: It was.
+        """
+        optimizers = optimizers_of(self._model)
+        same = [*map(id, optimizers)] == [*map(id, self._optimizers)]
+        if not same or not all(map(is_distributed, optimizers)):
+            raise ModelError(
+                f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
+                "its optimizer would not average gradients. Call hvdtrain.distribute(model) again "
+                "after model.compile(…)."
+            )
+
+    def _check_arguments(self, unknown: Mapping[str, Any]) -> None:
+        if unknown:
+            names = ", ".join(f"{name}=" for name in unknown)
+            raise ModelError(
+                f"Received {names} for fit() of the model {self._model.name!r}, expected Keras' "
+                "arguments, as hvdtrain.distribute(model) replaces the model's own fit. Move what "
+                "that adds into a callback, or call it before or after model.fit(…)."
+            )
+
+    def _begin_session(self, checkpoint: Checkpoint, callbacks: list[Any]) -> CheckpointSession:
+        if self._own_session is not None:
+            return self._own_session()
+        return begin_session(
+            checkpoint.options,
+            self._model,
+            self._collectives,
+            self._membership,
+            callbacks,
+            self._steps.samples,
+            averaging=self._averaging,
+            feedback=self._reducer.feedback,
+            join=self.synchronize_weights,
+        )
 
     @contextmanager
-    def _ending_at_nan(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Within the block leave NaN to ``TerminateOnNaN``, if it is one of the callbacks."""
+    def _allowing_nan(self, callbacks: Sequence[Any]) -> Iterator[None]:
+        """Accept non-finite gradients within the block, if ``TerminateOnNaN`` is a callback."""
         if not stops_at_nan(callbacks):
             yield
             return
@@ -415,15 +446,15 @@ class FitLoop:
         finally:
             reset_functions(self._model)
 
-    def _callbacks(self, callbacks: Any) -> list[Any]:
-        """Return the user's callbacks of ``evaluate`` or ``predict`` that this rank runs."""
+    def _own_callbacks(self, callbacks: Any) -> list[Any]:
+        """Return the callbacks of ``evaluate`` or ``predict`` for this rank."""
         listed = list_callbacks(callbacks)
         chief = self._membership.is_chief
-        mine = [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
-        return [*mine, StopTogether(self._collectives, listed)]
+        own = [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
+        return [*own, StopTogether(self._collectives, listed)]
 
-    def _prepare(self, sharded: ShardedInput) -> None:
-        """Build metrics and losses before the first step: every rank must have all of them."""
+    def _build(self, sharded: ShardedInput) -> None:
+        """Build metrics and losses on every rank before the first step."""
         if sharded.joint_rows_known != self._steps.joint_rows_known:
             self._steps.joint_rows_known = sharded.joint_rows_known
             reset_functions(self._model)
@@ -434,28 +465,13 @@ class FitLoop:
             if overrides(self._model, "call"):
                 build_symbolically(self._model, batch_spec)
         except Exception:
-            # A step of the user's own need not call the model, nor compute metrics, as Keras would.
+            # A user's train_step needn't call the model or compute metrics as Keras does.
             if not overrides(self._model, "train_step"):
                 raise
         self._steps.additive.reset()
 
-    def check_still_distributed(self) -> None:
-        """Check that the model was not compiled since it was distributed.
-
-        Raises:
-            ModelError: It was.
-        """
-        optimizers = optimizers_of(self._model)
-        same = [*map(id, optimizers)] == [*map(id, self._optimizers)]
-        if not same or not all(map(is_distributed, optimizers)):
-            raise ModelError(
-                f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
-                "that its optimizer would average nothing. Call hvdtrain.distribute(model) again "
-                "after model.compile(…)."
-            )
-
-    def _guard(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a method of Keras; show errors between ranks as they were, not as TensorFlow's."""
+    def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a method of Keras, and raise the original errors instead of TensorFlow's."""
         try:
             return method(*args, **options)
         except tf.errors.OpError as raised:

@@ -1,4 +1,9 @@
-"""Metrics, logs and predictions of all ranks."""
+"""Metrics, logs and predictions over the samples of all ranks.
+
+If a ``train_step`` of the user's returns something else than the results of the metrics, Keras
+reports what the last step of the epoch returned. Usually each of its entries is the result of a
+metric, which is known exactly over all ranks, or a value of the batch.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,18 @@ __all__ = [
     "join_logs",
     "join_predictions",
     "joint_metrics",
-    "noting_rows",
+    "metric_results",
+    "recording_rows",
     "reduction_of_metric",
-    "results_of_metrics",
 ]
 
 
 @contextmanager
 def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
-    """Within the block the metrics hold what all ranks have seen; afterwards their own part again.
+    """Set the model's metrics to those of all ranks within the block.
 
-    Metrics keep sums and counts, and those add up exactly; averaging the ranks' results would be
-    wrong as soon as one has fewer samples.
+    Metrics keep sums and counts, whose sums over the ranks are exact. The average of the ranks'
+    results would be wrong if one of them has fewer samples.
     """
     variables = list(model.metrics_variables)
     own = [np.asarray(variable.numpy()) for variable in variables]
@@ -55,20 +60,20 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """Return how a metric's variable adds up, as Keras notes for distributions; None for not."""
+    """Return how ranks combine a metric's variable, by its Keras ``aggregation``; None if not."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return "sum"
     return "average" if aggregation == "mean" else None
 
 
-def results_of_metrics(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return the present results of the model's metrics, those within others too, by name."""
+def metric_results(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return the current results of the model's metrics and of those within them, by name."""
     results = {metric.name: metric.result() for metric in model.metrics}
     return {
         "/".join(map(str, path)): value
         for path, leaf in keras.tree.flatten_with_path(results)
-        if (value := _numbers(leaf)) is not None
+        if (value := _as_float64(leaf)) is not None
     }
 
 
@@ -79,58 +84,59 @@ def join_logs(
     joint: dict[str, np.ndarray],
     collectives: Engine,
 ) -> Any:
-    """The logs of a step over all ranks; collective.
+    """Return the logs of a step over all ranks; collective.
 
-    What is equal to the result of one metric on each rank is taken for it. Anything else is the
-    mean over the samples of the step, and so are arrays, entry by entry. What is no number, or has
-    another shape on each rank, stays this rank's own.
+    An entry that equals the result of the same metric on each rank becomes that metric's joint
+    result. Any other number or array becomes the mean over the samples of the step. Entries that
+    aren't numeric, or differ in shape between ranks, keep this rank's value.
 
     Args:
-        logs: Numbers and arrays, nested, as this rank's last step returned them.
+        logs: The nested result of this rank's last step.
         rows: Samples of this rank in that step.
-        own: ``results_of_metrics`` on this rank.
-        joint: The same over all ranks.
+        own: ``metric_results`` of this rank.
+        joint: ``metric_results`` of all ranks.
+        collectives: Connects the ranks.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
-    values = [_numbers(leaf) for leaf in leaves]
-    seen = [
-        None if value is None else [list(value.shape), _alike(value, path, own) if rows else None]
+    values = [_as_float64(leaf) for leaf in leaves]
+    described = [
+        None if value is None else [list(value.shape), _equal(value, path, own) if rows else None]
         for path, value in zip(paths, values)
     ]
-    everyone = collectives.allgather_object([rows, seen], name="logs of a step")
+    all_ranks = collectives.allgather_object([rows, described], name="logs of a step")
     joined = list(leaves)
     means: dict[int, np.ndarray] = {}
     for index, value in enumerate(values):
-        told = [theirs[index] for _, theirs in everyone]
-        if value is None or any(entry is None or entry[0] != told[0][0] for entry in told):
+        entries = [entries[index] for _, entries in all_ranks]
+        if value is None or any(entry is None or entry[0] != entries[0][0] for entry in entries):
             continue
-        from_metrics = [entry[1] for entry in told if entry[1] is not None]
-        agreed = [n for n in from_metrics[0] if all(n in names for names in from_metrics)]
-        if agreed:
-            joined[index] = _plain(joint[agreed[0]])
+        candidates = [entry[1] for entry in entries if entry[1] is not None]
+        names = [n for n in candidates[0] if all(n in others for others in candidates)]
+        if names:
+            joined[index] = _as_scalar(joint[names[0]])
         else:
             means[index] = value * rows if rows else np.zeros_like(value)
-    total = sum(rows for rows, _ in everyone)
+    total = sum(rows for rows, _ in all_ranks)
     sums = collectives.grouped_allreduce(list(means.values()), "sum", name="logs of a step")
     for index, value in zip(means, sums):
-        joined[index] = _plain(value / total)
+        joined[index] = _as_scalar(value / total)
     return keras.tree.pack_sequence_as(logs, joined)
 
 
-def _alike(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
-    """The metrics that say the same; those first that have the same name."""
-    # In the graph of the step and outside of it sums may be rounded otherwise.
-    found = [
+def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
+    """Return the metrics with this result, those with the name of the entry first."""
+    # Not exactly equal: sums may be rounded differently inside the graph of the step.
+    names = [
         name
         for name, result in own.items()
         if result.shape == value.shape
         and np.allclose(result, value, rtol=1e-6, atol=0.0, equal_nan=True)
     ]
-    return sorted(found, key=lambda name: name.split("/")[-1] != str(path[-1]))
+    return sorted(names, key=lambda name: name.split("/")[-1] != str(path[-1]))
 
 
-def _numbers(leaf: Any) -> np.ndarray | None:
-    """Convert to float64; None for what is no number and no array of numbers."""
+def _as_float64(leaf: Any) -> np.ndarray | None:
+    """Convert a number or an array of numbers; None for anything else."""
     if isinstance(leaf, (str, bytes)) or leaf is None:
         return None
     try:
@@ -139,7 +145,7 @@ def _numbers(leaf: Any) -> np.ndarray | None:
         return None
 
 
-def _plain(value: np.ndarray) -> Any:
+def _as_scalar(value: np.ndarray) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
@@ -147,63 +153,67 @@ class Predicted(NamedTuple):
     """The result of a prediction step on this rank's share.
 
     Attributes:
-        outputs: The model's.
-        rows: int64, (1, 2): how many rows count, all or none, and how many there are.
+        outputs: The outputs of the model.
+        rows: The number of rows that count, which is all or 0, and of all rows; int64, (1, 2).
     """
 
     outputs: Any
     rows: Any
 
 
-def noting_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
-    """Keras' predict function, without what is not for the user: that is added to ``rows``.
+def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
+    """Return Keras' predict function with ``Predicted.rows`` moved from its results to ``rows``.
 
-    Keras would join it step by step, as it does the outputs, and callbacks would see it.
+    Otherwise callbacks would see them, and Keras would concatenate them with the outputs.
     """
 
     def predict(data: Any) -> Any:
-        told = function(data)
-        if not isinstance(told, Predicted):
-            return told
-        rows.append(told.rows)
-        return told.outputs
+        result = function(data)
+        if not isinstance(result, Predicted):
+            return result
+        rows.append(result.rows)
+        return result.outputs
 
     return predict
 
 
 def join_predictions(
-    mine: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
+    outputs: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
 ) -> Any:
-    """Gather what each rank predicted.
+    """Gather the predictions of all ranks.
 
     Args:
-        mine: Structure of arrays and ragged tensors, of the same kinds on all ranks.
-        rows: The rows that ``Predicted`` notes, of one step or several, in their order.
-        interleaved: Whether step k of all ranks together is step k of the input; otherwise the
-            parts simply follow each other in rank order.
+        outputs: Nested arrays and ragged tensors, with the same structure on all ranks.
+        rows: ``Predicted.rows``, each of one step or several, in order.
+        collectives: Connects the ranks.
+        interleaved: Whether joint step k has step k of the input; otherwise the parts of the ranks
+            follow each other.
 
     Returns:
-        The structure, with all rows of all ranks, alike on every rank.
+        The nested outputs with the rows of all ranks, equal on every rank.
+
+    Raises:
+        DataError: An output is neither an array nor a ragged tensor.
     """
     counts = np.concatenate([np.asarray(entry, np.int64) for entry in rows])
     kept = np.repeat(counts[:, 0] > 0, counts[:, 1])
-    everyone = collectives.allgather(counts[:, :1], name="predicted rows")
+    all_counts = collectives.allgather(counts[:, :1], name="predicted rows")
     per_rank = collectives.allgather(np.array([len(counts)], np.int64), name="predicted steps")
-    order = _order(everyone[:, 0], per_rank) if interleaved else None
+    order = _input_order(all_counts[:, 0], per_rank) if interleaved else None
 
     def join(leaf: Any) -> Any:
         if isinstance(leaf, tf.RaggedTensor):
             return join_ragged(tf.ragged.boolean_mask(leaf, kept))
         if not isinstance(leaf, np.ndarray):
             raise DataError(
-                f"Predictions of type {type(leaf).__name__} can't be gathered; return plain "
-                "tensors."
+                f"Predictions of type {type(leaf).__name__} can't be gathered; return dense or "
+                "ragged tensors."
             )
         joint = collectives.allgather(leaf[kept], name="predictions")
         return joint if order is None else joint[order]
 
     def join_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
-        # The parts of a ragged tensor, each joined in rank order, are those of the joint tensor.
+        # Values and row lengths of the joint tensor are those of the parts in rank order.
         values = collectives.allgather(leaf.flat_values.numpy(), name="ragged predictions")
         lengths = [
             collectives.allgather(level.numpy(), name="row lengths of predictions")
@@ -212,18 +222,18 @@ def join_predictions(
         joint = tf.RaggedTensor.from_nested_row_lengths(values, lengths)
         return joint if order is None else tf.gather(joint, order)
 
-    return keras.tree.map_structure(join, mine)
+    return keras.tree.map_structure(join, outputs)
 
 
-def _order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:
-    """Return for each row of the input its place in the rows of rank 0, then rank 1, and so on."""
-    steps = int(steps_per_rank[0])
-    by_rank = rows.reshape(len(steps_per_rank), steps)
-    ends = np.cumsum(by_rank.reshape(-1)).reshape(by_rank.shape)
+def _input_order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:
+    """Return the index of each row of the input among the rows of rank 0, then rank 1 and so on."""
+    by_rank = rows.reshape(len(steps_per_rank), -1)
+    ranks, steps = by_rank.shape
+    ends = np.cumsum(rows).reshape(by_rank.shape)
     starts = ends - by_rank
-    places = [
+    indices = [
         np.arange(starts[rank, step], ends[rank, step])
         for step in range(steps)
-        for rank in range(len(steps_per_rank))
+        for rank in range(ranks)
     ]
-    return np.concatenate(places) if places else np.zeros(0, np.int64)
+    return np.concatenate(indices) if indices else np.zeros(0, np.int64)

@@ -2,19 +2,19 @@
 
 The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
 weight w_r = N rows_r / rows, which makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
-Keras' loss metric takes that mean, too.
+Keras' loss metric is that mean, too.
 
-Losses that are no means over rows are first multiplied by a factor f_r, so that the mean over rows
-is the loss of the joint batch. Each loss of a model has its own:
+Losses that aren't means over rows are first multiplied by a factor f_r, so that the mean over rows
+is the loss of the joint batch. Each loss of a model has its own factor:
 
-- means over the values that no mask hides: f_r = (values_r / values) / (rows_r / rows)
+- means over unmasked values: f_r = (values_r / values) / (rows_r / rows)
 - losses weighted by ``mean_with_sample_weight``: the same with sums of weights
 - sums: f_r = rows / rows_r
 
 With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
 
-Where ranks may be lost, the sum over those that are left is divided by the sum of their weights.
-Gradients of losses that are all sums are added up there instead.
+If ranks are lost, the sum over the remaining ranks is divided by the sum of their weights. If all
+losses are sums, their gradients are added up instead.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Term(NamedTuple):
     """A loss that is a mean over something other than rows.
 
     Attributes:
-        count: Unmasked values, or the sum of weights, in this rank's batch; 0 if nothing counts.
-        factor: What the loss was multiplied with.
+        count: Unmasked values, or the sum of sample weights, of this rank's batch; 0 without rows.
+        factor: The factor f_r of the loss.
     """
 
     count: tf.Tensor
@@ -53,13 +53,13 @@ class Term(NamedTuple):
 
 
 def are_sums(model: keras.Model) -> bool:
-    """Whether the gradients of all losses of the model are those of sums over rows."""
+    """Return whether the gradients of all losses are those of sums over rows."""
     reductions = _reductions(model)
     return bool(reductions) and reductions <= {"sum", "none", None}
 
 
 def has_vector_losses(model: keras.Model) -> bool:
-    """Whether a loss of the model is not reduced to a scalar."""
+    """Return whether a loss of the model is not reduced to a scalar."""
     return not _reductions(model).isdisjoint({"none", None})
 
 
@@ -69,15 +69,15 @@ def _reductions(model: keras.Model) -> set[str | None]:
 
 
 def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Return a / b as a float32 scalar; 0 where b is."""
+    """Return a / b as a float32 scalar; 0 if b is 0."""
     return tf.math.divide_no_nan(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
 class LossWeights:
-    """The weight w_r of this rank's loss, step by step."""
+    """The weight w_r of this rank's loss in each step."""
 
     exchanges: tuple[str, ...] = ("train", "test")
-    """The steps in which all ranks take part together, and may exchange counts."""
+    """The steps in which ranks may exchange counts, as all of them take part."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -85,16 +85,16 @@ class LossWeights:
         self._elastic = reducer.collectives.survives_losses
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the rows of all ranks; communicates if they are not known."""
-        return self._of_all(rows) if known is None else known
+        """Return the rows of all ranks; collective unless they are ``known``."""
+        return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
         """Return w_r as a float32 scalar.
 
         Args:
             rows: Rows of this rank that count.
-            joint_rows: The same over all ranks, from ``joint_rows``.
-            sums: From ``are_sums``.
+            joint_rows: Rows of all ranks, from ``joint_rows``.
+            sums: The result of ``are_sums``.
         """
         scale = 1.0 if self._elastic and sums else float(self._size)
         return scale * ratio(rows, joint_rows)
@@ -102,12 +102,12 @@ class LossWeights:
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
-        """Return how an optimizer turns gradients of a weighted loss into those of the joint batch.
+        """Return how an optimizer combines the gradients of weighted losses.
 
         Args:
-            sums: From ``are_sums``.
-            weight: From ``weight``.
-            factor: The number that the optimizer still multiplies gradients with, if any.
+            sums: The result of ``are_sums``.
+            weight: The result of ``weight``.
+            factor: A factor that the optimizer still multiplies gradients by, if any.
             only: The term that is the whole loss, if there is one.
         """
         if not self._elastic:
@@ -120,15 +120,16 @@ class LossWeights:
     def joint_loss(
         self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
     ) -> Iterator[list[Term | None]]:
-        """Within the block the mean over rows of the ranks' losses is that of the joint batch.
+        """Multiply the losses computed in the block by f_r; may be collective.
 
         Args:
             rows: Rows of this rank that count; None for a batch that no other rank takes part in.
-            joint_rows: The same over all ranks; None if unknown.
+            joint_rows: Rows of all ranks; None if unknown.
             step: ``train`` or ``test``.
 
         Yields:
-            A list that each loss is added to as it is computed; None for means over rows and sums.
+            A list to which each loss is appended when it is computed: its term, or None for a sum
+            or a mean over rows.
         """
         terms: list[Term | None] = []
         if rows is None:
@@ -143,47 +144,49 @@ class LossWeights:
                 return None
             exchanges = step in self.exchanges
             if not known and exchanges:
-                known.append(self._of_all(rows))
+                known.append(self._sum_over_ranks(rows))
             by_rows = ratio(known[0], rows) if known else tf.ones([])
             if is_sum:
                 terms.append(None)
                 return by_rows
             count = tf.where(rows > 0, tf.reduce_sum(tf.cast(counted, tf.float32)), 0.0)
-            by = ratio(count, self._of_all(count)) * by_rows if exchanges else tf.ones([])
+            by = ratio(count, self._sum_over_ranks(count)) * by_rows if exchanges else tf.ones([])
             terms.append(Term(count, by))
             return by
 
         with scaling_losses(factor):
             yield terms
 
-    def _of_all(self, count: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks; communicates."""
+    def _sum_over_ranks(self, count: tf.Tensor) -> tf.Tensor:
         return self._reducer.reduce(tf.cast(count, tf.float32), "sum", "counts of all ranks")
 
 
 class IndependentLossWeights(LossWeights):
-    """Leaves a rank's gradients as they are, and keeps what they count for."""
+    """Weights of 1 for ranks that update by themselves, and the weight of their steps."""
 
     exchanges: tuple[str, ...] = ()  # ranks may be at different steps
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
-        """The weight of the current step next to those of other ranks: its rows or values."""
+        """The weight of the current step among those of other ranks: its rows or values."""
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        # Where gradients are accumulated, each step is to count as much as the others.
+        """Return the joint rows if they are known, otherwise this rank's."""
+        # Divided by these, all accumulated steps have the same weight; if unknown, by rows.
         self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
         return rows if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        """Return 1, or 0 without rows."""
         self.contribution = tf.cast(rows, tf.float64)
         return tf.where(rows > 0, 1.0, 0.0)
 
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
+        """Return the weight of the step among those whose gradients are accumulated."""
         if only is not None:
             self.contribution = tf.cast(only.count, tf.float64)
         return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

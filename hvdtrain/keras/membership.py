@@ -1,8 +1,8 @@
-"""The membership: the ranks that are there, as all of them know it together.
+"""The ranks that take part in training, as all of them agree.
 
-Where ranks may be lost, the engine's own numbers change on each rank within some operation, and on
-one rank earlier than on another. What all must do alike, sharing out the data above all, goes by
-the numbers here, which change on all ranks at the same point of the program.
+In an elastic job the engine learns of a lost rank within some operation, on one rank earlier than
+on another. Anything that all ranks must do alike, such as sharding the data, uses the membership
+instead, which changes on all ranks at the same point of the program.
 """
 
 from __future__ import annotations
@@ -16,108 +16,109 @@ import numpy as np
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import TooFewRanksError
 
-__all__ = ["Change", "Follower", "Membership"]
+__all__ = ["Change", "ChangeCallback", "Membership"]
 
 
 class Change(NamedTuple):
-    """A change of membership: the ranks before and now, by their first numbers, in order."""
+    """A change of membership: the members before and now, by their first ranks, in order."""
 
     before: tuple[int, ...]
     now: tuple[int, ...]
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that are no longer there."""
+        """The members that were lost."""
         return tuple(member for member in self.before if member not in self.now)
 
     @property
-    def of_chief(self) -> bool:
-        """Whether another rank is the chief now."""
+    def lost_chief(self) -> bool:
+        """Whether the chief was lost."""
         return self.before[0] != self.now[0]
 
 
-Follower = Callable[[Change], None]
+ChangeCallback = Callable[[Change], None]
 
 
 class Membership:
-    """The ranks that take part.
+    """The ranks that take part in training.
 
     Args:
-        min_np: How many ranks have to be left.
-        followers: Called when ranks are lost, on all ranks.
+        collectives: Connects the ranks.
+        min_np: Smallest number of ranks to train with.
+        callbacks: Called on all ranks after a rank was lost.
     """
 
     def __init__(
-        self, collectives: Engine, min_np: int, followers: Sequence[Follower] = ()
+        self, collectives: Engine, min_np: int, callbacks: Sequence[ChangeCallback] = ()
     ) -> None:
         self._collectives = collectives
         self._min_np = min_np
         self.members = collectives.members
-        """The first numbers of the ranks that are there, in order."""
+        """The first ranks of the members, in order."""
         self._me = self.members[collectives.rank]
         self._generation = collectives.generation
-        self._followers = list(followers)
+        self._callbacks = list(callbacks)
 
     @property
     def rank(self) -> int:
-        """This rank's number among those that are there."""
+        """This rank's index among the members."""
         return self.members.index(self._me)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the first of them."""
+        """Whether this rank is the first member."""
         return self.rank == 0
 
     @property
     def size(self) -> int:
-        """The number of ranks that are there."""
+        """The number of members."""
         return len(self.members)
 
     @property
     def elastic(self) -> bool:
-        """Whether ranks may be lost."""
+        """Whether training continues after a rank is lost."""
         return self._collectives.survives_losses
 
     @property
     def too_few(self) -> TooFewRanksError | None:
-        """The error to raise when all has been saved, if fewer are left than there have to be."""
+        """The error to raise, after a checkpoint, if fewer than ``min_np`` members are left."""
         return self._collectives.too_few if self.size < self._min_np else None
 
     @contextmanager
-    def followed_by(self, followers: Sequence[Follower]) -> Iterator[None]:
-        """Within the block call these, in their order, when ranks are lost; on all ranks."""
-        self._followers += followers
+    def notifying(self, callbacks: Sequence[ChangeCallback]) -> Iterator[None]:
+        """Call these as well, in their order, if a rank is lost within the block."""
+        self._callbacks += callbacks
         try:
             yield
         finally:
-            del self._followers[-len(followers) :]
+            del self._callbacks[-len(callbacks) :]
 
-    def renew_and_check_chief_lost(self) -> bool:
-        """Renew, and return whether the chief is among those that were lost."""
-        before = self.members
+    def renew_and_check_chief(self) -> bool:
+        """Call ``renew``, and return whether the chief was lost."""
+        chief = self.members[0]
         self.renew()
-        return Change(before, self.members).of_chief
+        return chief != self.members[0]
 
     def renew(self) -> bool:
-        """Find out whether ranks were lost since the last time; collective where that can be.
+        """Remove lost ranks and call the callbacks; collective in an elastic job.
 
         Returns:
-            Whether some were; the followers have been called then. Alike on all ranks.
+            Whether ranks were lost, equal on all ranks.
         """
         if not self.elastic:
             return False
         newest = self._collectives.allreduce(
-            np.array(self._collectives.generation), "max", name="who is there"
+            np.array(self._collectives.generation), "max", name="membership generation"
         )
         if int(newest) == self._generation:
             return False
         self._generation = int(newest)
-        # Not the engine's own: another rank may be lost by now, and some of them know it already.
-        there = self._collectives.allgather(np.array([self._me]), name="who is left")
-        change = Change(self.members, tuple(int(member) for member in there))
+        # Not collectives.members: another rank may be lost by now, and only some ranks know it.
+        members = self._collectives.allgather(np.array([self._me]), name="members")
+        change = Change(self.members, tuple(int(member) for member in members))
         if not change.lost:
             return False
         self.members = change.now
-        for follow in self._followers:
-            follow(change)
+        for callback in self._callbacks:
+            callback(change)
         return True

@@ -1,4 +1,4 @@
-"""The model patch, which ``distribute`` puts into a model."""
+"""The methods that ``distribute`` replaces on a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
+from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import (
     synchronize_batch_normalization,
@@ -23,7 +25,7 @@ from hvdtrain.keras.fit_loop import FitLoop, reset_functions
 from hvdtrain.keras.learning_rate import prepare_rescaling, rescale_rate
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.model_parts import optimizers_of, overrides, refuse_strategy
+from hvdtrain.keras.model_parts import optimizers_of, overrides
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
@@ -41,25 +43,29 @@ _MARK = "_hvdtrain_methods"
 
 
 class ModelPatch:
-    """Replaces the methods of one model's instance; its class stays as it is."""
+    """Replaces methods of one model object; its class is not changed."""
 
     def __init__(
         self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
     ) -> None:
         self._model = model
         self._collectives = collectives
-        self._membership = Membership(collectives, settings.min_np, [self._follow])
+        self._membership = Membership(collectives, settings.min_np, [self._on_change])
         self._presharded = presharded
         self._reducer = GradientReducer.of_job()
         self._devices = tower_devices(settings.towers)
-        self._noticed: set[str] = set()
+        self._warned: set[str] = set()
         self._averaging: WeightAveraging | None = None
 
     def install(self) -> None:
-        """Let the model train on all ranks together; collective."""
+        """Make the model train on all ranks together; collective.
+
+        Raises:
+            ModelError: The model belongs to a strategy of ``tf.distribute``.
+        """
         model, collectives = self._model, self._collectives
         self._remove_earlier()
-        refuse_strategy(model)
+        _check_no_strategy(model)
         seed = draw_seed(collectives)
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):
@@ -67,14 +73,14 @@ class ModelPatch:
             if self._membership.elastic:
                 prepare_rescaling(optimizer)
         steps = self._make_steps(compute)
-        for layer in self._choose_synchronized():
+        for layer in self._synchronized_layers():
             synchronize_batch_normalization(layer, collectives, lambda: steps.step_rows)
         inputs = FitInputs(
             collectives,
             self._membership,
             seed=seed,
             presharded=self._presharded,
-            notice=self._notice,
+            warn=self._warn_once,
         )
         loops = FitLoop(
             model,
@@ -87,7 +93,7 @@ class ModelPatch:
         )
         hooks: dict[str, Callable[..., Any]] = {
             RESULTS: loops.joint_results,
-            SYMBOLIC_BUILD: loops.adopt,
+            SYMBOLIC_BUILD: loops.symbolic_build,
         }
         self._replace(
             train_step=steps.train,
@@ -108,14 +114,14 @@ class ModelPatch:
         broadcast_model(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def wait_for_checkpoint(self) -> None:
-        """Leave the model on the only rank as it is, until a ``fit`` is to be saved or resumed."""
+    def install_with_checkpoint(self) -> None:
+        """Leave the model of a single rank as it is until ``fit`` receives a ``Checkpoint``."""
         self._remove_earlier()
         plain_fit = self._model.fit
 
         def fit(*args: Any, **options: Any) -> Any:
-            given = inspect.signature(plain_fit).bind(*args, **options).arguments
-            if find_checkpoint_callback(list_callbacks(given.get("callbacks"))) is None:
+            arguments = inspect.signature(plain_fit).bind(*args, **options).arguments
+            if find_checkpoint_callback(list_callbacks(arguments.get("callbacks"))) is None:
                 return plain_fit(*args, **options)
             self.install()
             return self._model.fit(*args, **options)
@@ -123,67 +129,70 @@ class ModelPatch:
         self._replace(fit=fit)
 
     def _distribute(self, optimizer: Any) -> None:
-        """Let an optimizer of the model update all ranks' weights alike."""
+        """Make an optimizer apply the same updates on all ranks."""
         distribute_optimizer(optimizer, self._reducer)
 
     def _make_steps(self, compute: Compute) -> ModelSteps:
-        """Returns the steps that Keras' loops run on each batch."""
-        layers = self._choose_synchronized()
-        return ModelSteps(self._model, self._reducer, compute, synchronized=layers)
+        return ModelSteps(
+            self._model, self._reducer, compute, synchronized=self._synchronized_layers()
+        )
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
-        """Put methods in the place of the model's own, until ``_remove_earlier``."""
+        """Replace methods of the model until ``_remove_earlier``."""
         for name, method in methods.items():
             set_untracked(self._model, name, method)
         set_untracked(self._model, _MARK, [*methods])
-
-    def _follow(self, change: Change) -> None:
-        for optimizer in optimizers_of(self._model):
-            rescale_rate(optimizer, len(change.before), len(change.now))
 
     def _remove_earlier(self) -> None:
         for name in vars(self._model).pop(_MARK, []):
             vars(self._model).pop(name, None)
 
-    def _choose_synchronized(self) -> list[Any]:
-        """The layers that are to normalize with the samples of all ranks."""
+    def _on_change(self, change: Change) -> None:
+        for optimizer in optimizers_of(self._model):
+            rescale_rate(optimizer, len(change.before), len(change.now))
+
+    def _synchronized_layers(self) -> list[Any]:
+        """Return the layers that normalize with the samples of all ranks."""
         layers = synchronized_layers(self._model)
         if layers and len(self._devices) > 1:
-            self._notice(
-                "BatchNormalization(synchronized=True) normalizes each tower's part of a batch by "
-                "itself, as one tower's pass comes after another's."
+            self._warn_once(
+                "BatchNormalization(synchronized=True) normalizes the part of each tower "
+                "separately, as the towers compute one after another."
             )
             return []
         return layers
 
     def _choose_compute(self) -> Compute:
-        jit = self._choose_jit()
-        if len(self._devices) > 1:
-            return Towers(self._model, self._devices)
-        return OneDevice(self._model, jit)
+        """Choose the devices, and whether XLA compiles what they compute.
 
-    def _choose_jit(self) -> bool:
-        """Take compilation away from Keras, which would compile the communication as well."""
+        Keras' own ``jit_compile`` is turned off, as it would compile the collectives as well.
+        """
         model = self._model
         jit = bool(model.jit_compile)
         model.jit_compile = False
-        obstacles = (
-            (
-                len(self._devices) > 1,
-                "XLA compiles for one device; with towers this runs without jit_compile.",
-            ),
-            (
-                overrides(model, "train_step"),
-                "This model has a train_step of its own, which can't be split around the "
-                "communication; it runs without jit_compile.",
-            ),
-        )
-        found = [text for applies, text in obstacles if applies]
-        if jit and found:
-            self._notice(found[0])
-        return jit and not found
+        if len(self._devices) > 1:
+            if jit:
+                self._warn_once("XLA compiles for one device; towers run without jit_compile.")
+            return Towers(model, self._devices)
+        if jit and overrides(model, "train_step"):
+            self._warn_once(
+                "This model's own train_step can't be split around the collectives; it runs "
+                "without jit_compile."
+            )
+            jit = False
+        return OneDevice(model, jit)
 
-    def _notice(self, text: str | None) -> None:
-        if text and self._membership.is_chief and text not in self._noticed:
-            self._noticed.add(text)
+    def _warn_once(self, text: str | None) -> None:
+        if text and self._membership.is_chief and text not in self._warned:
+            self._warned.add(text)
             logger.warning(text)
+
+
+def _check_no_strategy(model: keras.Model) -> None:
+    strategy = model.distribute_strategy
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+        raise ModelError(
+            f"The model {model.name!r} belongs to tf.distribute, got a {type(strategy).__name__}; "
+            "create and distribute it outside of the strategy's scope, as hvdtrain starts a "
+            "process per GPU (hvdtrain run -np N), or use --towers N in one process."
+        )

@@ -1,6 +1,6 @@
-"""The steps that Keras' loops run on each batch, on one rank of several.
+"""The steps that Keras' loops run on each batch of a rank.
 
-What devices compute of a batch stands apart, and may be compiled by XLA; here is what communicates.
+``compute`` does what a device computes, which XLA may compile; the collectives are here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses
 from hvdtrain.keras.model_parts import optimizers_of, overrides
 from hvdtrain.keras.moving_statistics import MovingStatistics
 from hvdtrain.keras.optimizer_patch import weighting
-from hvdtrain.keras.rank_random import MemberGenerator, drawn_by
+from hvdtrain.keras.rank_random import RankGenerator, random_by_rank
 from hvdtrain.private_api.keras import compiled_loss
 from hvdtrain.tensorflow.graph_order import NoShadowError, collectives_of, shadow
 
@@ -33,10 +33,13 @@ __all__ = ["ModelSteps"]
 
 
 class ModelSteps:
-    """train_step, test_step and predict_step for one model.
+    """The ``train_step``, ``test_step`` and ``predict_step`` of one model.
 
     Args:
-        weights: The factors of this rank's loss; those of one of ``reducer``'s ranks if not given.
+        model: The model.
+        reducer: Averages gradients.
+        compute: Runs the model on this rank's devices.
+        weights: Weights of this rank's loss; by default those of a rank of ``reducer``.
         synchronized: Layers that normalize with the moments of the joint batch.
     """
 
@@ -56,26 +59,29 @@ class ModelSteps:
         self._compute = compute
         compute.joint_loss = self._weights.joint_loss
         self.step_rows: tf.Tensor | None = None
-        """The rows that count in the step of training that is traced or run; None between steps."""
+        """The number of rows that count in the current training step; None between steps."""
         self.statistics = MovingStatistics(model, synchronized)
-        """What layers keep of their batches."""
         self.additive = AdditiveMetrics(model)
-        """Finds metrics that ranks can't join."""
         self._member = world.collectives().member
-        self._variables = [variable.path for variable in self._watched_variables]
+        self._variables = [variable.path for variable in self._fixed_variables]
         self._plain_train_step = model.train_step
         self.joint_rows_known = False
-        self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
-        """The number of samples that this rank has trained on."""
-        self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
-        """The number of training steps that ran in this process, the one in work included."""
+        """Whether ``Share.joint_rows`` is set, so that ranks needn't exchange their rows."""
         self.predicted_rows: list[Any] = []
         """``Predicted.rows`` of each step of a prediction."""
-        self.rows = keras.Variable(0, dtype="int64", trainable=False, name="rows")
-        """The number of samples that counted in the last step, of training or of a test."""
+        self.samples = self._counter("samples")
+        """The number of samples that this rank has trained on."""
+        self.ran = self._counter("ran")
+        """The number of training steps in this process, including the current one."""
+        self.rows = self._counter("rows")
+        """The number of samples that counted in the last training or test step."""
+
+    @staticmethod
+    def _counter(name: str) -> keras.Variable:
+        return keras.Variable(0, dtype="int64", trainable=False, name=name)
 
     def train(self, data: Any) -> Any:
-        """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
+        """Run ``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
         self._check_variables()
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
@@ -87,10 +93,10 @@ class ModelSteps:
         self.ran.assign_add(1)
         try:
             with (
-                _counting_rows(self._model, share.rows),
+                _metrics_by_rows(self._model, share.rows),
                 self.additive.trying(),
-                self.statistics.moved_by(row_weight),
-                drawn_by(self._member) as generator,
+                self.statistics.weighted_by(row_weight),
+                random_by_rank(self._member) as generator,
             ):
                 if overrides(self._model, "train_step"):
                     return self._train_own(share, counts)
@@ -99,25 +105,25 @@ class ModelSteps:
             self.step_rows = None
 
     def test(self, data: Any) -> Any:
-        """``test_step``; a batch that doesn't count leaves the metrics alone."""
+        """Run ``test_step``; the metrics ignore a batch without rows that count."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
-        # A rank may call test_on_batch alone.
+        # No collectives for test_on_batch, which a single rank may call.
         rows, joint_rows = (
             (share.rows, share.joint_rows) if isinstance(data, Share) else (None, None)
         )
-        with _counting_rows(self._model, share.rows), self.additive.trying():
+        with _metrics_by_rows(self._model, share.rows), self.additive.trying():
             return self._compute.test(share.batch, rows, joint_rows)
 
     def predict(self, data: Any) -> Any:
-        """``predict_step``; for a share ``Predicted``."""
+        """Run ``predict_step``; returns ``Predicted`` for an element of a sharded dataset."""
         if not isinstance(data, Share):
             return self._compute.predict(data)
         outputs = self._compute.predict(data.batch)
         counts = tf.stack([tf.cast(data.rows, tf.int64), tf.cast(rows_of(data.batch), tf.int64)])
         return Predicted(outputs, counts[tf.newaxis])
 
-    def _train_plain(self, share: Share, counts: BatchWeight, generator: MemberGenerator) -> Any:
+    def _train_plain(self, share: Share, counts: BatchWeight, generator: RankGenerator) -> Any:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
@@ -127,18 +133,18 @@ class ModelSteps:
             return [_parts(g, v) for g, v in zip(gradients, model.trainable_variables)], *others
 
         try:
-            parts, terms, told = _if_rows(
+            parts, terms, metrics = _if_rows(
                 share.rows, differentiate, generator, model.get_metrics_result
             )
             factor = None
-            # A compute_metrics of the user's may know of more than the metrics.
+            # Not the results themselves: a user's compute_metrics may add others to them.
             results = model.get_metrics_result()
-            told = {name: results.get(name, value) for name, value in told.items()}
+            metrics = {name: results.get(name, value) for name, value in metrics.items()}
         except NoShadowError:
-            # The rank runs on a batch that does not count.
-            parts, terms, told = differentiate()
+            # Run the model even on a batch that doesn't count.
+            parts, terms, metrics = differentiate()
             factor = tf.cast(share.rows > 0, tf.float32)
-        gradients = [_joined(p, v) for p, v in zip(parts, model.trainable_variables)]
+        gradients = [_gradient(p, v) for p, v in zip(parts, model.trainable_variables)]
         only = terms[0] if len(terms) == 1 and not model.losses else None
         how = self._weights.weighting(are_sums(model), counts.weight, factor, only)
         if gradients:
@@ -146,10 +152,10 @@ class ModelSteps:
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)
-        return told
+        return metrics
 
     def _train_own(self, share: Share, counts: BatchWeight) -> Any:
-        """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
+        """Run the user's ``train_step``, whose gradients are weighted when they are applied."""
         rows, joint_rows, weight = counts
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
@@ -161,37 +167,37 @@ class ModelSteps:
             return self._plain_train_step(share.batch)
 
     def _counts(self, share: Share) -> tuple[BatchWeight, tf.Tensor]:
-        """Return the weight of the loss, and that of the rows if they were averaged."""
+        """Return the weight of the loss, and the weight of a mean over rows."""
         sums = are_sums(self._model)
         if self._elastic and sums and self._model.losses:
             raise ModelError(
                 "In an elastic job (--elastic) losses with reduction='sum' and regularization "
-                "can't be told apart when a rank is lost. Use reduction='sum_over_batch_size', or "
-                "--max-restarts in place of --elastic."
+                "can't be separated when a rank is lost. Use reduction='sum_over_batch_size', or "
+                "--max-restarts instead of --elastic."
             )
         joint_rows = self._weights.joint_rows(share.rows, share.joint_rows, sums)
         row_weight = self._weights.weight(share.rows, joint_rows, sums=False)
-        # The last call decides what the step contributes to an average of weights.
+        # Last, as this call sets the step's contribution to an average of weights.
         weight = self._weights.weight(share.rows, joint_rows, sums)
         return BatchWeight(share.rows, joint_rows, weight), row_weight
 
     def _share_of(self, data: Any) -> Share:
         if isinstance(data, Share):
             return data if self.joint_rows_known else data._replace(joint_rows=None)
-        # train_on_batch and its like: this rank's own batch.
+        # This rank's own batch, from train_on_batch or test_on_batch.
         return Share(data, rows_of(data), None)
 
     @property
-    def _watched_variables(self) -> list[Any]:
-        """The variables that may not change: the trainable ones; all with a step of the user's own.
+    def _fixed_variables(self) -> list[Any]:
+        """The variables that must stay the same: the trainable ones.
 
-        Such a step says itself what it trains.
+        All variables if the user's ``train_step`` decides what it trains.
         """
         own = overrides(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 
     def _check_variables(self) -> None:
-        now = [variable.path for variable in self._watched_variables]
+        now = [variable.path for variable in self._fixed_variables]
         if now != self._variables:
             changed = sorted(set(now) ^ set(self._variables)) or ["their order"]
             raise ModelError(
@@ -204,22 +210,26 @@ class ModelSteps:
 def _if_rows(
     rows: tf.Tensor,
     compute: Callable[[], Any],
-    generator: MemberGenerator,
+    generator: RankGenerator,
     afterwards: Callable[[], Any],
 ) -> Any:
-    """Return what ``compute`` does; without rows take part in its collectives, and return zeros.
+    """Call ``compute`` if this rank has rows; otherwise take part in its collectives.
 
-    The collectives get zeros as well, and the generator gives as many numbers.
+    Without rows the collectives receive zeros, the results are zeros, and the generator advances as
+    far as with rows.
 
     Args:
-        afterwards: What will be called after it.
+        rows: The number of rows that count.
+        compute: Returns nested tensors.
+        generator: The random generator of this rank.
+        afterwards: The function that will be called after this one.
 
     Raises:
-        NoShadowError: The step runs eagerly, or has collectives that can't be taken part in;
-            or what is called afterwards takes tensors that exist with rows only.
+        NoShadowError: The step runs eagerly, has collectives that can't be shadowed, or
+            ``afterwards`` uses tensors that exist with rows only.
     """
     if tf.executing_eagerly():
-        raise NoShadowError("what a step does is known in graphs only")
+        raise NoShadowError("the operations of a step are known in graphs only")
     results: Any = None
     collectives: list[tf.Operation] = []
     specs: list[tuple[tf.TensorShape, tf.DType]] = []
@@ -235,9 +245,9 @@ def _if_rows(
 
     def skip() -> list[tf.Tensor]:
         shadow(collectives)
-        if not all(shape.rank is not None for shape, _ in specs):
-            raise NoShadowError("the form of a result is not known")
-        if _takes_inner_tensors(afterwards):
+        if any(shape.rank is None for shape, _ in specs):
+            raise NoShadowError("the shape of a result is not known")
+        if _uses_inner_tensors(afterwards):
             raise NoShadowError("a metric holds tensors of its last update")
         generator.repeat()
         return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
@@ -247,20 +257,20 @@ def _if_rows(
     return tf.nest.pack_sequence_as(results, leaves)
 
 
-def _takes_inner_tensors(call: Callable[[], Any]) -> bool:
-    """Return whether ``call`` takes tensors of graphs that this one is not part of."""
+def _uses_inner_tensors(function: Callable[[], Any]) -> bool:
+    """Return whether ``function`` uses tensors of graphs that don't enclose the current one."""
     graph: Any = tf.compat.v1.get_default_graph()
-    results = tf.nest.flatten(call())
-    taken = [tensor for tensor, _ in graph.captures] + results
-    reachable = set()
+    results = tf.nest.flatten(function())
+    used = [tensor for tensor, _ in graph.captures] + results
+    enclosing = set()
     while graph is not None:
-        reachable.add(id(graph))
+        enclosing.add(id(graph))
         graph = getattr(graph, "outer_graph", None)
-    return any(tf.is_symbolic_tensor(t) and id(t.graph) not in reachable for t in taken)
+    return any(tf.is_symbolic_tensor(t) and id(t.graph) not in enclosing for t in used)
 
 
 def _parts(gradient: Any, variable: Any) -> Any:
-    """Return the tensors of a gradient, which have the variable's shape or are rows of it."""
+    """Return the tensors of a gradient, with the static shape of the variable if it is dense."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values, gradient.indices
     if gradient is not None:
@@ -268,20 +278,19 @@ def _parts(gradient: Any, variable: Any) -> Any:
     return gradient
 
 
-def _joined(parts: Any, variable: Any) -> Any:
-    """Return the gradient of which ``_parts`` made this."""
+def _gradient(parts: Any, variable: Any) -> Any:
+    """Return the gradient with these ``_parts``."""
     if isinstance(parts, tuple):
         return tf.IndexedSlices(*parts, tf.constant(list(variable.shape)))
     return parts
 
 
 @contextmanager
-def _counting_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
-    """Within the block the metrics count each row that counts, and no other.
+def _metrics_by_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
+    """Make the metrics of the step within the block count rows, and ignore it without rows.
 
-    A batch without rows that count leaves them as they were. The losses of single outputs, which
-    Keras tracks with a weight of one for each batch whose size it doesn't know, are weighted by
-    rows.
+    Keras tracks the losses of single outputs with a weight of one per batch if it doesn't know the
+    batch size; these are weighted by rows.
     """
     variables = list(model.metrics_variables)
     before = {id(variable): tf.identity(variable.value) for variable in variables}

@@ -1,4 +1,4 @@
-"""Keeping the variables of a model alike on all ranks."""
+"""Equal models on all ranks: compared first, then broadcast, and checked after an epoch."""
 
 from __future__ import annotations
 
@@ -19,115 +19,106 @@ from hvdtrain.keras.model_parts import (
     optimizers_of,
     plain_optimizers_of,
     tensorflow_variables,
+    unique,
 )
 from hvdtrain.keras.optimizer_patch import accumulator_variables
 from hvdtrain.keras.rank_random import seed_generators
-from hvdtrain.private_api.keras import (
-    flatten_layers,
-)
+from hvdtrain.private_api.keras import flatten_layers
 from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [
     "broadcast_model",
     "broadcast_weights",
-    "check_alike",
+    "check_equal",
     "check_same_model",
     "describe_model",
 ]
 
+# Keras converts constants, such as pretrained embeddings, to lists of Python numbers.
+_MAX_CONSTANTS = 1 << 20
+# Arguments of compile() that are described by their configuration.
+_COMPILED = ("loss_weights", "metrics", "weighted_metrics")
+_GRAPH = ("input_layers", "output_layers")
+_MAX_TEXT = 120
+
 
 def broadcast_model(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
-    """Give all ranks the chief's weights, optimizer state and metrics, and ``more`` variables.
+    """Copy the chief's weights, optimizer state and metrics, and ``more`` variables, to all ranks.
 
-    Not its random seeds, nor its gradients that wait for an update: others have those of their own
-    samples.
+    Random seeds and gradients that wait for an update are left out, as they belong to the samples
+    of each rank.
     """
-    waiting = [v for leaf in plain_optimizers_of(model) for v in accumulator_variables(leaf)]
-    own = {id(variable) for variable in waiting if variable is not None}
+    own = {id(v) for leaf in plain_optimizers_of(model) for v in accumulator_variables(leaf)}
     state = [variable for variable in optimizer_variables(model) if id(variable) not in own]
     broadcast_weights(model, collectives, [*state, *model.metrics_variables, *more])
 
 
 def broadcast_weights(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
-    """Give all ranks the chief's weights, and ``more`` variables; not its random seeds.
+    """Copy the chief's weights, and ``more`` variables, to all ranks, except for random seeds.
 
-    What all of them have does not cross: made from one seed, or left by the last ``fit``.
+    Variables that are equal already, as after the last ``fit``, are not sent.
     """
     if collectives.size == 1:
         return
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    every = [*model.variables, *tensorflow_variables(model), *more]
-    variables = list({id(v): v for v in every if id(v) not in seeds}.values())
+    candidates = [*model.variables, *tensorflow_variables(model), *more]
+    variables = unique(v for v in candidates if id(v) not in seeds)
     if not variables:
         return
     digests = np.stack([np.frombuffer(_digest(variable), np.uint8) for variable in variables])
     chiefs = collectives.broadcast(digests, name="digests of variables")
-    # If the chief is lost here, what does not differ is what the next one has, too.
-    others = (digests != chiefs).any(axis=1)
-    differ = collectives.allreduce(others, "max", name="variables that differ")
-    for index in np.flatnonzero(differ):
+    # If the chief is lost here, equal variables are equal to the next chief's as well.
+    differs = (digests != chiefs).any(axis=1)
+    differs = collectives.allreduce(differs, "max", name="variables that differ")
+    for index in np.flatnonzero(differs):
         variable = variables[index]
         value = np.asarray(variable.numpy())
-        # By index: Keras numbers names by what the process has made before, on this rank alone.
+        # By index, as Keras numbers names by what a process has made before.
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
 
 
-def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Engine) -> None:
-    """Check that variables are the same on all ranks, to the bit; collective.
+def check_equal(model: keras.Model, variables: Sequence[Any], collectives: Engine) -> None:
+    """Check that variables are equal on all ranks to the bit; collective.
 
     Raises:
-        ModelError: On every rank, where they are not; names the first that differs.
+        ModelError: On every rank; names the first variable that differs.
     """
     digests = [_digest(variable).hex() for variable in variables]
-    everyone = collectives.allgather_object(digests, name="weights after an epoch")
-    for variable, seen in zip(variables, zip(*everyone)):
-        if len(set(seen)) > 1:
+    all_ranks = collectives.allgather_object(digests, name="weights after an epoch")
+    for variable, of_ranks in zip(variables, zip(*all_ranks)):
+        if len(set(of_ranks)) > 1:
             raise ModelError(
                 f"{variable.path} of the model {model.name!r} differs between ranks after an "
-                "epoch: train_step has changed it by gradients that were not averaged. Let it "
-                "apply gradients with optimizers that are attributes of the model, or of models "
-                "and layers in it, or average them with hvdtrain.DistributedGradientTape."
+                "epoch: train_step has changed it by gradients that were not averaged. Apply "
+                "gradients with optimizers that are attributes of the model, or of models and "
+                "layers in it, or average them with hvdtrain.DistributedGradientTape."
             )
 
 
 def _digest(variable: Any) -> bytes:
-    """Of all bits of its value; a gigabyte takes about 0.7 s of a core."""
+    """Hash the bits of a variable, at about 1.4 GB/s on one core."""
     return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).digest()
 
 
-# Keras turns larger constants, such as pretrained embeddings, into lists of Python numbers.
-_MOST_CONSTANTS = 1 << 20
-
-
-# Arguments of compile() that are described by their configuration.
-_COMPILED = ("loss_weights", "metrics", "weighted_metrics")
-
-
-_GRAPH = ("input_layers", "output_layers")
-
-
-_LONGEST_TEXT = 120
-
-
 def check_same_model(model: keras.Model, collectives: Engine) -> None:
-    """Compare models and optimizers between ranks; collective.
+    """Check that models and optimizers are equal on all ranks; collective.
 
     Raises:
         MismatchError: On every rank; names the first variables or settings that differ.
     """
-    mine = describe_model(model)
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    own = describe_model(model)
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     if len(set(collectives.allgather_object(digest, name="model"))) == 1:
         return
-    everyone = collectives.allgather_object(mine, name="what differs between models")
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
+    all_ranks = collectives.allgather_object(own, name="what differs between models")
+    for rank, other in enumerate(all_ranks):
+        if other == all_ranks[0]:
             continue
         differences = [
-            f"{key}: {_shorten(everyone[0].get(key, 'absent'))} on rank 0, "
-            f"{_shorten(theirs.get(key, 'absent'))} on rank {rank}"
-            for key in {**everyone[0], **theirs}
-            if everyone[0].get(key) != theirs.get(key)
+            f"{key}: {_shorten(all_ranks[0].get(key, 'absent'))} on rank 0, "
+            f"{_shorten(other.get(key, 'absent'))} on rank {rank}"
+            for key in {**all_ranks[0], **other}
+            if all_ranks[0].get(key) != other.get(key)
         ]
         raise MismatchError(
             "All ranks must build the same model and optimizer, but they differ. "
@@ -138,7 +129,7 @@ def check_same_model(model: keras.Model, collectives: Engine) -> None:
 
 
 def describe_model(model: keras.Model) -> dict[str, str]:
-    """Describe the parts that must be equal on all ranks: variables, layers, optimizers, losses.
+    """Describe what must be equal on all ranks: variables, layers, optimizers and losses.
 
     Names and seeds are left out, because they may differ between ranks. A part without a
     configuration is described by its type.
@@ -153,8 +144,8 @@ def describe_model(model: keras.Model) -> dict[str, str]:
     for number, optimizer in enumerate(optimizers, 1):
         name = "optimizer" if number == 1 else f"optimizer {number}"
         described[name] = type(optimizer).__name__
-        # Built when they are first applied, on some rank perhaps before. One alone is built by now,
-        # but for parameter servers, which need no state for themselves.
+        # A single optimizer is built by now, except on parameter servers, which need no state.
+        # Several are built when they are first applied, which some ranks may have done.
         described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
         described |= _flatten(name, optimizer.get_config())
     described |= _flatten("loss", _config_of(model.loss, keras.saving.serialize_keras_object))
@@ -168,12 +159,16 @@ def describe_model(model: keras.Model) -> dict[str, str]:
 
 
 def _describe_layers(model: keras.Model) -> dict[str, str]:
-    """Describe each layer by its configuration, and models by how their layers are connected."""
+    """Describe each layer by its configuration, and models by the connections of their layers."""
     layers = flatten_layers(model)
     names = counted_anew([layer.name for layer in layers])
     labels = {layer.name: name for layer, name in zip(layers, names)}
-    constants = [np.size(c.value) for layer in layers for c in attributes_of_type(layer, _Constant)]
-    is_small = sum(constants) <= _MOST_CONSTANTS
+    constants = [
+        np.size(constant.value)
+        for layer in layers
+        for constant in attributes_of_type(layer, keras.initializers.Constant)
+    ]
+    is_small = sum(constants) <= _MAX_CONSTANTS
     described = {}
     for index, (layer, name) in enumerate(zip(layers, names)):
         label = f"layer {name} ({index})"
@@ -182,34 +177,31 @@ def _describe_layers(model: keras.Model) -> dict[str, str]:
             continue
         config = _config_of(layer, lambda layer: layer.get_config())
         if isinstance(config, Mapping) and isinstance(config.get("layers"), list):
-            # Its layers have entries of their own.
+            # Its layers are described by entries of their own.
             parts = [entry for entry in config["layers"] if isinstance(entry, Mapping)]
             graph: dict[str, Any] = {key: config.get(key) for key in _GRAPH}
             for number, entry in enumerate(parts):
                 graph[f"inputs of its layer {number}"] = entry.get("inbound_nodes")
             config = {key: config[key] for key in config.keys() - {"layers", *_GRAPH}}
-            config |= _renamed(graph, labels)
+            config |= _relabel(graph, labels)
         described |= _flatten(label, config)
     return described
 
 
-_Constant = keras.initializers.Constant
-
-
-def _config_of(thing: Any, read: Any) -> Any:
-    """Return a configuration; the name of the type if there is none."""
+def _config_of(value: Any, read: Any) -> Any:
+    """Return a configuration; the name of the type if the value has none."""
     try:
         with warnings.catch_warnings():
-            # Keras warns of lambdas, which can't be loaded; nothing is saved here.
+            # Keras warns that lambdas can't be loaded, but nothing is saved here.
             warnings.simplefilter("ignore")
-            return read(thing)
+            return read(value)
     except Exception:
-        return _plain(thing)
+        return _to_json(value)
 
 
 def _flatten(name: str, config: Any) -> dict[str, str]:
-    """Return the entries of a configuration, each under the names that lead to it."""
-    config = _plain(config)
+    """Return the entries of a nested configuration by the names that lead to them."""
+    config = _to_json(config)
     if not isinstance(config, dict):
         return {name: json.dumps(config)}
     entries: dict[str, str] = {}
@@ -218,23 +210,23 @@ def _flatten(name: str, config: Any) -> dict[str, str]:
     return entries
 
 
-def _plain(value: Any) -> Any:
-    """Return a value for JSON, without names, seeds and memory addresses."""
+def _to_json(value: Any) -> Any:
+    """Convert a value for JSON, without names, seeds and memory addresses."""
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":
             return "a lambda"
         if str(value.get("class_name")).endswith("DTypePolicy"):
-            return json.dumps(value.get("config"), default=str)  # its name says what it is
+            return json.dumps(value.get("config"), default=str)  # identified by its name
         keys = [key for key in value if not _may_differ(str(key))]
-        return {str(key): _plain(value[key]) for key in keys}
+        return {str(key): _to_json(value[key]) for key in keys}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:8]}"
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_plain(entry)) for entry in value)
+        return sorted(json.dumps(_to_json(entry)) for entry in value)
     return str(getattr(value, "__name__", type(value).__name__))
 
 
@@ -242,14 +234,14 @@ def _may_differ(key: str) -> bool:
     return key in ("name", "shared_object_id") or key.endswith("seed")
 
 
-def _renamed(value: Any, labels: Mapping[str, str]) -> Any:
-    """Return the part of a configuration that names layers, with labels in place of the names."""
+def _relabel(value: Any, labels: Mapping[str, str]) -> Any:
+    """Replace the names of layers in a part of a configuration."""
     if isinstance(value, Mapping):
-        return {key: _renamed(entry, labels) for key, entry in value.items()}
+        return {key: _relabel(entry, labels) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_renamed(entry, labels) for entry in value]
+        return [_relabel(entry, labels) for entry in value]
     return labels.get(value, value) if isinstance(value, str) else value
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"

@@ -1,15 +1,15 @@
 """Statistics that layers keep of their batches, such as BatchNormalization's, weighted by rows.
 
 One process moves a statistic by m = a m + (1 - a) sum(n_r x_r) / n, where a is the momentum and x_r
-the moment of the n_r rows that rank r has of a batch of n. N ranks together do the same if rank r
-moves by itself as follows, and their statistic is the average of all m_r, weighted by c_r:
+the moment of the n_r rows that rank r has of a batch of n. N ranks do the same if rank r moves its
+statistic as follows, and the joint statistic is the average of all m_r, weighted by c_r:
 
     w_r = N n_r / n
-    c_r = a c_r + (1 - a) w_r, from 1 on
+    c_r = a c_r + (1 - a) w_r, initially 1
     m_r = m_r + (w_r / c_r) (1 - a) (x_r - m_r)
 
-With equally many rows on all ranks w_r and c_r are 1. A rank without rows changes no statistic.
-Of other layers' statistics the momentum is not known: they move as the layer says, or not at all.
+With equal rows on all ranks w_r and c_r are 1. A rank without rows changes no statistic. The
+momentum of other layers' statistics is unknown: they move as the layer says, or not at all.
 """
 
 from __future__ import annotations
@@ -28,49 +28,48 @@ from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variabl
 
 __all__ = ["MovingStatistics", "row_weights_of", "steps_with_rows_of"]
 
-_ATTRIBUTE = "_hvdtrain_row_weights"
+_ROW_WEIGHTS = "_hvdtrain_row_weights"
 _STEPS = "_hvdtrain_steps_with_rows"
-_USUAL_MOMENTUM = 0.99
+_DEFAULT_MOMENTUM = 0.99
 
 
 class MovingStatistics:
     """The statistics that the layers of a model keep of their batches.
 
     Args:
-        model: Built.
+        model: A built model.
         synchronized: Layers whose statistics are those of the joint batch already.
     """
 
     def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
         self._model = model
-        # By id: variables whose value is that of a rank that has made all steps.
-        self._complete = {
-            id(v) for v in layer_statistics(model) if not tf.as_dtype(v.dtype).is_floating
-        }
-        momenta: dict[int, float] = {}
+        statistics = layer_statistics(model)
+        # Ids of variables that can't be averaged; a rank that made all steps has their value.
+        self._complete = {id(v) for v in statistics if not tf.as_dtype(v.dtype).is_floating}
+        known: dict[int, float] = {}
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 variables = own_non_trainable_variables(layer)
-                momenta.update({id(v): float(layer.momentum) for v in variables})
+                known.update({id(v): float(layer.momentum) for v in variables})
                 if layer in synchronized:
                     self._complete.update(map(id, variables))
-        self._variables = [v for v in layer_statistics(model) if id(v) not in self._complete]
-        self._exact = [id(v) in momenta for v in self._variables]
-        found = [momenta.get(id(v), _USUAL_MOMENTUM) for v in self._variables]
-        self._momenta = sorted(set(found))
-        self._places = {id(v): self._momenta.index(a) for v, a in zip(self._variables, found)}
-        # All c_r - 1, by momentum: zero is what a checkpoint without them gives.
+        self._variables = [v for v in statistics if id(v) not in self._complete]
+        self._exact = [id(v) in known for v in self._variables]
+        momenta = [known.get(id(v), _DEFAULT_MOMENTUM) for v in self._variables]
+        self._momenta = sorted(set(momenta))
+        self._places = {id(v): self._momenta.index(a) for v, a in zip(self._variables, momenta)}
+        # All c_r - 1 by momentum, as checkpoints without them restore zeros.
         self._surplus = keras.Variable(
             np.zeros(len(self._momenta), np.float32), trainable=False, name="row_weights"
         )
-        set_untracked(model, _ATTRIBUTE, [self._surplus] if self._variables else [])
-        # Steps with rows since the last average: it chooses the rank of complete values.
+        set_untracked(model, _ROW_WEIGHTS, [self._surplus] if self._variables else [])
+        # Steps with rows since the last average, which decide whose complete values are used.
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_with_rows")
         set_untracked(model, _STEPS, [self._steps] if self._complete else [])
 
     @contextmanager
-    def moved_by(self, weight: tf.Tensor) -> Iterator[None]:
-        """Let what a step within the block makes of its batch count with ``weight``, this w_r."""
+    def weighted_by(self, weight: tf.Tensor) -> Iterator[None]:
+        """Weight the batch of the step within the block by ``weight``, its w_r."""
         if self._complete:
             self._steps.assign_add(tf.cast(weight > 0, tf.int64))
         if not self._variables:
@@ -93,52 +92,47 @@ class MovingStatistics:
             variable.assign(tf.where(weight > 0, new, old))
 
     def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:
-        """Give all ranks the joint statistics, and the mean of ``more`` variables; collective.
+        """Set the joint statistics, and the mean of ``more`` variables, on all ranks; collective.
 
-        Whole numbers, which can't be averaged, and joint moments become those of the rank with the
-        most steps.
+        Integers, which have no mean, and joint moments are those of the rank with the most steps.
         """
         if collectives.size == 1:
             return
-        variables = [*layer_statistics(self._model), *more]
         root = 0
         if self._complete:
             steps = collectives.allgather(self._steps.numpy()[np.newaxis], name="steps with rows")
             root = int(steps.argmax())
             self._steps.assign(0)
-        # In float64 the mean of equal numbers is that number, for any number of ranks.
         weights = 1.0 + np.asarray(self._surplus.numpy(), np.float64)
-        weighted, scales = [], []
-        for variable in variables:
+        averaged, values, scales = [], [], []
+        for variable in [*layer_statistics(self._model), *more]:
             value = np.asarray(variable.numpy())
             if id(variable) in self._complete:
-                theirs = collectives.broadcast(
-                    value, root, name="layer statistics", replicated=True
+                variable.assign(
+                    collectives.broadcast(value, root, name="layer statistics", replicated=True)
                 )
-                variable.assign(theirs)
                 continue
             place = self._places.get(id(variable))
-            scale = 1.0 if place is None else weights[place]
-            weighted.append((variable, value.astype(np.float64) * scale))
-            scales.append(scale)
-        if not weighted:
+            scales.append(1.0 if place is None else weights[place])
+            # In float64 the mean of equal numbers is exact for any number of ranks.
+            values.append(value.astype(np.float64) * scales[-1])
+            averaged.append(variable)
+        if not averaged:
             return
         *means, mean_scales = collectives.grouped_allreduce(
-            [*(value for _, value in weighted), np.array(scales)],
-            "average",
-            name="layer statistics",
+            [*values, np.array(scales)], "average", name="layer statistics"
         )
-        for (variable, _), mean, scale in zip(weighted, means, mean_scales):
+        for variable, mean, scale in zip(averaged, means, mean_scales):
             dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
             variable.assign((mean / scale if scale > 0 else mean).astype(dtype))
         self._surplus.assign(tf.zeros_like(self._surplus.value))
 
 
 def row_weights_of(model: keras.Model) -> list[Any]:
-    """Return the variables that say how much this rank's statistics count in the average."""
-    return list(getattr(model, _ATTRIBUTE, []))
+    """Return the variables with the weights of this rank's statistics in the average."""
+    return list(getattr(model, _ROW_WEIGHTS, []))
 
 
 def steps_with_rows_of(model: keras.Model) -> list[Any]:
-    """Return the variable that says whose statistics are complete, if some can't be averaged."""
+    """Return the variable that decides whose complete values are used, if there are some."""
     return list(getattr(model, _STEPS, []))

@@ -1,7 +1,7 @@
-"""An optimizer that averages gradients over all ranks just before it clips and applies them.
+"""Optimizers that average gradients over all ranks just before they clip and apply them.
 
-``_clip_gradients`` is the one point of a Keras optimizer that lies after gradient accumulation
-and before clipping, weight decay and the update: reducing there costs one reduction for K
+``_clip_gradients`` is the only method of a Keras optimizer that runs after gradient accumulation
+and before clipping, weight decay and the update. Reducing there takes one reduction for K
 accumulated steps, and clipping sees the average.
 """
 
@@ -37,22 +37,20 @@ __all__ = [
     "mix_in_weighted_steps",
     "plain_optimizers",
     "remove_mixins",
-    "track_gradient_weights",
     "weighting",
 ]
-
 
 _MARK = "_hvdtrain_reducer"
 
 
 class Weighting(NamedTuple):
-    """The treatment of the gradients of one step on their way into the optimizer.
+    """How the gradients of one step are combined with those of other ranks and steps.
 
     Attributes:
-        factor: Multiplies them before they are accumulated; None for 1.
-        weight: What this rank's gradients have been multiplied with in all, for jobs in which
-            ranks may be lost; see ``GradientReducer.average``.
-        op: How those of the ranks are combined.
+        factor: Multiplies the gradients before they are accumulated; None for 1.
+        weight: The total weight that the gradients were multiplied by, for jobs that may lose
+            ranks; see ``GradientReducer.average``.
+        op: The reduction over the ranks.
     """
 
     factor: tf.Tensor | None = None
@@ -61,37 +59,36 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """An optimizer mixin that tracks the weight of gradients, also of accumulated ones."""
+    """Knows the weight of gradients; that of accumulated ones after ``_track_weights``."""
 
     _hvdtrain_weighting = Weighting()
-    # The sum of the weights of accumulated gradients.
-    _hvdtrain_waiting: keras.Variable | None = None
+    _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
         weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_waiting is not None and weight is not None:
-            self._hvdtrain_waiting.assign_add(weight)
+        if self._hvdtrain_weight_sum is not None and weight is not None:
+            self._hvdtrain_weight_sum.assign_add(weight)
         super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
 
     def _hvdtrain_take_weight(self) -> tf.Tensor | None:
-        """The mean weight of the gradients that are applied now."""
-        waiting, weight = self._hvdtrain_waiting, self._hvdtrain_weighting.weight
-        if weight is None or waiting is None:
+        """Return the mean weight of the gradients that are applied now, and reset the sum."""
+        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
+        if weight is None or weight_sum is None:
             return weight
-        total = tf.convert_to_tensor(waiting) + weight
-        waiting.assign(tf.zeros_like(total))
+        total = tf.convert_to_tensor(weight_sum) + weight
+        weight_sum.assign(tf.zeros_like(total))
         return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
 
-def track_gradient_weights(optimizer: Any, dtype: str) -> None:
-    """Let a plain optimizer that accumulates gradients know what they count for, in this dtype."""
+def _track_weights(optimizer: Any, dtype: str) -> None:
+    """Make a plain optimizer sum up the weights of the gradients that it accumulates."""
     accumulates = optimizer.gradient_accumulation_steps
-    waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
-    set_untracked(optimizer, "_hvdtrain_waiting", waiting)
+    weight_sum = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
+    set_untracked(optimizer, "_hvdtrain_weight_sum", weight_sum)
 
 
 class GradientAveragingMixin(GradientWeightMixin):
-    """A mixin: a plain optimizer averages gradients over all ranks; saved as the plain class."""
+    """Averages gradients over all ranks in a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
@@ -101,13 +98,13 @@ class GradientAveragingMixin(GradientWeightMixin):
         factor = self._hvdtrain_weighting.factor
         if factor is not None:
             grads = [g if g is None else scaled(g, factor) for g in grads]
-        # Which gradients are None is part of what the ranks must agree on.
+        # Ranks must agree on the variables without gradients as well.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
         set_untracked(self, "_hvdtrain_missing", missing)
         return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
-        # float8 scales travel as "gradients"; the largest of all ranks is the one that fits.
+        # The "gradients" of float8 scales are new scales, and the largest one fits all ranks.
         grads = [
             self._hvdtrain_reducer.reduce(g, "max", variable_label(v))
             if self._overwrite_variable_with_gradient(v)  # type: ignore[attr-defined]
@@ -130,35 +127,91 @@ class GradientAveragingMixin(GradientWeightMixin):
 
 
 class FiniteCheckMixin:
-    """A mixin of ``LossScaleOptimizer``: an overflow on one rank skips the step on all.
+    """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one.
 
-    Gradients that are yet to be multiplied by 0 don't count: those of a rank without rows.
+    An overflow in gradients that will be multiplied by 0, on a rank without rows, is ignored.
     """
 
     _hvdtrain_reducer: GradientReducer
 
     def check_finite(self, grads: Any) -> Any:
+        """Return whether the gradients of all ranks are finite."""
         finite = super().check_finite(grads)  # type: ignore[misc]
         factor = plain_optimizers(self)[0]._hvdtrain_weighting.factor
         if factor is not None:
             finite |= tf.equal(factor, 0.0)
-        mine = tf.cast(finite, tf.int32)
-        return tf.cast(self._hvdtrain_reducer.reduce(mine, "min", "finite gradients"), tf.bool)
+        finite = tf.cast(finite, tf.int32)
+        return tf.cast(self._hvdtrain_reducer.reduce(finite, "min", "finite gradients"), tf.bool)
+
+
+class WeightedStepsMixin(GradientWeightMixin):
+    """Weights each of the accumulated steps by its samples."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Apply gradients, or accumulate them multiplied by their weight."""
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_weight_sum is not None and weight is not None:
+            grads = [g if g is None else scaled(g, weight) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
+        """Return the weight and the weighted mean of the gradients that are applied now."""
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_weight_sum is not None and weight is not None:
+            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        return weight, grads
+
+
+class LocalUpdateMixin(WeightedStepsMixin):
+    """Updates a plain optimizer from this rank's gradients; saved as the plain class.
+
+    A step in which this rank has no samples, while others may have some, changes no weight.
+    """
+
+    _hvdtrain_weight: tf.Tensor | None = None
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        weight, grads = self._hvdtrain_take_mean(grads)
+        set_untracked(self, "_hvdtrain_weight", weight)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        decay = super()._apply_weight_decay  # type: ignore[misc]
+        self._hvdtrain_if_samples(lambda: decay(variables))
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        update = super()._backend_update_step  # type: ignore[misc]
+        self._hvdtrain_if_samples(lambda: update(grads, trainable_variables, learning_rate))
+
+    def _hvdtrain_if_samples(self, act: Callable[[], None]) -> None:
+        weight = self._hvdtrain_weight
+        if weight is None:
+            act()
+        else:
+            tf.cond(weight > 0, act, lambda: None)
+
+
+def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reducer: Any) -> None:
+    """Mix ``mixin`` into a plain optimizer, which updates by itself."""
+    mix_in(optimizer, mixin, reducer)
+    _track_weights(optimizer, "float64")
 
 
 def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
-    """Make ``optimizer`` average its gradients; returns the same object.
+    """Make ``optimizer`` average its gradients, and return it.
 
     Its class becomes a subclass of the same name and module, so that it is saved, and loaded
-    elsewhere, as the plain optimizer it is. Doing it twice changes the reducer only.
+    elsewhere, as the plain optimizer. A second call replaces only the reducer.
 
     Raises:
-        ModelError: Not a Keras 3 optimizer, or one whose parts are not known yet.
+        ModelError: Not a Keras 3 optimizer, or its inner optimizers don't exist yet.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
-            f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
-            "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
+            f"Expected a Keras 3 optimizer, got {type(optimizer).__name__}; replace optimizers of "
+            "tf_keras or keras.optimizers.legacy by those of keras.optimizers."
         )
     check_inner_optimizers(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -171,18 +224,18 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     else:
         mix_in(optimizer, GradientAveragingMixin, reducer)
         if reducer.collectives.survives_losses:
-            track_gradient_weights(optimizer, "float32")
+            _track_weights(optimizer, "float32")
     return optimizer
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether ``distribute_optimizer`` has been applied to it."""
+    """Return whether the optimizer was distributed."""
     return hasattr(optimizer, _MARK)
 
 
 @contextmanager
 def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
-    """Within the block gradients that are applied are treated so."""
+    """Apply gradients with this weighting within the block."""
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     for leaf in inner:
         set_untracked(leaf, "_hvdtrain_weighting", how)
@@ -194,26 +247,29 @@ def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Whether gradients of several steps are applied together."""
+    """Return whether gradients of several steps are applied together."""
     return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
 
 
 def accumulator_variables(optimizer: Any) -> list[Any]:
-    """Return a plain optimizer's variables for gradients that wait for those of later steps."""
-    waiting = getattr(optimizer, "_hvdtrain_waiting", None)
-    return [*accumulated_gradients(optimizer), *([] if waiting is None else [waiting])]
+    """Return a plain optimizer's variables that hold the gradients of earlier steps."""
+    weight_sum = getattr(optimizer, "_hvdtrain_weight_sum", None)
+    return [*accumulated_gradients(optimizer), *([] if weight_sum is None else [weight_sum])]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
-    """List those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
+    """Return the optimizers that update weights, within a loss scale or multi optimizer."""
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     return _inner_optimizers(outer) or [outer]
 
 
-def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
-    """Make the optimizer's class a subclass of ``mixin``, under the same name.
+def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
+    """Make the optimizer's class a subclass of ``mixin``, of the same name.
 
-    There ``way``, to the other ranks, is found as ``_hvdtrain_reducer``.
+    Args:
+        optimizer: The optimizer.
+        mixin: The class with methods that use ``_hvdtrain_reducer``.
+        reducer: The object in ``_hvdtrain_reducer``, which reaches other ranks.
     """
     plain = type(optimizer)
     if not issubclass(plain, mixin):
@@ -225,25 +281,25 @@ def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
         mixed = type(plain.__name__, (mixin, plain), names)
         register_like(mixed, plain)
         optimizer.__class__ = mixed
-    mark_distributed(optimizer, way)
+    mark_distributed(optimizer, reducer)
 
 
 def remove_mixins(optimizer: Any) -> None:
-    """Give an optimizer, and those within it, the classes that they had before ``mix_in``."""
+    """Restore the plain classes of an optimizer and of its inner optimizers."""
     for entry in (optimizer, *plain_optimizers(optimizer)):
         entry.__class__ = getattr(type(entry), "_hvdtrain_plain_class", type(entry))
 
 
-def mark_distributed(optimizer: Any, way: Any) -> None:
-    """Note that an optimizer is distributed, and by what way."""
-    set_untracked(optimizer, _MARK, way)
+def mark_distributed(optimizer: Any, reducer: Any) -> None:
+    """Mark an optimizer as distributed with this reducer."""
+    set_untracked(optimizer, _MARK, reducer)
 
 
 def check_inner_optimizers(optimizer: Any) -> None:
-    """Check that a ``MultiOptimizer`` has optimizers: a function makes them for each variable.
+    """Check that the optimizers of a ``MultiOptimizer`` exist.
 
     Raises:
-        ModelError: It doesn't; it would average nothing.
+        ModelError: A function will make them for each variable when it is built.
     """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(outer, "optimizers", None) == []:
@@ -254,62 +310,6 @@ def check_inner_optimizers(optimizer: Any) -> None:
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """List the optimizers of a ``MultiOptimizer``; empty for any other."""
+    """Return the optimizers of a ``MultiOptimizer``, or an empty list."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []
-
-
-class WeightedStepsMixin(GradientWeightMixin):
-    """Lets each of the steps whose gradients are accumulated count as much as its samples."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_waiting is not None and weight is not None:
-            # Batches of one step needn't be equal.
-            grads = [g if g is None else scaled(g, weight) for g in grads]
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """Returns how much the gradients that are applied now count, and their mean."""
-        weight = self._hvdtrain_take_weight()
-        if self._hvdtrain_waiting is not None and weight is not None:
-            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
-        return weight, grads
-
-
-class LocalUpdateMixin(WeightedStepsMixin):
-    """A mixin: a plain optimizer updates from this rank's gradients; saved as the plain class.
-
-    A step in which this rank has no samples, as others may have some, changes no weight.
-    """
-
-    _hvdtrain_counts: tf.Tensor | None = None
-
-    def _clip_gradients(self, grads: Any) -> Any:
-        weight, grads = self._hvdtrain_take_mean(grads)
-        object.__setattr__(self, "_hvdtrain_counts", weight)
-        return super()._clip_gradients(grads)  # type: ignore[misc]
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        decay = super()._apply_weight_decay  # type: ignore[misc]
-        self._hvdtrain_if_any(lambda: decay(variables))
-
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
-        update = super()._backend_update_step  # type: ignore[misc]
-        self._hvdtrain_if_any(lambda: update(grads, trainable_variables, learning_rate))
-
-    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
-        """Act unless this rank has no samples in the step."""
-        counts = self._hvdtrain_counts
-        if counts is None:
-            act()
-        else:
-            tf.cond(counts > 0, act, lambda: None)
-
-
-def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], way: Any) -> None:
-    """Let a plain optimizer update by itself, as ``mixin`` says; ``way`` as in ``mix_in``."""
-    mix_in(optimizer, mixin, way)
-    track_gradient_weights(optimizer, "float64")

@@ -14,138 +14,118 @@ from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import loss_tracker
 
-__all__ = ["LossSoFar", "ReportProgress", "number_of"]
+__all__ = ["LossSum", "ReportProgress"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSoFar:
-    """This rank's steps, rows and sum of losses in this epoch so far, by Keras' own loss metric."""
+@dataclass(frozen=True)
+class LossSum:
+    """Steps, rows and the sum of their losses on this rank, from Keras' loss metric."""
 
     steps: int = 0
     rows: float = 0.0
-    loss_sum: float = 0.0
+    total: float = 0.0
 
     @classmethod
-    def of(cls, model: keras.Model, steps: int) -> LossSoFar:
-        """Read a model's metric after so many steps of an epoch; waits for the device."""
-        # The mean of the losses, weighted by rows: the only place where Keras keeps the rows.
-        tracker = loss_tracker(model)
+    def read(cls, model: keras.Model, steps: int) -> LossSum:
+        """Read the metric after ``steps`` of an epoch; waits for the device."""
+        tracker = loss_tracker(model)  # a mean weighted by rows
         if tracker is None:
-            return cls(steps=steps)
-        return cls(steps=steps, rows=number_of(tracker.count), loss_sum=number_of(tracker.total))
+            return cls(steps)
+        rows, total = (
+            float(keras.ops.convert_to_tensor(v)) for v in (tracker.count, tracker.total)
+        )
+        return cls(steps, rows, total)
 
-    def loss(self, logs: Any) -> float:
-        """Return the average; where a user's train_step keeps none, what it reports, or NaN."""
+    def __add__(self, other: LossSum) -> LossSum:
+        return LossSum(self.steps + other.steps, self.rows + other.rows, self.total + other.total)
+
+    def __sub__(self, other: LossSum) -> LossSum:
+        return LossSum(self.steps - other.steps, self.rows - other.rows, self.total - other.total)
+
+    def mean(self, logs: Any) -> float:
+        """Return the mean loss; without the metric, as with some ``train_step``, that of ``logs``.
+
+        NaN if there is neither.
+        """
         return (
-            self.loss_sum / self.rows
-            if self.rows > 0
-            else float((logs or {}).get("loss", math.nan))
+            self.total / self.rows if self.rows > 0 else float((logs or {}).get("loss", math.nan))
         )
 
 
-def number_of(variable: Any) -> float:
-    """The value of a variable of one element."""
-    return float(keras.ops.convert_to_tensor(variable))
-
-
 class ReportProgress(keras.callbacks.Callback):
-    """Tells the launcher how far ``fit`` is, which notices with that when a rank hangs."""
+    """Reports the progress of ``fit`` to the launcher, which detects hanging ranks by it.
+
+    About once a second, as reading it waits for the device, the chief also reports its loss and the
+    number of samples: its own, times the number of ranks.
+    """
 
     def __init__(self, epochs: EpochIterator) -> None:
         super().__init__()
         self._epochs = epochs
         self._epoch = 0
         self._compiled = False
-        self._learned = _Learned()
-
-    @property
-    def _tells(self) -> bool:
-        return report.is_heard() and world.is_chief()
+        self._due_s = 0.0
+        self._samples = 0.0
+        self._counted_step: int | None = None  # the samples are those up to this step
+        self._rows_per_step = 0.0
+        self._loss = 0.0
+        self._last = LossSum()
 
     def on_train_begin(self, logs: Any = None) -> None:
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        self._learned.begin_epoch()
+        self._last = LossSum()
         if self._compiled:
             report.phase("training")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch and not self._compiled and self._tells:
-            # Resumed within an epoch: the metric holds the rows of an earlier run.
-            self._learned.resume(self.model, batch)
+        if batch and not self._compiled and self._reads_loss():
+            # Resumed within an epoch: the metric includes the rows of an earlier run.
+            self._last = LossSum.read(self.model, batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.planned(self._total_steps(batch + 1))
         report.phase("training")
-        self._epochs.input_wait.tell_often()
-        if self._tells and self._learned.is_due():
-            self._learned.tell(self.model, batch + 1, self._epochs.step)
+        self._epochs.input_wait.report_if_due()
+        if self._reads_loss() and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + report.INTERVAL_S
+            self._read_loss(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._epochs.input_wait.tell()
-        self._learned.end_epoch(self._epochs.step)
+        self._epochs.input_wait.report()
+        self._report_samples()
         report.phase("end of an epoch")
 
-    def _total_steps(self, done: int) -> int | None:
-        """The step with which ``fit`` ends unless it ends early; ``done`` are of this epoch."""
+    def _reads_loss(self) -> bool:
+        return report.is_heard() and world.is_chief()
+
+    def _read_loss(self, steps: int) -> None:
+        before, self._last = self._last, LossSum.read(self.model, steps)
+        new = self._last - before
+        if new.rows <= 0:
+            return
+        self._rows_per_step = new.rows / max(1, new.steps)
+        self._loss = new.total / new.rows
+        if self._counted_step is None:
+            self._counted_step = self._epochs.step - new.steps
+        self._report_samples()
+
+    def _report_samples(self) -> None:
+        """Report the samples up to now, those since the last reading at its rows per step."""
+        if self._counted_step is not None:
+            new_steps = self._epochs.step - self._counted_step
+            self._samples += new_steps * self._rows_per_step * world.size()
+            self._counted_step = self._epochs.step
+            report.learned(self._samples, self._loss)
+
+    def _total_steps(self, epoch_step: int) -> int | None:
+        """Return the last step of ``fit``, unless it stops early; None if unknown."""
         steps = self._epochs.steps_per_epoch
         if steps is None or self.params is None:
             return None
         epochs_left = self.params["epochs"] - self._epoch
-        return self._epochs.step - done + epochs_left * steps
-
-
-class _Learned:
-    """The samples that the ranks have trained on, and their loss, read about once a second.
-
-    Reading waits for the device. Samples are the chief's times the number of ranks.
-    """
-
-    def __init__(self) -> None:
-        self._due_s = 0.0
-        self._samples = 0.0
-        self._rows_per_step = 0.0
-        self._step: int | None = None
-        self._loss = 0.0
-        self._before = LossSoFar()
-
-    def is_due(self) -> bool:
-        """Whether it is time to read."""
-        return time.monotonic() >= self._due_s
-
-    def begin_epoch(self) -> None:
-        """Begin again with Keras' metric; what it held last of the epoch before was not read."""
-        self._before = LossSoFar()
-
-    def resume(self, model: keras.Model, steps: int) -> None:
-        """Leave out the first ``steps`` of the epoch."""
-        self._before = LossSoFar.of(model, steps)
-
-    def tell(self, model: keras.Model, steps: int, step: int) -> None:
-        """Read and report after so many ``steps`` of the epoch, and ``step`` of the training."""
-        self._due_s = time.monotonic() + report.INTERVAL_S
-        before, self._before = self._before, LossSoFar.of(model, steps)
-        rows = self._before.rows - before.rows
-        if rows <= 0:
-            return
-        self._rows_per_step = rows / max(1, self._before.steps - before.steps)
-        if self._step is None:
-            self._step = step - steps + before.steps
-        self._count(step)
-        self._loss = (self._before.loss_sum - before.loss_sum) / rows
-        report.learned(self._samples, self._loss)
-
-    def end_epoch(self, step: int) -> None:
-        """Report the samples of the steps since the last reading, without reading again."""
-        if self._step is not None:
-            self._count(step)
-            report.learned(self._samples, self._loss)
-
-    def _count(self, step: int) -> None:
-        if self._step is not None:
-            self._samples += (step - self._step) * self._rows_per_step * world.size()
-            self._step = step
+        return self._epochs.step - epoch_step + epochs_left * steps

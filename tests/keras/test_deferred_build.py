@@ -57,7 +57,7 @@ def test_data_that_do_not_fit_the_model_are_told(world):
     model = keras.Sequential([keras.layers.Conv2D(2, 3), keras.layers.Dense(3)])
     model.compile("sgd", LOSS)
     world.distribute(model)
-    with pytest.raises(ModelError, match=r"can't be from its data: .*min_ndim=4"):
+    with pytest.raises(ModelError, match=r"can't be built from its data: .*min_ndim=4"):
         model.fit(X, Y, verbose=0)
 
 
@@ -67,9 +67,9 @@ def test_a_loop_of_ones_own_would_average_nothing(world):
     world.distribute(model)
     model(X[:1])
     gradients = [np.ones(weight.shape, "float32") for weight in model.trainable_weights]
-    with pytest.raises(ModelError, match="nothing is alike on all ranks yet"):
+    with pytest.raises(ModelError, match="weights are not equal on all ranks yet"):
         model.optimizer.apply(gradients, model.trainable_weights)
-    with pytest.raises(ModelError, match="nothing is alike on all ranks yet"):
+    with pytest.raises(ModelError, match="weights are not equal on all ranks yet"):
         model.optimizer.apply_gradients(zip(gradients, model.trainable_weights))
     world.distribute(model)
     model.optimizer.apply(gradients, model.trainable_weights)

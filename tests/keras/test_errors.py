@@ -22,7 +22,7 @@ def test_not_compiled(world):
 
 @pytest.mark.ranks(1, 2)
 def test_not_a_model(world):
-    with pytest.raises(ModelError, match="received str"):
+    with pytest.raises(ModelError, match="got str"):
         world.distribute("model")
 
 

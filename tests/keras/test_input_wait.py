@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.keras import input_wait
+from hvdtrain.keras import fit_inputs
 from hvdtrain.keras.data.sharded_input import untuned
 from hvdtrain.keras.fit_inputs import InputWait
 from tests.keras.features import X, Y, classifier
@@ -36,7 +36,7 @@ class Report:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Report:
     report = Report()
-    monkeypatch.setattr(input_wait, "report", report)
+    monkeypatch.setattr(fit_inputs, "report", report)
     return report
 
 
@@ -63,15 +63,15 @@ def test_what_is_read_ahead_is_not_waited_for(report: Report, tuned: bool) -> No
 
     idle_s = 0.0
     step(iterator)
-    wait.tell()
+    wait.report()
     for _ in range(STEPS - 1):
         # The next one is on its way meanwhile.
         time.sleep(0.5 * READ_S)
         began_s = time.perf_counter()
         step(iterator)
         idle_s += time.perf_counter() - began_s
-        wait.tell_often()
-    wait.tell()
+        wait.report_if_due()
+    wait.report()
     first_s, *rest_s = report.told
     assert first_s >= 0.9 * READ_S
     # Calling the function takes some time itself.
@@ -99,11 +99,11 @@ def test_elements_are_the_same(
 
 def test_nothing_is_measured_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(heard=False)
-    monkeypatch.setattr(input_wait, "report", report)
+    monkeypatch.setattr(fit_inputs, "report", report)
     wait, dataset = InputWait(), tf.data.Dataset.range(3)
     assert wait.timed(dataset) is dataset
-    wait.tell()
-    wait.tell_often()
+    wait.report()
+    wait.report_if_due()
     assert report.told == []
 
 
@@ -114,7 +114,7 @@ def test_a_pass_over_the_same_dataset_is_timed_as_the_one_before(report: Report)
     seen = weakref.ref(dataset)
     del dataset, timed
     # It may hold the data of a training that has ended.
-    wait.forget_dataset()
+    wait.release_dataset()
     gc.collect()
     assert seen() is None
 

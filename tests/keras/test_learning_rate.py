@@ -130,7 +130,7 @@ class Shrink(keras.callbacks.Callback):
         if len(self.rates) == self._after:
             rescale_rate(optimizer, 3, 1)
             if self._warm_up:
-                self._warm_up.follow(Change(before=(0, 1, 2), now=(1,)))
+                self._warm_up.on_ranks_lost(Change(before=(0, 1, 2), now=(1,)))
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_a_checkpoint_says_whose_statistics_are_complete(world):
 
     calls, statistics, state = make()
     for _ in range(2 if world.is_chief() else 10):
-        with statistics.moved_by(tf.constant(1.0)):
+        with statistics.weighted_by(tf.constant(1.0)):
             calls.assign_add(1)
     saved = state.gather_own()
     calls, statistics, state = make()

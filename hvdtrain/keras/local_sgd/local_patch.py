@@ -57,13 +57,13 @@ class LocalModelPatch(ModelPatch):
         self._steps = _LocalSteps(self._model, self._reducer, compute, self._rounds)
         return self._steps
 
-    def _follow(self, change: Change) -> None:
-        super()._follow(change)
+    def _on_change(self, change: Change) -> None:
+        super()._on_change(change)
         self._steps.follow(len(change.now))
 
-    def _choose_synchronized(self) -> list[Any]:
+    def _synchronized_layers(self) -> list[Any]:
         if synchronized_layers(self._model):
-            self._notice(
+            self._warn_once(
                 "BatchNormalization(synchronized=True) normalizes each rank's batch by itself, as "
                 "with --mode local-sgd ranks meet between steps alone."
             )
@@ -108,7 +108,7 @@ class _LocalLossWeights(IndependentLossWeights):
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
         if known is None and sums:
-            known = self._of_all(rows)
+            known = self._sum_over_ranks(rows)
         return super().joint_rows(rows, known, sums)
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:

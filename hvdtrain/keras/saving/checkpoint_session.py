@@ -119,7 +119,7 @@ class CheckpointSession:
         self._schedule.begin(epochs.step, time.monotonic())
         self._signals.catch()
         try:
-            with self._membership.followed_by([self._take_over]):
+            with self._membership.notifying([self._take_over]):
                 yield
         finally:
             set_initial_epoch(self._state.model, None)
@@ -256,7 +256,7 @@ class CheckpointSession:
 
     def _take_over(self, change: Change) -> None:
         """Write checkpoints from now on, if the chief is lost and this rank is the next one."""
-        if self._membership.is_chief and change.of_chief:
+        if self._membership.is_chief and change.lost_chief:
             # This rank can't know whether the newest one reached the disk.
             self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
             self._say(f"checkpoints are written to {self._options.directory} by another rank now")
@@ -368,7 +368,7 @@ class CheckpointSession:
         while True:
             self._take()
             self._save_together(self.writer.wait)
-            if not self._membership.renew_and_check_chief_lost():
+            if not self._membership.renew_and_check_chief():
                 return
 
     def _export(self) -> None:

@@ -66,7 +66,7 @@ class ServedModelPatch(ModelPatch):
         self._remove_earlier()
         seed = draw_seed(collectives)
         if synchronized_layers(model):
-            self._notice(
+            self._warn_once(
                 "BatchNormalization(synchronized=True) normalizes each worker's batch by itself "
                 "where there are parameter servers."
             )
@@ -152,7 +152,7 @@ class ServedModelPatch(ModelPatch):
 
         hooks: dict[str, Callable[..., Any]] = {
             RESULTS: lambda logs: now().joint_results(logs),
-            SYMBOLIC_BUILD: lambda *args, **options: now().adopt(*args, **options),
+            SYMBOLIC_BUILD: lambda *args, **options: now().symbolic_build(*args, **options),
         }
         self._replace(
             train_step=steps.train,
@@ -172,8 +172,8 @@ class ServedModelPatch(ModelPatch):
             membership,
             seed=seed,
             presharded=self._presharded,
-            notice=self._notice,
-            watches=self._serves and self._presharded,
+            warn=self._warn_once,
+            ignore_rows=self._serves and self._presharded,
         )
 
     @property

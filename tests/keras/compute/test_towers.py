@@ -256,7 +256,7 @@ def test_what_cannot_be_cut_is_an_error_on_all_ranks(launch):
         told = facts(done, what)
         assert [entry["rank"] for entry in told] == [0, 1], what
         assert all(re.search(message, entry["error"]) for entry in told), told
-    for notice in ("normalizes each tower's part", "with towers this runs without jit_compile"):
+    for notice in ("normalizes the part of each tower", "towers run without jit_compile"):
         assert done.stderr.count(notice) == 1
 
 
