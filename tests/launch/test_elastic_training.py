@@ -85,7 +85,7 @@ def test_what_could_not_go_on_is_refused_on_every_rank(elastic):
     done = elastic(REFUSED)
     assert done.returncode == 0, done
     assert done.stdout.count("ModelError: In an elastic job") == 6, done
-    assert done.stdout.count("must be given the whole data") == 3
+    assert done.stdout.count("must receive the whole data") == 3
     assert done.stdout.count("DataError: In an elastic job") == 3, done
     assert done.stdout.count("reshuffle_each_iteration=False") == 3
     assert done.stdout.count("reduction='sum' and regularization") == 3, done

@@ -50,7 +50,7 @@ MISTAKES = """
 
 def test_mistakes_that_every_rank_sees(launch):
     said = {
-        "two optimizers": "has 2 optimizers, and parameter servers apply one",
+        "two optimizers": "has 2 optimizers, but parameter servers apply one",
         "use_ema": "received gradient_accumulation_steps=2",
         "global_clipnorm": "global_clipnorm needs one parameter server, got 2",
         "too many servers": "number of parameter servers must be between 1 and 1, got 2",
