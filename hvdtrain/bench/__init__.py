@@ -1,6 +1,6 @@
-"""``hvdtrain bench``: how fast collectives, training and starting are on this machine.
+"""``hvdtrain bench``: measurements of collectives, training and starting on this machine.
 
-``cli`` reads arguments and starts ranks; ``python -m hvdtrain.bench`` is what each rank runs.
+``cli`` parses arguments and starts the ranks; each rank runs ``python -m hvdtrain.bench``.
 """
 
 from __future__ import annotations

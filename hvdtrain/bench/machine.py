@@ -1,4 +1,4 @@
-"""The machine that is measured on, its load and the libraries, for the head of a report."""
+"""Description of the machine, its load and its libraries for reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARIES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py")
 
 
 def describe_machine() -> dict[str, object]:
-    """This host now; the load says whether others were using it."""
+    """Return processor, cores, memory, load and library versions of this host."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _value_in("/proc/cpuinfo", "model name")
@@ -40,7 +40,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def machine_line(machine: dict[str, object]) -> str:
-    """``describe_machine()`` for people."""
+    """Format the result of ``describe_machine()``."""
     memory_bytes, libraries = machine["memory_bytes"], machine["libraries"]
     assert isinstance(memory_bytes, int)
     assert isinstance(libraries, dict)
@@ -52,17 +52,17 @@ def machine_line(machine: dict[str, object]) -> str:
 
 
 def resident_bytes() -> int:
-    """Memory that this process occupies now (Linux; elsewhere 0)."""
+    """Return the resident memory of this process in bytes (0 outside Linux)."""
     return _memory_of_this_process("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has occupied (Linux; elsewhere 0)."""
+    """Return the peak resident memory of this process in bytes (0 outside Linux)."""
     return _memory_of_this_process("VmHWM")
 
 
 def resident_shared_bytes() -> int:
-    """Return how much of ``resident_bytes`` is memory that processes share (Linux; elsewhere 0)."""
+    """Return the shared part of ``resident_bytes`` (0 outside Linux)."""
     return _memory_of_this_process("RssShmem")
 
 
@@ -72,7 +72,7 @@ def _memory_of_this_process(key: str) -> int:
 
 
 def _value_in(path: str, key: str) -> str:
-    """The value on the first line "key: value" of a file; empty without one."""
+    """Return the value of the first line "key: value" of a file, or an empty string."""
     if Path(path).exists():
         for line in Path(path).read_text().splitlines():
             name, _, value = line.partition(":")
@@ -82,11 +82,11 @@ def _value_in(path: str, key: str) -> str:
 
 
 def _installed() -> dict[str, str]:
-    # Too heavy for those who only write reports.
+    # Slow to import.
     import importlib.metadata
 
-    found = {}
+    versions = {}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,6 +1,6 @@
-"""``hvdtrain bench allreduce`` on one rank: arrays of growing size, then gradients in a graph.
+"""``hvdtrain bench allreduce``: arrays of growing size, then gradients in a graph.
 
-Where the devices reduce (``--backend nccl``), tensors of the same sizes there, too.
+With ``--backend nccl`` it also measures tensors on the devices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["array_sizes", "measure", "resnet50_shapes"]
 
 SMALLEST_BYTES = 4
 FACTOR = 4
-# One measurement moves about so many bytes, so that small arrays are reduced many times in it.
-BYTES_A_MEASUREMENT = 4 << 20
-MOST_CALLS = 200
-MOST_TIMES_COPY = 3.0
-MOST_SMALL_S = 200e-6
+# A measurement of small arrays repeats them up to this total size.
+BYTES_PER_MEASUREMENT = 4 << 20
+MAX_CALLS = 200
+MAX_TIMES_COPY = 3.0
+MAX_SMALL_S = 200e-6
 SMALL_CALLS = 20
-# Reductions one after another in one graph, so that the call of the graph itself counts little.
+# Consecutive reductions in one graph, so that the call of the graph hardly counts.
 SMALL_CHAIN = 25
-# Blocks of each stage of ResNet-50 and the channels inside them.
+# Number of blocks and inner channels of each stage of ResNet-50.
 STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
 EXPANSION = 4
 
 
 def measure(options: AllreduceOptions) -> None:
-    """Measure on the ranks that are there; the chief prints and writes."""
+    """Run the benchmark on all ranks; the chief prints and writes the results."""
     hvdtrain.init()
     collectives = world.collectives()
     report = BenchReport("allreduce", options, collectives.size, world.is_chief)
@@ -53,21 +53,21 @@ def measure(options: AllreduceOptions) -> None:
     report.add(sizes=rows)
     on_devices = world.device_collectives()
     if on_devices is not None:
-        there = [
+        on_device = [
             _measure_tensor(collectives, on_devices, nbytes, options.repetitions)
             for nbytes in sizes
         ]
         report.print(
             f"\nallreduce of one float32 tensor on {on_devices.device}, in a tf.function, sum"
         )
-        _show_sizes(report, there)
-        report.add(tensors=there)
+        _show_sizes(report, on_device)
+        report.add(tensors=on_device)
     _measure_gradients(report, collectives, options.repetitions, options.max_bytes)
     report.finish(options.json)
 
 
 def array_sizes(max_bytes: int) -> list[int]:
-    """4 bytes and its multiples by powers of 4, up to ``max_bytes``."""
+    """Return 4 bytes times powers of 4, up to ``max_bytes``."""
     sizes = [SMALLEST_BYTES]
     while sizes[-1] * FACTOR <= max_bytes:
         sizes.append(sizes[-1] * FACTOR)
@@ -103,7 +103,7 @@ def _measure_tensor(
         with tf.device(on_devices.device):
             return tf.raw_ops.DeepCopy(x=tensor)[0]
 
-    # Their first elements are on the host only when all is done.
+    # Reading the first element waits for the operation.
     return _compare(
         collectives,
         on_devices.hint,
@@ -122,23 +122,23 @@ def _compare(
     allreduce: Callable[[], Any],
     repetitions: int,
 ) -> dict[str, Any]:
-    found = time_in_turn(
+    timings = time_in_turn(
         collectives,
         {"copy": copy, "allreduce": allreduce},
         repetitions=repetitions,
-        calls=max(1, min(MOST_CALLS, BYTES_A_MEASUREMENT // nbytes)),
+        calls=max(1, min(MAX_CALLS, BYTES_PER_MEASUREMENT // nbytes)),
     )
-    best_s = found["allreduce"].best_s
+    best_s = timings["allreduce"].best_s
     return {
         "bytes": nbytes,
         "engine": engine,
         "best_s": best_s,
-        "median_s": found["allreduce"].median_s,
+        "median_s": timings["allreduce"].median_s,
         "algorithm_bandwidth": nbytes / best_s,
         "bus_bandwidth": bus_bandwidth(nbytes, best_s, collectives.size),
-        "copy_best_s": found["copy"].best_s,
-        "copy_median_s": found["copy"].median_s,
-        "copy_bandwidth": nbytes / found["copy"].best_s,
+        "copy_best_s": timings["copy"].best_s,
+        "copy_median_s": timings["copy"].median_s,
+        "copy_bandwidth": nbytes / timings["copy"].best_s,
     }
 
 
@@ -160,17 +160,17 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
     ]
     report.print_table(head, cells)
     report.print(
-        "algbw: bytes / time; busbw: algbw * 2 (n - 1) / n, both in GB/s from the best time."
-        "\ncopy: every rank copies as many bytes once in its memory at the same time; ratio: best"
-        "\ntime over best copy."
+        "algbw: bytes / time; busbw: algbw * 2 (n - 1) / n; both in GB/s, from the best time."
+        "\ncopy: all ranks copy the same number of bytes in memory at the same time; "
+        "ratio: best / copy best."
     )
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The 160 trainable variables of ResNet-50 without its last bias: 102 MB of float32.
+    """Return the shapes of the 160 trainable variables of ResNet-50 without its last bias.
 
-    The architecture of He et al. (2015), "Deep Residual Learning for Image Recognition", with
-    batch normalisation after each convolution.
+    They have 102 MB in float32. Source: He et al. 2015, "Deep Residual Learning for Image
+    Recognition", with batch normalization after each convolution.
     """
     shapes: list[tuple[int, ...]] = [*_convolution(7, 3, 64)]
     channels = 64
@@ -188,7 +188,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def _measure_gradients(
     report: BenchReport, collectives: Engine, repetitions: int, max_bytes: int
 ) -> None:
-    """Time large and small reductions on all ranks; ``max_bytes`` leaves out shapes beyond it."""
+    """Time gradients of at most ``max_bytes`` in total, and reductions of 4 bytes."""
     reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)
@@ -197,11 +197,11 @@ def _measure_gradients(
         "copy": lambda: np.copyto(target, flat),
         "gradients": _averaging(reducer, arrays),
     }
-    found = time_in_turn(collectives, operations, repetitions=repetitions)
-    gradients, copy = found["gradients"], found["copy"]
+    timings = time_in_turn(collectives, operations, repetitions=repetitions)
+    gradients, copy = timings["gradients"], timings["copy"]
     operations = {"chain": _small(reducer, SMALL_CHAIN), "call": _small(reducer, 1)}
-    found = time_in_turn(collectives, operations, repetitions=repetitions, calls=SMALL_CALLS)
-    small, small_call = found["chain"].divided(SMALL_CHAIN), found["call"]
+    timings = time_in_turn(collectives, operations, repetitions=repetitions, calls=SMALL_CALLS)
+    small, small_call = timings["chain"].divided(SMALL_CHAIN), timings["call"]
 
     size = f"{len(arrays)} gradients of {flat.nbytes / 1e6:.3g} MB"
     pairs = zip(dataclasses.astuple(gradients), dataclasses.astuple(copy))
@@ -209,18 +209,18 @@ def _measure_gradients(
         [f"{size}, average", *_times(gradients)],
         ["copy of the same bytes", *_times(copy)],
         ["ratio", *(f"{value / unit:.2f}" for value, unit in pairs)],
-        [f"4 bytes, one of {SMALL_CHAIN} in a row", *_times(small)],
-        ["4 bytes, with the call of the function", *_times(small_call)],
+        [f"4 bytes, one of {SMALL_CHAIN} consecutive", *_times(small)],
+        ["4 bytes, with the call of the tf.function", *_times(small_call)],
     ]
-    report.print("\ninside a tf.function, packing and unpacking included")
+    report.print("\ninside a tf.function, including packing")
     report.print_table(["", "best", "median", "processor"], rows)
-    timings = {"gradients": gradients, "copy": copy, "small": small, "small_call": small_call}
-    each = {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+    parts = {"gradients": gradients, "copy": copy, "small": small, "small_call": small_call}
+    each = {name: dataclasses.asdict(timing) for name, timing in parts.items()}
     report.add(gradients={"count": len(arrays), "nbytes": flat.nbytes, **each})
     ratio = gradients.best_s / copy.best_s
-    report.hold_against(f"{size} / copy, best", ratio, "at most", MOST_TIMES_COPY, "times")
+    report.compare(f"{size} / copy, best", ratio, "at most", MAX_TIMES_COPY, "times")
     what = "allreduce of 4 bytes in a tf.function, best"
-    report.hold_against(what, small.best_s * 1e6, "at most", MOST_SMALL_S * 1e6, "us")
+    report.compare(what, small.best_s * 1e6, "at most", MAX_SMALL_S * 1e6, "us")
 
 
 def _averaging(reducer: GradientReducer, arrays: list[np.ndarray]) -> Callable[[], Any]:
@@ -231,7 +231,7 @@ def _averaging(reducer: GradientReducer, arrays: list[np.ndarray]) -> Callable[[
     @tf.function
     def average() -> tf.Tensor:
         averages = reducer.average(gradients, names)
-        # The averages stay in the graph, as they do on their way to an optimizer.
+        # Keep the averages in the graph, as an optimizer does.
         with tf.control_dependencies(averages):
             return tf.constant(0)
 
@@ -264,7 +264,7 @@ def _shapes_within(max_bytes: int) -> list[tuple[int, ...]]:
 
 
 def _convolution(size: int, inputs: int, outputs: int) -> list[tuple[int, ...]]:
-    """A kernel without bias, and scale and offset of the normalisation after it."""
+    """Return shapes of a kernel without bias and of the normalization after it."""
     return [(size, size, inputs, outputs), (outputs,), (outputs,)]
 
 

@@ -1,4 +1,4 @@
-"""``hvdtrain bench checkpoint`` on one rank: for how long checkpoints keep training waiting."""
+"""``hvdtrain bench checkpoint``: how long checkpoints block the training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
 __all__ = ["measure"]
 
-MOST_PAUSE_OVER_WRITE_PERCENT = 25.0
+MAX_BLOCKED_PERCENT = 25.0
 
 
 class _StepTimes(keras.callbacks.Callback):
-    """Notes the time of each step, and who takes the checkpoints."""
+    """Recorder of the end of each step and of the session that takes the checkpoints."""
 
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class _StepTimes(keras.callbacks.Callback):
 
 
 def measure(options: CheckpointBenchOptions) -> None:
-    """Measure on the ranks that are there; the chief prints and writes."""
+    """Run the benchmark on all ranks; the chief prints and writes the results."""
     hvdtrain.init()
     report = BenchReport("checkpoint", options, world.size(), world.is_chief)
     place = options.directory or None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=place) as folder:
         watch = _train(options, Path(folder))
-        # 0 bytes on the ranks that don't see the checkpoints.
+        # 0 on ranks without access to the checkpoints.
         newest = sorted(Path(folder).glob("step-*"))[-1:]
         size_bytes = sum(file.stat().st_size for path in newest for file in path.iterdir())
     if world.is_chief():
@@ -54,12 +54,12 @@ def measure(options: CheckpointBenchOptions) -> None:
 
 def _train(options: CheckpointBenchOptions, folder: Path) -> _StepTimes:
     model = build_model("mlp")
-    # With Adam a checkpoint is three times the weights.
+    # With Adam, a checkpoint has three times the size of the weights.
     model.compile("adam", model.loss)
     hvdtrain.distribute(model)
     checkpoint = hvdtrain.Checkpoint(folder, every_steps=options.between_steps, keep=1)
     watch = _StepTimes(checkpoint)
-    # What is saved at the very end comes on top, half an interval later; it doesn't count.
+    # The final checkpoint, half an interval later, is not counted.
     steps = options.checkpoints * options.between_steps + options.between_steps // 2
     rows = steps * options.batch_size * world.size()
     x, y = synthetic_data(model, rows)
@@ -77,9 +77,11 @@ def _show(report: BenchReport, watch: _StepTimes, size_bytes: int) -> None:
         [str(number), format_seconds(paused), format_seconds(written), f"{paused / written:.1%}"]
         for number, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
     ]
-    report.print(f"{size_bytes / 1e6:.0f} MB each; a step takes {format_seconds(step_s)}\n")
-    report.print_table(["checkpoint", "training waited", "written in", "share"], rows, left=())
+    report.print(
+        f"{size_bytes / 1e6:.0f} MB per checkpoint; a step takes {format_seconds(step_s)}\n"
+    )
+    report.print_table(["checkpoint", "blocking", "writing", "ratio"], rows, left=())
     report.add(paused_s=paused_s, written_s=written_s, step_s=step_s, bytes=size_bytes)
     percent = 100 * statistics.median(p / w for p, w in zip(paused_s, written_s))
-    what = "waiting over writing, median"
-    report.hold_against(what, percent, "at most", MOST_PAUSE_OVER_WRITE_PERCENT, "%")
+    what = "blocking / writing, median"
+    report.compare(what, percent, "at most", MAX_BLOCKED_PERCENT, "%")

@@ -1,4 +1,4 @@
-"""``hvdtrain bench predict``: a model of costs, asked for more hosts than there are."""
+"""``hvdtrain bench predict``: a cost model applied to more hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY_S = 86400.0
 
 
 def measure(options: PredictOptions) -> None:
-    """Print and write what is to be expected, from one host to all."""
+    """Print and write predictions for one host up to all hosts."""
     ranks = options.hosts * options.ranks_per_host
     report = BenchReport("predict", options, ranks, lambda: True)
     costs = Costs(
@@ -31,7 +31,7 @@ def measure(options: PredictOptions) -> None:
         spread=options.spread,
     )
     link = Link(options.latency_us * 1e-6, options.link)
-    found, steps, failures = [], [], []
+    predictions, steps, failures = [], [], []
     for hosts in _doubling(options.hosts):
         cluster = Cluster(
             hosts=hosts,
@@ -44,7 +44,7 @@ def measure(options: PredictOptions) -> None:
             mean_s=mean_s, checkpoint_s=options.checkpoint_s, restart_s=options.restart_s
         )
         efficiency = step.compute_s / time.seconds
-        found.append(
+        predictions.append(
             {"hosts": hosts, "ranks": cluster.ranks, **time._asdict(), "efficiency": efficiency}
             | {"between_failures_s": mean_s, "between_checkpoints_s": interval_s, "lost": lost}
         )
@@ -54,22 +54,22 @@ def measure(options: PredictOptions) -> None:
         days, minutes = f"{mean_s / DAY_S:.3g}", f"{interval_s / 60:.3g}"
         failures.append([*size, f"{days} days", f"{minutes} min", f"{lost:.2%}"])
     report.print()
-    head = ["hosts", "ranks", "step", "for the slowest", "combining", "efficiency", "limit"]
+    head = ["hosts", "ranks", "step", "waiting", "reducing", "efficiency", "limit"]
     report.print_table(head, steps, left=(6,))
     report.print(
-        "A step is a rank's computing, its waiting for the slowest, and what is left of combining\n"
-        "gradients when computing is over. The limit is what the last allreduce takes its time for."
+        "step: computing, waiting for the slowest rank, and reducing after the computation;\n"
+        "limit: the busiest resource of the last allreduce."
     )
     report.print()
-    head = ["hosts", "ranks", "between failures", "between checkpoints", "lost to both"]
+    head = ["hosts", "ranks", "between failures", "between checkpoints", "lost time"]
     report.print_table(head, failures, left=())
-    report.print("Checkpoints are as far apart as costs least.")
-    report.add(predicted=found)
+    report.print("between checkpoints: the interval with the lowest cost.")
+    report.add(predicted=predictions)
     report.finish(options.json)
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and the most."""
+    """Yield 1, 2, 4 and so on, and ``most``."""
     hosts = 1
     while hosts < most:
         yield hosts

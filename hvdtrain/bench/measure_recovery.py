@@ -1,7 +1,7 @@
-"""``hvdtrain bench recovery`` on one rank: for how long the others wait when one is killed.
+"""``hvdtrain bench recovery``: how long a killed rank delays the others.
 
-All ranks but one kill themselves in turn, the chief first, each at a random moment of a step of
-``fit``. The one that is left has seen every step, and tells.
+All ranks but one kill themselves one after another, the chief first, each at a random moment of a
+step of ``fit``. The last rank reports the results.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hvdtrain.errors import ConfigurationError, LaunchError
 
 __all__ = ["Loss", "StepEnd", "find_losses", "measure", "rows_needed"]
 
-MOST_BEYOND_S = 0.5
-# That a rank may be late with its own death, and that are looked at after the last one's.
+MAX_BEYOND_S = 0.5
+# Steps for delayed kills, and steps after the last kill.
 SPARE_STEPS = 10
 STEPS_AFTER = 3
 
 
 class StepEnd(NamedTuple):
-    """The end of a step, in seconds of the host's clock, and the ranks that there were then."""
+    """The end of a step in seconds of the host's clock, and the ranks at that time."""
 
     end_s: float
     members: tuple[int, ...]
@@ -50,16 +50,16 @@ class StepEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One killed rank, and the time that its death cost the others.
+    """One killed rank, and the delay for the others.
 
     Attributes:
-        rank: Its first number.
-        ranks: How many ranks there were before.
-        chief: Whether it was the chief.
-        normal_step_s: Median of the steps before, from end to end.
-        into_step_s: From the end of the last step to the kill.
-        next_step_s: From the kill to the end of the first step without the rank.
-        step_after_s: Seconds that the step after that took.
+        rank: Its original rank.
+        ranks: Number of ranks before the kill.
+        chief: Whether the rank was the chief.
+        normal_step_s: Median duration of the steps before.
+        into_step_s: Time from the end of the last step to the kill.
+        next_step_s: Time from the kill to the end of the first step without the rank.
+        step_after_s: Duration of the step after that.
     """
 
     rank: int
@@ -72,63 +72,63 @@ class Loss:
 
     @property
     def beyond_s(self) -> float:
-        """The time by which the next step came later than it would have at the latest."""
+        """The delay of the next step beyond a normal step."""
         return self.next_step_s - self.normal_step_s
 
     @property
     def after_beyond_s(self) -> float:
-        """The time by which the step after that was longer, which begins with new data."""
+        """The additional duration of the step after that, which starts with new data."""
         return self.step_after_s - self.normal_step_s
 
 
 class _RankKiller(keras.callbacks.Callback):
-    """Notes the steps, and kills this rank when it is its turn; ``killed_s`` tells the others."""
+    """Recorder of steps that kills this rank once and stores the time in ``killed_s``."""
 
     def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
         self._collectives = collectives
         self._killed_s = killed_s
         self._between_steps = between_steps
-        self._me = collectives.rank
-        # Of its own: the model's seed sets Python's.
-        self._chance = random.Random()
+        self._rank = collectives.rank
+        # Independent of the model's seed, which seeds Python's generator.
+        self._random = random.Random()
         self._dying = False
         self.steps: list[StepEnd] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        now = self._collectives.members
-        if self._dying or len(now) == 1:
+        members = self._collectives.members
+        if self._dying or len(members) == 1:
             return
-        if self._me != _next_to_die(now, len(self._killed_s)):
+        if self._rank != _next_victim(members, len(self._killed_s)):
             return
-        ends_s = [step.end_s for step in self.steps if step.members == now]
+        ends_s = [step.end_s for step in self.steps if step.members == members]
         if len(ends_s) > self._between_steps:
             self._dying = True
-            delay_s = self._chance.uniform(0, _median_step_s(ends_s))
+            delay_s = self._random.uniform(0, _median_step_s(ends_s))
             threading.Timer(delay_s, self._die).start()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now = self._collectives.members
-        self.steps.append(StepEnd(time.monotonic(), now))
-        # Nobody is left with whom to agree on it.
-        if len(now) == 1 and len(self.steps) > STEPS_AFTER:
-            self.model.stop_training = self.steps[-1 - STEPS_AFTER].members == now
+        members = self._collectives.members
+        self.steps.append(StepEnd(time.monotonic(), members))
+        # The last rank decides alone.
+        if len(members) == 1 and len(self.steps) > STEPS_AFTER:
+            self.model.stop_training = self.steps[-1 - STEPS_AFTER].members == members
 
     def _die(self) -> None:
-        self._killed_s[self._me] = time.monotonic()
+        self._killed_s[self._rank] = time.monotonic()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def measure(options: RecoveryOptions) -> None:
-    """Measure on the ranks that are there; the one that is left prints and writes."""
+    """Run the benchmark on all ranks; the last rank prints and writes the results."""
     _check_elastic()
     os.environ[variable_name("elastic")] = "1"
     hvdtrain.init()
     collectives = world.collectives()
-    # Who is the chief changes as ranks are killed.
+    # The chief changes when ranks are killed.
     report = BenchReport("recovery", options, collectives.size, world.is_chief)
     report.print(
-        f"{options.model}, batch {options.batch_size} a rank; a rank is killed every "
+        f"{options.model}, batch {options.batch_size} per rank; a rank is killed every "
         f"{options.between_steps} steps, at a random moment of a step\n"
     )
     killed_s = _shared_times(collectives)
@@ -137,28 +137,27 @@ def measure(options: RecoveryOptions) -> None:
         losses = find_losses(steps, dict(enumerate(killed_s.tolist())))
         if not losses:
             raise LaunchError(
-                f"No step was completed after a rank was killed; {len(steps)} steps were before. "
-                "Something else must have ended ranks; start the benchmark again."
+                f"recovery measured no step after a kill, only {len(steps)} before; start it again."
             )
         _show(report, losses)
         report.finish(options.json)
 
 
 def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list[Loss]:
-    """Return what each killed rank cost, in the order of their deaths, as far as steps tell.
+    """Return the delay of each kill with enough steps around it, in order of the kills.
 
     Args:
-        steps: All of them, as a rank saw them that was left.
-        killed_s: By first number when each was killed; 0 for never.
+        steps: All steps that the last rank recorded.
+        killed_s: Time of the kill by original rank; 0 if it was not killed.
     """
-    found = []
+    losses = []
     for rank, killed in sorted(killed_s.items(), key=lambda item: item[1]):
         before = [step for step in steps if step.end_s < killed]
         after = [step for step in steps if step.end_s > killed and rank not in step.members]
         if not before or len(after) < 2:
             continue
         last = before[-1]
-        found.append(
+        losses.append(
             Loss(
                 rank=rank,
                 ranks=len(last.members),
@@ -171,42 +170,39 @@ def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list
                 step_after_s=after[1].end_s - after[0].end_s,
             )
         )
-    return found
+    return losses
 
 
 def rows_needed(ranks: int, batch_size: int, between_steps: int) -> int:
-    """Samples of an epoch in which all ranks but one can die."""
-    # With n ranks left a step takes n batches.
+    """Return the samples of an epoch that is long enough to kill all ranks but one."""
+    # With n remaining ranks a step uses n batches.
     return batch_size * (between_steps + SPARE_STEPS) * ranks * (ranks + 1) // 2
 
 
 def _check_elastic() -> None:
-    """Check that ranks may be lost here, before anything is set up.
+    """Check that the job is elastic and runs on one host.
 
     Raises:
-        ConfigurationError: They may not.
+        ConfigurationError: It is not.
     """
     topology = read_topology(os.environ)
-    wanted = (
-        "recovery kills all ranks but one in turn, and needs a job of two or more on one host that "
-        "goes on without them"
-    )
+    requirement = "recovery needs an elastic job with at least 2 ranks on one host"
     if topology.size < 2:
-        raise ConfigurationError(f"{wanted}; received one with 1 rank. Start more.")
+        raise ConfigurationError(f"{requirement}, got 1 rank; start more.")
     if topology.local_size != topology.size:
         raise ConfigurationError(
-            f"{wanted}; received one with {topology.local_size} of {topology.size} ranks on this "
-            "host. Start it on one: hosts have clocks of their own."
+            f"{requirement}, because clocks of hosts differ, got {topology.local_size} of "
+            f"{topology.size} ranks on this host; start all ranks on one host."
         )
     reason = why_not_elastic(start_mpi(topology), os.environ)
     if reason:
-        raise ConfigurationError(f"{wanted}; this one ends: {reason}.")
+        raise ConfigurationError(f"{requirement}; this job is not elastic: {reason}.")
 
 
 def _shared_times(collectives: Engine) -> np.ndarray:
-    """A number for each rank that all ranks of the host see.
+    """Return an array in shared memory with one number per rank.
 
-    In a file that has no name any more once all have opened it: who is killed tidies nothing up.
+    Its file is unlinked as soon as all ranks have opened it, so that killed ranks leave nothing.
     """
     name, size = "hvdtrain bench: times", collectives.size
     path = ""
@@ -231,8 +227,8 @@ def _train(options: RecoveryOptions, collectives: Engine, killed_s: np.ndarray) 
     return watch.steps
 
 
-def _next_to_die(members: Sequence[int], ranks: int) -> int:
-    """The chief first, so that another rank takes over; then the last ones, which are none."""
+def _next_victim(members: Sequence[int], ranks: int) -> int:
+    """Return the chief first, and then the last ranks."""
     return members[0] if len(members) == ranks else members[-1]
 
 
@@ -254,11 +250,11 @@ def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
         ]
         for number, loss in enumerate(losses, start=1)
     ]
-    head = ["loss", "who died", "ranks", "normal step", "kill to next step", "beyond normal"]
+    head = ["loss", "killed", "ranks", "normal step", "kill to next step", "beyond normal"]
     report.print_table([*head, "step after", "beyond normal"], cells, left=(0, 1))
     report.print(
-        "normal step: median before the loss; kill to next step: to the end of the first step that"
-        "\nthe others completed without the rank; step after: the whole of the one that followed."
+        "normal step: median before the kill; kill to next step: until the others have completed"
+        "\nthe first step without the rank; step after: duration of the following step."
     )
     report.add(losses=[dataclasses.asdict(loss) for loss in losses])
     for what, worst_s in (
@@ -266,4 +262,4 @@ def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
         ("the step after", max(loss.after_beyond_s for loss in losses)),
     ):
         what += ", beyond a normal step, worst"
-        report.hold_against(what, worst_s, "at most", MOST_BEYOND_S, "s")
+        report.compare(what, worst_s, "at most", MAX_BEYOND_S, "s")

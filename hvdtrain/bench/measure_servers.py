@@ -1,8 +1,8 @@
-"""``hvdtrain bench servers`` on one rank: how many updates a second a parameter server makes.
+"""``hvdtrain bench servers``: updates per second of a parameter server.
 
-The last rank is the server, all others are workers, which send the gradients of LeNet and take the
-weights without computing anything. Short runs and copies take turns, so that whatever else the
-machine does meets both alike.
+The last rank is the server; the others are workers, which send gradients of LeNet and receive
+weights without computing. Short runs and memory copies take turns, so that other load affects
+both equally.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from hvdtrain.parameter_server.variable_table import VariableTable
 
 __all__ = ["COPIES", "measure"]
 
-FEWEST_RANKS = 3
-LEAST_SHARE_PERCENT = 50.0
+MIN_RANKS = 3
+MIN_SHARE_PERCENT = 50.0
 
-# What one update asks of memory while the server attends to it; a copy reads and writes every
-# byte once.
+# Memory traffic of one update on the server, in copies; a copy reads and writes every byte
+# once.
 COPIES = {
-    "the gradient comes in": 1.0,
-    "weights and gradient are read, weights written": 1.5,
-    "the weights are copied for workers": 1.0,
+    "receiving the gradient": 1.0,
+    "reading weights and gradient, writing weights": 1.5,
+    "copying the weights for workers": 1.0,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The measurements with some of the workers; one entry for each run.
+    """Measurements with a number of workers, one entry per run.
 
     Attributes:
-        workers: How many.
-        update_s: For an update, over all workers.
-        copy_s: For a copy, right before.
-        server_bytes: Memory of the server's own.
-        server_resident_bytes: With what others share with it.
+        workers: Number of workers.
+        update_s: Seconds per update, over all workers.
+        copy_s: Seconds per copy, measured before.
+        server_bytes: Private memory of the server.
+        server_resident_bytes: Resident memory of the server, including shared memory.
     """
 
     workers: int
@@ -66,27 +66,27 @@ class _Row:
     server_resident_bytes: int
 
     def speeds(self, statistic: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
-        """Updates a second, those that the copies allow, and the one over the other in percent."""
-        made = 1 / statistic(self.update_s)
-        allowed = 1 / (sum(COPIES.values()) * statistic(self.copy_s))
-        return made, allowed, 100 * made / allowed
+        """Return updates per second, the limit by copies, and their ratio in percent."""
+        updates = 1 / statistic(self.update_s)
+        limit = 1 / (sum(COPIES.values()) * statistic(self.copy_s))
+        return updates, limit, 100 * updates / limit
 
 
 def measure(options: ServersOptions) -> None:
-    """Measure on the ranks that are there; the chief prints and writes."""
+    """Run the benchmark on all ranks; the chief prints and writes the results."""
     hvdtrain.init()
     collectives = world.collectives()
     ranks = collectives.size
-    if ranks < FEWEST_RANKS:
+    if ranks < MIN_RANKS:
         raise ConfigurationError(
-            f"servers needs two workers and a parameter server; received a job of {ranks} ranks, "
-            f"expected {FEWEST_RANKS} or more."
+            f"servers needs at least {MIN_RANKS} ranks, two workers and a server, got {ranks}; "
+            "start more."
         )
     report = BenchReport("servers", options, ranks, world.is_chief)
     runs = _Runs(collectives, options.updates)
     report.print(
         f"one server with {runs.shard.nbytes / 1e6:.3g} MB of variables; {options.runs} runs "
-        f"of {options.updates} updates from each worker\n"
+        f"of {options.updates} updates per worker\n"
     )
     rows = [runs.measure(workers, options.runs) for workers in sorted({2, ranks - 1})]
     _show(report, rows, runs.shard.nbytes)
@@ -94,11 +94,11 @@ def measure(options: ServersOptions) -> None:
 
 
 class _Runs:
-    """Runs of some workers and one server, with the same model; ``measure`` is collective.
+    """Runs of workers and one server with the same model.
 
     Args:
         collectives: The engine.
-        updates: How many each worker makes in a run.
+        updates: Updates of each worker per run.
     """
 
     def __init__(self, collectives: Engine, updates: int) -> None:
@@ -117,26 +117,26 @@ class _Runs:
         self._messages = collectives.messages()
 
     def measure(self, workers: int, runs: int) -> _Row:
-        """Runs with the first ranks as workers; the first run does not count."""
+        """Measure runs with the first ranks as workers, after a warm-up run; collective."""
         copy_s, update_s = [], []
         for _ in range(runs + 1):
             copy_s.append(self._copy())
             update_s.append(self._run(range(workers)))
-        resident = own = 0.0
+        resident = private = 0.0
         if self._table is not None:
             resident = resident_bytes()
-            own = resident - resident_shared_bytes() + published_bytes(self.shard.nbytes)
-        own, resident = largest(self._collectives, own, resident)
+            private = resident - resident_shared_bytes() + published_bytes(self.shard.nbytes)
+        private, resident = largest(self._collectives, private, resident)
         return _Row(
             workers=workers,
             update_s=update_s[1:],
             copy_s=copy_s[1:],
-            server_bytes=int(own),
+            server_bytes=int(private),
             server_resident_bytes=int(resident),
         )
 
     def _copy(self) -> float:
-        """Seconds for copying the variables' bytes, by the server while all others wait."""
+        """Return the seconds of a copy of the variables on the server, while the others wait."""
         self._collectives.barrier(name="hvdtrain bench")
         seconds = 0.0
         if self._table is not None:
@@ -150,7 +150,7 @@ class _Runs:
         return seconds / self._updates
 
     def _run(self, workers: range) -> float:
-        """Seconds for an update, over all workers."""
+        """Return the seconds per update, over all workers."""
         seconds = 0.0
         self._collectives.barrier(name="hvdtrain bench")
         if self._table is not None:
@@ -167,7 +167,7 @@ class _Runs:
         return seconds / (self._updates * len(workers))
 
     def _work(self) -> float:
-        """Push as often as asked for; returns how long that took."""
+        """Push all updates of a worker and return the seconds."""
         client = Client(self._messages, self._specs, [self._server], [self.shard], self._memory)
         weights = [np.asarray(variable.numpy()) for variable in self._model.trainable_variables]
         states = pack_states(self._model.optimizer, [self.shard])
@@ -188,23 +188,23 @@ def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
     cells = []
     for row in rows:
         for name, statistic in (("best", min), ("median", median)):
-            made, allowed, percent = row.speeds(statistic)
-            speeds = f"{made:.0f}", f"{allowed:.0f}", f"{percent:.0f} %"
+            updates, limit, percent = row.speeds(statistic)
+            speeds = f"{updates:.0f}", f"{limit:.0f}", f"{percent:.0f} %"
             cells.append([str(row.workers), name, *speeds, f"{row.server_bytes / 2**20:.0f} MiB"])
-    head = ["workers", "runs", "updates/s", "copies allow", "share", "server's memory"]
+    head = ["workers", "runs", "updates/s", "copies allow", "ratio", "server memory"]
     report.print_table(head, cells, left=())
     parts = "; ".join(f"{what} ({count:g})" for what, count in COPIES.items())
     report.print(
         f"copies allow: an update needs {sum(COPIES.values()):g} copies of {nbytes / 1e6:.3g} MB, "
-        f"one after another, each {format_seconds(min(rows[0].copy_s))}:\n{parts}.\n"
-        "server's memory: its own after the runs, Python and TensorFlow included, and not what\n"
-        "workers share with it: each the buffer of its own gradient."
+        f"each {format_seconds(min(rows[0].copy_s))}:\n{parts}.\n"
+        "server memory: private memory after the runs, including Python and TensorFlow, without\n"
+        "the workers' gradient buffers in shared memory."
     )
     report.add(rows=[dataclasses.asdict(row) for row in rows], nbytes=nbytes)
     *_, percent = rows[0].speeds(min)
-    what = "2 workers: updates a second over what copies allow, best"
-    report.hold_against(what, percent, "at least", LEAST_SHARE_PERCENT, "%")
+    what = "2 workers: updates per second / limit by copies, best"
+    report.compare(what, percent, "at least", MIN_SHARE_PERCENT, "%")
     if len(rows) > 1:
-        what = f"server's memory with {rows[-1].workers} workers over that with 2"
+        what = f"server memory with {rows[-1].workers} workers, beyond that with 2"
         growth = rows[-1].server_bytes - rows[0].server_bytes
-        report.hold_against(what, growth / 2**20, "at most", 2 * nbytes / 2**20, "MiB")
+        report.compare(what, growth / 2**20, "at most", 2 * nbytes / 2**20, "MiB")

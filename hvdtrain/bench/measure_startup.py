@@ -1,4 +1,4 @@
-"""``hvdtrain bench startup``: what ``hvdtrain run`` costs over a bare mpirun; runs outside MPI."""
+"""``hvdtrain bench startup``: start time of ``hvdtrain run`` compared with mpirun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.launch.starters import Mpirun, find_mpirun
 
 __all__ = ["bare_command", "measure"]
 
-MOST_EXTRA_S = 0.3
+MAX_EXTRA_S = 0.3
 START_TIMEOUT_S = 300.0
 IMPORT, INIT = "import_tensorflow_s", "init_s"
 EMPTY, PROBE = "python -c pass", "hvdtrain.init()"
@@ -35,15 +35,15 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Starts:
-    """Seconds from the command to its end, and what the probe found inside; one for each start."""
+    """Durations of commands, and the results of the probe inside them, one per start."""
 
     whole_s: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in (EMPTY, PROBE, LESS_IMPORT)}
     )
     probes: list[dict[str, float]] = field(default_factory=list)
 
-    def note(self, program: str, spent_s: float, output: str) -> None:
-        """Keep one start of ``program``."""
+    def add(self, program: str, spent_s: float, output: str) -> None:
+        """Add one start of ``program``."""
         self.whole_s[program].append(spent_s)
         for line in output.splitlines():
             if MARK in line:
@@ -53,33 +53,33 @@ class _Starts:
 
 
 def measure(options: StartupOptions) -> None:
-    """Start both programs both ways in turn; print and write."""
+    """Start both programs with both launchers alternately, and print and write the results."""
     report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-P", "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
     bare, extra = bare_command(mpirun, options.ranks)
     run, plain = _Starts(), _Starts()
-    # These are not jobs that anybody wants to see listed.
+    # Keep these jobs out of the user's list.
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         environ = {**os.environ, JOBS_DIR: folder}
         for _ in range(options.runs):
             for name, program in PROGRAMS.items():
-                plain.note(name, *_start([*bare, *program], {**extra, **os.environ}))
-                run.note(name, *_start([*ours, *program], environ))
+                plain.add(name, *_start([*bare, *program], {**extra, **os.environ}))
+                run.add(name, *_start([*ours, *program], environ))
     _show_starts(report, run, plain)
     _show_parts(report, [*run.probes, *plain.probes])
     report.finish(options.json)
 
 
 def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """mpirun, and the variables it needs to start at all: as root, and on few cores."""
+    """Return the mpirun command, and the variables it needs as root and on few cores."""
     argv = [str(mpirun.path), "-np", str(ranks)]
     if mpirun.family == "hydra":
         return argv, {}
     return argv, {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        # Open MPI 4 and 5 have different names for the same permission.
+        # Open MPI 4 and 5 use different names for the same setting.
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
@@ -99,8 +99,8 @@ def _start(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[float, str]
     spent_s = time.perf_counter() - start
     if done.returncode != 0:
         raise LaunchError(
-            f"{' '.join(argv)} ended with exit code {done.returncode}: {done.stderr.strip()} "
-            "Start it by hand to see what is wrong."
+            f"{' '.join(argv)} failed with exit code {done.returncode}: {done.stderr.strip()}; "
+            "run it by hand to find the cause."
         )
     return spent_s, done.stdout
 
@@ -109,29 +109,29 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
     cells = []
     for name, ours_s in run.whole_s.items():
         bare_s = plain.whole_s[name]
-        for way, spent_s in (("hvdtrain run", ours_s), ("mpirun", bare_s)):
-            cells.append([name, way, *_median_and_best(spent_s)])
+        for launcher, spent_s in (("hvdtrain run", ours_s), ("mpirun", bare_s)):
+            cells.append([name, launcher, *_median_and_best(spent_s)])
         extra_s = statistics.median(ours_s) - statistics.median(bare_s)
         best_s = min(ours_s) - min(bare_s)
         cells.append([name, "difference", *(f"{value:+.3f} s" for value in (extra_s, best_s))])
         if name != PROBE:
-            what = f"{name}: hvdtrain run over mpirun, medians"
-            report.hold_against(what, extra_s, "at most", MOST_EXTRA_S, "s")
-    report.print(f"\nseconds of the whole command, {len(run.whole_s[EMPTY])} starts each, in turn")
-    report.print_table(["program", "started by", "median", "best"], cells, left=(0, 1))
+            what = f"{name}: hvdtrain run beyond mpirun, medians"
+            report.compare(what, extra_s, "at most", MAX_EXTRA_S, "s")
+    report.print(f"\nduration of the command, {len(run.whole_s[EMPTY])} starts each, alternating")
+    report.print_table(["program", "launcher", "median", "best"], cells, left=(0, 1))
     report.print(
-        "less import: without the seconds that the slowest rank imported TensorFlow, which are\n"
-        "the same either way and vary more than the rest."
+        "less import: without the slowest rank's import of TensorFlow, which varies most and does\n"
+        "not depend on the launcher."
     )
     report.add(hvdtrain_run_s=run.whole_s, mpirun_s=plain.whole_s)
 
 
 def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
-    names = {IMPORT: "import tensorflow", INIT: "hvdtrain.init() after it"}
+    names = {IMPORT: "import tensorflow", INIT: "hvdtrain.init() afterwards"}
     rows = [
         [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()
     ]
-    report.print("\ninside the ranks, the slowest of each start")
+    report.print("\ninside the ranks, for the slowest rank of each start")
     report.print_table(["", "median", "best"], rows)
     report.add(probes=probes)
 

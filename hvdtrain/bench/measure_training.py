@@ -1,4 +1,4 @@
-"""``hvdtrain bench training`` on one rank: each rank alone against all together, in turn."""
+"""``hvdtrain bench training``: each rank alone compared with all ranks."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from hvdtrain.collectives.engine import Engine
 
 __all__ = ["measure"]
 
-LEAST_LENET_EFFICIENCY = 93.0
-# Asked of two ranks, and of more in proportion.
-LEAST_MLP_EFFICIENCY = 80.0
+MIN_LENET_EFFICIENCY = 93.0
+# In percent; measured on two ranks.
+MIN_MLP_EFFICIENCY = 80.0
 # From the last callback to the return of ``fit``.
-MOST_END_MS = 50.0
-# Allocators and threads move a little either way.
-MOST_GROWTH_BYTES = 1 << 20
-# One more call of ``fit``: short ones of a small model that has been traced.
+MAX_END_MS = 50.0
+# Allocators and threads vary a little.
+MAX_GROWTH_BYTES = 1 << 20
+# Short calls of ``fit`` of a small model that is already traced.
 CALL_STEPS = 5
 CALL_BATCH_SIZE = 64
 CALLS = 10
-# Beyond the same call of plain Keras.
-MOST_OVERHEAD_S = 0.1
+# Beyond plain Keras.
+MAX_OVERHEAD_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run of this rank alone or of all.
+    """One run of this rank alone or of all ranks.
 
     Attributes:
-        samples_per_s: Over its ranks, by the steps after the warm-up.
-        call_samples_per_s: By the clock around the call of ``fit``, the warm-up included.
-        end_s: From the last callback to the return of ``fit``.
-        cpu_step_s: Processor time of this rank for a step.
+        samples_per_s: Samples per second of all its ranks after the warm-up.
+        call_samples_per_s: The same by the clock around ``fit``, including the warm-up.
+        end_s: Seconds from the last callback to the return of ``fit``.
+        cpu_step_s: Processor time of this rank per step.
     """
 
     samples_per_s: float
@@ -55,7 +55,7 @@ class _Run:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Notes when each step and the training ended, and this process's memory at some steps."""
+    """Recorder of the ends of steps and training, and of memory at some steps."""
 
     def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -76,16 +76,16 @@ class _StepClock(keras.callbacks.Callback):
 
 
 def measure(options: TrainingOptions) -> None:
-    """Measure on the ranks that are there; the chief prints and writes."""
-    # With more, a rank alone would use the cores of all.
+    """Run the benchmark on all ranks; the chief prints and writes the results."""
+    # With more threads, a rank alone would use the cores of all ranks.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     hvdtrain.init()
     collectives = world.collectives()
     report = BenchReport("training", options, collectives.size, world.is_chief)
     report.print(
-        f"batch {options.batch_size} a rank, one thread of TensorFlow a rank; {options.runs} runs "
-        f"of {options.steps} steps each, in turn\n"
+        f"batch {options.batch_size} and one TensorFlow thread per rank; {options.runs} runs of "
+        f"{options.steps} steps each, alternating\n"
     )
     rows = []
     for name in options.models.split(","):
@@ -101,7 +101,7 @@ def measure(options: TrainingOptions) -> None:
 def _measure_runs(
     model: keras.Model, name: str, options: TrainingOptions, collectives: Engine
 ) -> tuple[list[_Run], list[_Run]]:
-    """Runs of each rank alone, with plain Keras, and of all ranks, in turn."""
+    """Alternate runs of each rank alone with plain Keras and of all ranks."""
     plain = build_model(name)
     alone, joint = [], []
     for _ in range(options.runs):
@@ -115,7 +115,7 @@ def _measure_runs(
 
 
 def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
-    """One ``fit``; the steps after the warm-up count, and the call as a whole."""
+    """Time one call of ``fit``."""
     clock = _StepClock()
     steps, samples = options.warmup_steps + options.steps, options.batch_size * ranks
     call_s = _fit(model, options.batch_size, steps, ranks, clock)
@@ -130,7 +130,7 @@ def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
 
 
 def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Engine) -> int:
-    """Bytes by which the resident set of the worst rank grew over ``memory_steps`` steps."""
+    """Return the growth of the worst rank's resident memory over ``memory_steps``, in bytes."""
     steps = options.memory_steps
     clock = _StepClock(memory_after=(steps, 2 * steps))
     _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
@@ -139,11 +139,11 @@ def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: E
 
 
 def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
-    """Call ``fit`` and return how long that took, in seconds."""
+    """Call ``fit`` and return its duration in seconds."""
     x, y = synthetic_data(model, batch_size * steps * ranks)
-    begin_s = time.perf_counter()
+    start_s = time.perf_counter()
     model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])
-    return time.perf_counter() - begin_s
+    return time.perf_counter() - start_s
 
 
 def _row(
@@ -153,9 +153,9 @@ def _row(
     growth_bytes: int,
     collectives: Engine,
 ) -> dict[str, Any]:
-    """The figures of a model; cores differ, so ranks together are held against each of them."""
-    mine = [run.samples_per_s for run in alone]
-    speeds = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
+    """Return the figures of a model, relative to each rank alone, because cores differ."""
+    local_speeds = [run.samples_per_s for run in alone]
+    speeds = collectives.allgather_object(local_speeds, name="hvdtrain bench: each rank alone")
     joint_speeds = [run.samples_per_s for run in joint]
     (end_s,) = largest(collectives, max(run.end_s for run in joint))
     cpu_alone_s, cpu_joint_s = (min(run.cpu_step_s for run in runs) for runs in (alone, joint))
@@ -194,28 +194,27 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
     head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
     report.print_table([*head, "processor", "memory"], cells)
     report.print(
-        "samples/s of the best run; one rank is plain Keras with the same threads while the\n"
-        "others wait, the mean over the ranks, each in turn. by calls: all ranks by the clock\n"
-        "around fit, with its first steps. processor: processor time of a step of one rank over\n"
-        "that of a step of all, on the chief; other programs disturb it less.\n"
-        "memory: growth of the resident set of the worst rank from step "
+        "samples/s of the best run; one rank: plain Keras with the same threads while the others\n"
+        "wait, averaged over ranks; by calls: all ranks, by the clock around fit; processor: the\n"
+        "chief's processor time per step alone / with all ranks, less affected by other load;\n"
+        "memory: growth of the worst rank's resident memory from step "
         f"{memory_steps} to {2 * memory_steps}."
     )
     report.add(models=rows)
-    least = {"lenet": LEAST_LENET_EFFICIENCY, "mlp": LEAST_MLP_EFFICIENCY}
-    growth_limit = MOST_GROWTH_BYTES / 1024
+    targets = {"lenet": MIN_LENET_EFFICIENCY, "mlp": MIN_MLP_EFFICIENCY}
+    growth_limit = MAX_GROWTH_BYTES / 1024
     for row in rows:
         name, percent, end_ms = row["model"], row["efficiency_percent"], 1000 * row["end_s"]
         growth = row["memory_growth_bytes"] / 1024
-        report.hold_against(f"{name}: efficiency, best runs", percent, "at least", least[name], "%")
-        what = f"{name}: fit returns after its last callback, the worst"
-        report.hold_against(what, end_ms, "at most", MOST_END_MS, "ms")
+        report.compare(f"{name}: efficiency, best runs", percent, "at least", targets[name], "%")
+        what = f"{name}: from the last callback to the return of fit, worst"
+        report.compare(what, end_ms, "at most", MAX_END_MS, "ms")
         what = f"{name}: growth of memory over {memory_steps} steps"
-        report.hold_against(what, growth, "at most", growth_limit, "KiB")
+        report.compare(what, growth, "at most", growth_limit, "KiB")
 
 
 class _Batches(keras.utils.PyDataset):
-    """Batches that are there already."""
+    """Batches of arrays."""
 
     def __init__(self, x: Any, y: Any) -> None:
         super().__init__()
@@ -229,7 +228,7 @@ class _Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
-# Each takes x and y to what ``fit`` is given.
+# Functions from x and y to the arguments of ``fit``.
 _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "arrays": lambda x, y: {"x": x, "y": y, "batch_size": CALL_BATCH_SIZE},
     "tf.data": lambda x, y: {
@@ -240,7 +239,7 @@ _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 
 def _measure_calls(report: BenchReport, collectives: Engine) -> None:
-    """Report, for each kind of input, the best of some calls: plain Keras, and all ranks."""
+    """Compare short calls of ``fit`` with plain Keras, for each kind of input."""
     rows, cells = [], []
     for name in _INPUTS:
         alone_s, together_s = _measure_call(name, collectives)
@@ -249,18 +248,18 @@ def _measure_calls(report: BenchReport, collectives: Engine) -> None:
         times_s = (alone_s, together_s, overhead_s)
         cells.append([name, *(f"{1000 * each:.0f} ms" for each in times_s)])
         what = f"one more call of fit, {name}: beyond plain Keras"
-        report.hold_against(what, overhead_s, "at most", MOST_OVERHEAD_S, "s")
+        report.compare(what, overhead_s, "at most", MAX_OVERHEAD_S, "s")
     report.print()
-    report.print_table(["one more fit", "plain Keras", "all ranks", "more"], cells)
+    report.print_table(["one more fit", "plain Keras", "all ranks", "overhead"], cells)
     report.print(
-        f"the best of {CALLS} calls of {CALL_STEPS} steps of a small model that has been traced,\n"
-        "with as many samples a rank in both."
+        f"best of {CALLS} calls of {CALL_STEPS} steps of a small traced model, with equally many\n"
+        "samples per rank."
     )
     report.add(calls=rows)
 
 
 def _measure_call(name: str, collectives: Engine) -> list[float]:
-    """Seconds on the slowest rank: of plain Keras, one rank after the other, then of all."""
+    """Return the slowest rank's seconds with plain Keras, one rank at a time, and with all."""
     alone_s = float("inf")
     for rank in range(collectives.size):
         if rank == collectives.rank:
@@ -271,11 +270,11 @@ def _measure_call(name: str, collectives: Engine) -> list[float]:
 
 
 def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:
-    """The quickest of some calls, after the first two."""
-    given = _INPUTS[name](*synthetic_data(model, CALL_STEPS * CALL_BATCH_SIZE * ranks))
+    """Return the duration of the fastest call, after two warm-up calls."""
+    arguments = _INPUTS[name](*synthetic_data(model, CALL_STEPS * CALL_BATCH_SIZE * ranks))
     times = []
     for _ in range(CALLS + 2):
-        begin_s = time.perf_counter()
-        model.fit(**given, shuffle=False, verbose=0)
-        times.append(time.perf_counter() - begin_s)
+        start_s = time.perf_counter()
+        model.fit(**arguments, shuffle=False, verbose=0)
+        times.append(time.perf_counter() - start_s)
     return min(times[2:])

@@ -1,4 +1,4 @@
-"""The models that ``hvdtrain bench`` trains, and data of their shapes."""
+"""Models for ``hvdtrain bench``, and synthetic data for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSES = 10
 
 
 def build_model(name: str) -> keras.Model:
-    """A compiled model with the same weights each time.
+    """Return a compiled model, always with the same weights.
 
     Args:
         name: ``small``, ``lenet``, ``mlp`` or ``resnet50``.
@@ -32,14 +32,14 @@ def build_model(name: str) -> keras.Model:
 
 
 def synthetic_data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random inputs and labels; the same on every rank."""
+    """Return random inputs and labels, the same on every rank."""
     random = np.random.default_rng(SEED)
     inputs = random.random((rows, *model.input_shape[1:]), dtype=np.float32)
     return inputs, random.integers(0, CLASSES, rows).astype(np.int32)
 
 
 def _lenet() -> list[Any]:
-    """LeNet-5 as TensorFlow's MNIST tutorials have it: 1.7 million parameters."""
+    """Return the layers of TensorFlow's MNIST tutorials: 1.7 million parameters."""
     return [
         keras.Input((28, 28, 1)),
         layers.Conv2D(32, 5, padding="same", activation="relu"),
@@ -52,18 +52,18 @@ def _lenet() -> list[Any]:
 
 
 def _mlp() -> list[Any]:
-    """Two wide layers: 20 million parameters, much to send for little to compute."""
+    """Return two wide layers: 20 million parameters, with little computation per parameter."""
     wide = [layers.Dense(4096, activation="relu") for _ in range(2)]
     return [keras.Input((784,)), *wide]
 
 
 def _small() -> list[Any]:
-    """Next to nothing to compute."""
+    """Return a tiny network."""
     return [keras.Input((32,)), layers.Dense(64, activation="relu")]
 
 
 def _resnet50() -> list[Any]:
-    """Keras' own, on small images: 24 million parameters in many small variables."""
+    """Return Keras' ResNet-50 for small images: 24 million parameters in many variables."""
     shape = (64, 64, 3)
     body = keras.applications.ResNet50(
         include_top=False, weights=None, input_shape=shape, pooling="avg"

@@ -1,4 +1,4 @@
-"""Each option of a benchmark once: its default, its flag and its help; values travel as JSON."""
+"""Options of the benchmarks, with defaults, flags and help; ranks receive them as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODELS = ("lenet", "mlp")
 
 
 def bytes_per_s(text: str) -> float:
-    """A speed as tc writes it, in bytes a second: 25gbit, 200mbit."""
+    """Parse a speed like ``25gbit`` or ``200mbit`` to bytes per second."""
     units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
     number, unit = text[:-4], text[-4:].lower()
     try:
@@ -35,7 +35,7 @@ def bytes_per_s(text: str) -> float:
     except (KeyError, ValueError):
         speed = 0.0
     if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a speed like 25gbit or 200mbit")
+        raise argparse.ArgumentTypeError(f"expected a speed like 25gbit or 200mbit, got {text!r}")
     return speed
 
 
@@ -45,7 +45,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
 
 
@@ -53,23 +53,23 @@ def _model_names(text: str) -> str:
     unknown = [name for name in text.split(",") if name not in _MODELS]
     if unknown:
         raise argparse.ArgumentTypeError(
-            f"got {', '.join(map(repr, unknown))}, expected names out of {', '.join(_MODELS)}"
+            f"expected some of {', '.join(_MODELS)}, got {', '.join(map(repr, unknown))}"
         )
     return text
 
 
 def _count(default: int, text: str) -> Any:
-    how = {"type": whole_number, "metavar": "N", "help": f"{text}; default %(default)s"}
-    return dataclasses.field(default=default, metadata=how)
+    arguments = {"type": whole_number, "metavar": "N", "help": f"{text}; default %(default)s"}
+    return dataclasses.field(default=default, metadata=arguments)
 
 
 def _number(default: float, text: str) -> Any:
-    how = {"type": _positive, "metavar": "X", "help": f"{text}; default %(default)g"}
-    return dataclasses.field(default=default, metadata=how)
+    arguments = {"type": _positive, "metavar": "X", "help": f"{text}; default %(default)g"}
+    return dataclasses.field(default=default, metadata=arguments)
 
 
-def _option(default: Any, **how: Any) -> Any:
-    return dataclasses.field(default=default, metadata=how)
+def _option(default: Any, **arguments: Any) -> Any:
+    return dataclasses.field(default=default, metadata=arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,76 +77,76 @@ class Options:
     """Options of every benchmark.
 
     Attributes:
-        summary: What it measures.
-        usual_ranks: How many ranks are started where none are there; 0 where none are needed.
+        summary: What the benchmark measures.
+        usual_ranks: Default number of ranks; 0 if the benchmark needs no ranks.
     """
 
     summary: ClassVar[str]
     usual_ranks: ClassVar[int] = 2
-    json: str = _option("", metavar="FILE", help="write the results there, too")
+    json: str = _option("", metavar="FILE", help="also write all results to FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions(Options):
     """Options of ``hvdtrain bench allreduce``."""
 
-    summary = "time and bandwidth of allreduce, by size"
-    max_bytes: int = _count(256 << 20, "no array is larger")
-    repetitions: int = _count(20, "measurements of each")
+    summary = "time and bandwidth of allreduce by array size"
+    max_bytes: int = _count(256 << 20, "bytes of the largest array")
+    repetitions: int = _count(20, "measurements of each size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(Options):
     """Options of ``hvdtrain bench training``."""
 
-    summary = "samples a second of one rank and of all"
+    summary = "samples per second of one rank and of all ranks"
     models: str = _option(
         ",".join(_MODELS),
         type=_model_names,
         metavar="NAMES",
-        help=f"out of {','.join(_MODELS)}; default %(default)s",
+        help="models to train; default %(default)s",
     )
-    batch_size: int = _count(64, "samples a rank and step")
-    steps: int = _count(30, "timed steps of a run")
-    warmup_steps: int = _count(5, "steps at the start of each run that don't count")
-    runs: int = _count(5, "runs of one rank and of all, in turn")
-    memory_steps: int = _count(100, "steps over which the resident set is compared")
+    batch_size: int = _count(64, "samples per rank and step")
+    steps: int = _count(30, "timed steps per run")
+    warmup_steps: int = _count(5, "steps before timing starts")
+    runs: int = _count(5, "alternating runs of one rank and of all ranks")
+    memory_steps: int = _count(100, "steps over which the growth of memory is measured")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointBenchOptions(Options):
     """Options of ``hvdtrain bench checkpoint``."""
 
-    summary = "how long a checkpoint keeps training waiting"
+    summary = "how long a checkpoint blocks the training"
     directory: str = _option(
         "",
         metavar="DIR",
-        help="where to write and remove them; default the folder for temporary files",
+        help="folder for the checkpoints; default: the folder for temporary files",
     )
-    checkpoints: int = _count(5, "how many are written")
-    between_steps: int = _count(20, "steps from one to the next")
-    batch_size: int = _count(16, "samples a rank and step")
+    checkpoints: int = _count(5, "number of checkpoints")
+    between_steps: int = _count(20, "steps between checkpoints")
+    batch_size: int = _count(16, "samples per rank and step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions(Options):
     """Options of ``hvdtrain bench recovery``."""
 
-    summary = "how long ranks that die keep the others"
-    usual_ranks = 3  # two losses: the chief's, and that of another rank
-    model: str = _option("lenet", choices=_MODELS, help="default %(default)s")
-    between_steps: int = _count(20, "from loss to loss")
-    batch_size: int = _count(64, "samples a rank and step")
+    summary = "how long a killed rank delays the others"
+    usual_ranks = 3  # kills the chief, then another rank
+    model: str = _option("lenet", choices=_MODELS, help="model to train; default %(default)s")
+    between_steps: int = _count(20, "steps between kills")
+    batch_size: int = _count(64, "samples per rank and step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServersOptions(Options):
     """Options of ``hvdtrain bench servers``."""
 
-    summary = "updates a second of a parameter server, and its memory"
+    summary = "updates per second and memory of a parameter server"
     usual_ranks = 3  # two workers and a server
-    updates: int = _count(50, "updates of each worker in a run")
-    runs: int = _count(20, "runs with the same workers")
+    updates: int = _count(50, "updates of each worker per run")
+    runs: int = _count(20, "runs per number of workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,39 +154,42 @@ class StartupOptions(Options):
     """Options of ``hvdtrain bench startup``.
 
     Attributes:
-        ranks: How many to start each time; ``-np`` says it.
+        ranks: Number of ranks of each job, set by ``-np``.
     """
 
-    summary = "what hvdtrain run costs over a bare mpirun"
+    summary = "start time of hvdtrain run compared with mpirun"
     ranks: int = 2
-    runs: int = _count(7, "starts of each kind")
+    runs: int = _count(7, "starts of each command")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Options):
-    """Options of ``hvdtrain bench predict``: by default, ResNet-50 on a usual cluster."""
+    """Options of ``hvdtrain bench predict``: the defaults describe ResNet-50."""
 
-    summary = "how a training would scale to more hosts than there are, by a model of its costs"
+    summary = "a model of the training on more hosts; measures nothing"
     usual_ranks = 0
-    hosts: int = _count(64, "most hosts")
-    ranks_per_host: int = _count(8, "ranks on each")
+    hosts: int = _count(64, "largest number of hosts")
+    ranks_per_host: int = _count(8, "ranks per host")
     link: float = _option(
-        25 * 125e6, type=bytes_per_s, metavar="SPEED", help="of each host's link; default 25gbit"
+        25 * 125e6,
+        type=bytes_per_s,
+        metavar="SPEED",
+        help="speed of each host's link; default 25gbit",
     )
-    latency_us: float = _number(30.0, "from host to host, for a message of some bytes")
-    compute_ms: float = _number(300.0, "for which a rank computes in a step")
-    parameters: float = _number(25.6e6, "of the model; their gradients are float32")
-    spread: float = _number(0.01, "standard deviation of that time as a share of it")
-    call_us: float = _number(800.0, "an allreduce by itself")
-    message_us: float = _number(60.0, "a message between hosts, of a rank's core")
-    core: float = _number(1e9, "bytes a second that a core sends while it receives as much")
-    memory: float = _number(3.5e9, "bytes a second of gradients that ranks of a host add up")
-    host_days: float = _number(1000.0, "from one failure of a host to its next, in the mean")
-    checkpoint_s: float = _number(2.0, "for which a checkpoint keeps training waiting")
-    restart_s: float = _number(60.0, "from a failure to the next step")
+    latency_us: float = _number(30.0, "microseconds for a small message between hosts")
+    compute_ms: float = _number(300.0, "milliseconds that a rank computes per step")
+    parameters: float = _number(25.6e6, "parameters of the model, with float32 gradients")
+    spread: float = _number(0.01, "standard deviation of --compute-ms, relative to it")
+    call_us: float = _number(800.0, "constant microseconds per allreduce")
+    message_us: float = _number(60.0, "microseconds of a core per message between hosts")
+    core: float = _number(1e9, "bytes per second that a core sends and receives")
+    memory: float = _number(3.5e9, "bytes of gradients per second that the ranks of a host add up")
+    host_days: float = _number(1000.0, "mean days between failures of a host")
+    checkpoint_s: float = _number(2.0, "seconds that a checkpoint blocks the training")
+    restart_s: float = _number(60.0, "seconds from a failure to the next step")
 
 
-# ``measure`` of the module measure_NAME runs each.
+# Each is run by ``measure`` of the module measure_NAME.
 BENCHMARKS: dict[str, type[Options]] = {
     "allreduce": AllreduceOptions,
     "training": TrainingOptions,
@@ -199,7 +202,7 @@ BENCHMARKS: dict[str, type[Options]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
-    """Declare a flag for each option of a benchmark."""
+    """Add a flag for each option of a benchmark."""
     for field in dataclasses.fields(kind):
         if field.metadata:
             flag = "--" + field.name.replace("_", "-")

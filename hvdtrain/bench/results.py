@@ -1,4 +1,4 @@
-"""Reports of results: tables for people, one JSON object for programs."""
+"""Reports of benchmarks as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["BenchReport", "format_seconds"]
 
 
 class BenchReport:
-    """Collects what one benchmark found; printed as it comes, written as JSON at the end.
+    """The results of one benchmark, printed at once and written as JSON at the end.
 
     Args:
-        benchmark: Name of the subcommand.
-        options: What it was told.
-        ranks: How many it measures on.
-        shown: Whether this process prints and writes, asked each time.
+        benchmark: Name of the benchmark.
+        options: Its options.
+        ranks: Number of ranks.
+        is_writer: Returns whether this process prints and writes.
     """
 
     def __init__(
-        self, benchmark: str, options: Options, ranks: int, shown: Callable[[], bool]
+        self, benchmark: str, options: Options, ranks: int, is_writer: Callable[[], bool]
     ) -> None:
         machine = describe_machine()
         self._content: dict[str, Any] = {
@@ -36,25 +36,25 @@ class BenchReport:
             "options": dataclasses.asdict(options),
         }
         self._limits: list[dict[str, Any]] = []
-        self._shown = shown
+        self._is_writer = is_writer
         self.print(f"hvdtrain bench {benchmark}: {ranks} ranks\n{machine_line(machine)}")
 
     def print(self, text: str = "") -> None:
-        """Show some lines now."""
-        if self._shown():
+        """Print text."""
+        if self._is_writer():
             print(text, flush=True)
 
     def print_table(
         self, head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
     ) -> None:
-        """Show a table now, with the columns ``left`` aligned to the left."""
+        """Print a table with the columns ``left`` aligned to the left."""
         self.print(format_table(head, rows, left=left))
 
     def add(self, **values: Any) -> None:
-        """Keep values for the JSON object."""
+        """Add values to the JSON object."""
         self._content |= values
 
-    def hold_against(
+    def compare(
         self,
         what: str,
         measured: float,
@@ -62,13 +62,13 @@ class BenchReport:
         limit: float,
         unit: str,
     ) -> None:
-        """Set a figure beside what hvdtrain asks of itself on a quiet machine."""
+        """Compare a figure with its target on a quiet machine."""
         held = measured <= limit if bound == "at most" else measured >= limit
         entry = {"what": what, "measured": measured, "limit": limit, "unit": unit, "bound": bound}
         self._limits.append({**entry, "held": held})
 
     def finish(self, json_path: str) -> None:
-        """Print the table of limits, if any, and write all to ``json_path``, if there is one."""
+        """Print the table of targets, and write all results to ``json_path`` unless it is empty."""
         rows = [
             [
                 entry["what"],
@@ -80,15 +80,15 @@ class BenchReport:
         ]
         if rows:
             self.print()
-            self.print_table(["figure", "measured", "asked", "held"], rows)
-        if json_path and self._shown():
+            self.print_table(["figure", "measured", "target", "reached"], rows)
+        if json_path and self._is_writer():
             text = json.dumps({**self._content, "limits": self._limits}, indent=2)
             Path(json_path).write_text(text + "\n")
-            self.print(f"\nwritten to {json_path}")
+            self.print(f"\nresults written to {json_path}")
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds in the unit that reads best, with three digits."""
+    """Format seconds with three digits in s, ms or us."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

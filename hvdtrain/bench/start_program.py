@@ -1,4 +1,4 @@
-"""The program that ``hvdtrain bench startup`` starts: how long the parts of a start take."""
+"""The program that ``hvdtrain bench startup`` starts; it times the parts of a start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARK = "hvdtrain-start-probe "
 
 
 def main() -> None:
-    """Import, initialise, and let the chief print the slowest rank's seconds as JSON."""
+    """Import, initialize, and print the slowest rank's seconds as JSON on the chief."""
     times_s = [time.perf_counter()]
     import tensorflow  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Timing the same work on all ranks; bandwidths as nccl-tests defines them.
+"""Timing of the same work on all ranks, and bandwidths as defined by nccl-tests.
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
@@ -19,13 +19,13 @@ __all__ = ["Timing", "bus_bandwidth", "largest", "time_in_turn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one call over several measurements, on the slowest rank.
+    """Seconds per call on the slowest rank, over several measurements.
 
     Attributes:
-        best_s: The quickest call.
-        median_s: The usual call.
-        cpu_best_s: Processor time of a call in the best measurement, all threads of the rank that
-            used most; unlike the others it grows little when other programs use the cores.
+        best_s: The fastest call.
+        median_s: The median call.
+        cpu_best_s: Least processor time of a call, for all threads of the rank that used most. It
+            depends little on other programs.
     """
 
     best_s: float
@@ -33,7 +33,7 @@ class Timing:
     cpu_best_s: float
 
     def divided(self, parts: int) -> Timing:
-        """The time of one of ``parts`` equal pieces of work."""
+        """Return the time of one of ``parts`` equal parts of the work."""
         shares = {name: seconds / parts for name, seconds in dataclasses.asdict(self).items()}
         return Timing(**shares)
 
@@ -45,16 +45,16 @@ def time_in_turn(
     repetitions: int,
     calls: int = 1,
 ) -> dict[str, Timing]:
-    """Time operations in turn, so that whatever else the machine does meets all of them alike.
+    """Time operations alternately, so that other load affects all of them equally.
 
-    All ranks begin a measurement together; each call counts as long as the slowest rank's.
+    All ranks start a measurement together, and the slowest rank counts.
 
     Args:
         collectives: The engine.
-        operations: By name; the same on every rank.
-        repetitions: Measurements of each, after one that doesn't count.
-        calls: Calls in one measurement; several for quick operations, whose processor time could
-            not be read otherwise.
+        operations: Functions by name, the same on every rank.
+        repetitions: Measurements of each operation, after a warm-up.
+        calls: Calls per measurement; several for fast operations, whose processor time is too
+            short to measure.
     """
     wall_s = np.empty((len(operations), repetitions + 1, calls))
     cpu_s = np.empty((len(operations), repetitions + 1))
@@ -80,16 +80,18 @@ def time_in_turn(
 
 
 def largest(collectives: Engine, *values: float) -> list[float]:
-    """The largest of all ranks' values, for each of several; collective."""
-    mine = np.array(values, np.float64)
-    return [float(most) for most in collectives.allreduce(mine, "max", name="hvdtrain bench")]
+    """Return the largest of all ranks' values for each argument; collective."""
+    local_values = np.array(values, np.float64)
+    return [
+        float(value) for value in collectives.allreduce(local_values, "max", name="hvdtrain bench")
+    ]
 
 
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth of an allreduce: what the hardware had to carry, in bytes a second.
+    """Return the bus bandwidth of an allreduce in bytes per second.
 
-    Each of the n ranks must send and receive at least 2 (n - 1) / n times its array, whatever the
-    algorithm; so this can be held against the speed of the memory or of the network, and
-    compared between different numbers of ranks.
+    With any algorithm, each of the n ranks must send and receive at least 2 (n - 1) / n times its
+    array. The bus bandwidth is therefore comparable with the speed of memory or network, and
+    between different numbers of ranks.
     """
     return nbytes / seconds * 2 * (ranks - 1) / ranks

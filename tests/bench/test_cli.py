@@ -1,4 +1,4 @@
-"""The whole command, on tiny sizes: what it prints and writes, never how fast it was."""
+"""The complete command on tiny sizes: its output, not its timings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.cli import main
 
 BENCH = [sys.executable, "-m", "hvdtrain", "bench"]
-# One rank of a job that is there; starting one is the same for all benchmarks but startup.
+# A rank of an existing job. Starting a job is the same for all benchmarks except startup.
 IN_A_JOB = """
 import sys
 from hvdtrain.cli import main
@@ -28,29 +28,32 @@ USAGE_ERRORS = {
     "nothing": ([], "BENCHMARK"),
     "unknown": (["allreduse"], "allreduse"),
     "ranks": (["allreduce", "-np", "0"], "got '0', expected a whole number above 0"),
-    "models": (["training", "--models", "lenet,vgg"], "got 'vgg', expected names out of"),
+    "models": (["training", "--models", "lenet,vgg"], "expected some of lenet, mlp, got 'vgg'"),
     "model": (["recovery", "--model", "vgg"], "vgg"),
-    "link": (["predict", "--link", "25"], "got '25', expected a speed like 25gbit"),
-    "compute": (["predict", "--compute-ms", "0"], "got '0', expected a number above 0"),
-    "nobody left": (["recovery", "-np", "1"], "kills all ranks but one"),
-    "directory": (["checkpoint", "--directory", "/nonexistent"], "there is no such folder"),
-    "folder": (["allreduce", "--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
+    "link": (["predict", "--link", "25"], "expected a speed like 25gbit or 200mbit, got '25'"),
+    "compute": (["predict", "--compute-ms", "0"], "expected a positive number, got '0'"),
+    "one rank": (["recovery", "-np", "1"], "recovery needs at least 2 ranks"),
+    "directory": (["checkpoint", "--directory", "/nonexistent"], "/nonexistent does not exist"),
+    "folder": (
+        ["allreduce", "--json", "/nonexistent/x.json"],
+        "the folder /nonexistent does not exist",
+    ),
 }
 
 
-@pytest.mark.parametrize(("argv", "told"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
+@pytest.mark.parametrize(("argv", "message"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
 def test_usage_errors_exit_2(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *argv]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = ("allreduce", "training", "checkpoint", "recovery", "startup", "predict")
-    assert all(name in shown for name in names)
+    assert all(name in output for name in names)
 
 
 def test_predict_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,47 +63,47 @@ def test_predict_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = json.loads(path.read_text())["predicted"]
     assert [row["ranks"] for row in rows] == [2, 4, 8, 12]
     assert rows[-1]["limit"] == "the link"
-    shown = capsys.readouterr().out
-    assert f"{rows[-1]['efficiency']:.0%}" in shown
-    assert "between checkpoints" in shown
+    output = capsys.readouterr().out
+    assert f"{rows[-1]['efficiency']:.0%}" in output
+    assert "between checkpoints" in output
 
 
-def test_startup_refuses_to_run_inside_a_job(
+def test_startup_inside_a_job_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _pretend_to_be_a_rank(monkeypatch, ranks=2)
     assert main(["bench", "startup"]) == 2
-    assert "can't run inside one" in capsys.readouterr().err
+    assert "startup can't run inside a job" in capsys.readouterr().err
 
 
-def test_another_number_of_ranks_than_the_job_has_is_refused(
+def test_np_other_than_the_size_of_the_job_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _pretend_to_be_a_rank(monkeypatch, ranks=2)
     assert main(["bench", "allreduce", "-np", "3"]) == 2
-    assert "-np 3 was asked for inside a job of 2 ranks" in capsys.readouterr().err
+    assert "-np must equal the size of the job, 2, got 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("ranks", "here", "told"),
-    [(1, 1, "received one with 1 rank."), (4, 2, "received one with 2 of 4 ranks on this host")],
+    ("ranks", "local_ranks", "message"),
+    [(1, 1, "got 1 rank;"), (4, 2, "got 2 of 4 ranks on this host")],
 )
-def test_recovery_refuses_jobs_in_which_it_measures_nothing(
+def test_recovery_needs_two_ranks_on_one_host(
     ranks: int,
-    here: int,
-    told: str,
+    local_ranks: int,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _pretend_to_be_a_rank(monkeypatch, ranks=ranks, here=here)
+    _pretend_to_be_a_rank(monkeypatch, ranks=ranks, local_ranks=local_ranks)
     assert main(["bench", "recovery"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def _pretend_to_be_a_rank(
-    monkeypatch: pytest.MonkeyPatch, *, ranks: int, here: int | None = None
+    monkeypatch: pytest.MonkeyPatch, *, ranks: int, local_ranks: int | None = None
 ) -> None:
-    sizes = {"SIZE": ranks, "LOCAL_SIZE": ranks if here is None else here}
+    sizes = {"SIZE": ranks, "LOCAL_SIZE": ranks if local_ranks is None else local_ranks}
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, **sizes}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
 
@@ -111,16 +114,16 @@ def test_allreduce_measures_each_size(run_command, mpirun, tmp_path: Path) -> No
     argv = mpirun(2, [*BENCH, *TINY_ALLREDUCE, "--json", str(path)])
     done = run_command(argv, timeout_s=110)
     assert done.returncode == 0, done
-    assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "the chief alone prints"
-    found = json.loads(path.read_text())
-    assert found["ranks"] == 2
-    assert [row["bytes"] for row in found["sizes"]] == [4, 16, 64, 256, 1024, 4096]
-    for row in found["sizes"]:
+    assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "only the chief prints"
+    results = json.loads(path.read_text())
+    assert results["ranks"] == 2
+    assert [row["bytes"] for row in results["sizes"]] == [4, 16, 64, 256, 1024, 4096]
+    for row in results["sizes"]:
         assert row["engine"] == "shared_memory"
         assert 0 < row["best_s"] <= row["median_s"]
-        # On two ranks the factor is 1.
+        # The factor is 1 on two ranks.
         assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["best_s"])
-    assert len(found["limits"]) == 2
+    assert len(results["limits"]) == 2
 
 
 @pytest.mark.mpi
@@ -129,13 +132,13 @@ def test_servers_measures_two_workers_and_all(launch, tmp_path: Path) -> None:
     options = ["--runs", "2", "--updates", "3", "--json", str(path)]
     done = launch(4, IN_A_JOB, "servers", *options)
     assert done.returncode == 0, done
-    found = json.loads(path.read_text())
-    assert [row["workers"] for row in found["rows"]] == [2, 3]
-    for row in found["rows"]:
+    results = json.loads(path.read_text())
+    assert [row["workers"] for row in results["rows"]] == [2, 3]
+    for row in results["rows"]:
         assert len(row["update_s"]) == len(row["copy_s"]) == 2
         assert 0 < row["server_bytes"] < row["server_resident_bytes"] < 1 << 32
-    speed, memory = found["limits"]
-    two = found["rows"][0]
+    speed, memory = results["limits"]
+    two = results["rows"][0]
     assert speed["measured"] == pytest.approx(350 * min(two["copy_s"]) / min(two["update_s"]))
     assert memory["held"]
 
@@ -145,8 +148,8 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = launch(2, IN_A_JOB, *TINY_TRAINING, "--json", str(path), timeout_s=110)
     assert done.returncode == 0, done
-    found = json.loads(path.read_text())
-    (row,) = found["models"]
+    results = json.loads(path.read_text())
+    (row,) = results["models"]
     assert row["model"] == "lenet"
     assert [len(speeds) for speeds in row["alone_samples_per_s"]] == [2, 2], "each rank, each run"
     assert len(row["joint_samples_per_s"]) == 2
@@ -156,22 +159,22 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     assert row["efficiency_percent"] == pytest.approx(50 * best)
     by_calls = row["joint_call_samples_per_s"]
     assert all(call < 3 * step for call, step in zip(by_calls, row["joint_samples_per_s"]))
-    assert [row["input"] for row in found["calls"]] == ["arrays", "tf.data", "PyDataset"]
-    assert all(row["together_s"] > 0 < row["alone_s"] for row in found["calls"])
+    assert [row["input"] for row in results["calls"]] == ["arrays", "tf.data", "PyDataset"]
+    assert all(row["together_s"] > 0 < row["alone_s"] for row in results["calls"])
 
 
 @pytest.mark.mpi
-def test_checkpoint_tells_waiting_from_writing(launch, tmp_path: Path) -> None:
+def test_checkpoint_measures_blocking_and_writing(launch, tmp_path: Path) -> None:
     path, folder = tmp_path / "out.json", tmp_path / "disk"
     folder.mkdir()
     options = ["--checkpoints", "2", "--between-steps", "2", "--directory", str(folder)]
     done = launch(2, IN_A_JOB, "checkpoint", *options, "--json", str(path), timeout_s=100)
     assert done.returncode == 0, done
-    found = json.loads(path.read_text())
-    assert found["bytes"] > 3 * 4 * 20_000_000, "weights and Adam's two moments"
-    assert len(found["paused_s"]) == len(found["written_s"]) >= 1
-    assert min(found["paused_s"] + found["written_s"]) > 0
-    assert list(folder.iterdir()) == [], "it tidies up"
+    results = json.loads(path.read_text())
+    assert results["bytes"] > 3 * 4 * 20_000_000, "weights and Adam's two moments"
+    assert len(results["paused_s"]) == len(results["written_s"]) >= 1
+    assert min(results["paused_s"] + results["written_s"]) > 0
+    assert list(folder.iterdir()) == [], "removes its checkpoints"
 
 
 @pytest.mark.mpi
@@ -181,31 +184,34 @@ def test_recovery_kills_all_ranks_but_one(run_command, tmp_path: Path) -> None:
     done = run_command(argv, timeout_s=150)
     assert done.returncode == 0, done
     assert done.stdout.count("hvdtrain bench recovery: 3 ranks") == 1
-    # Printed by another rank than began, which died.
+    # The last rank prints the results.
     assert "[1]" not in done.stdout
     assert "rank 0, the chief" in done.stdout
-    found = json.loads(path.read_text())
-    assert found["ranks"] == 3
-    assert [(loss["rank"], loss["ranks"]) for loss in found["losses"]] == [(0, 3), (2, 2)]
-    for loss in found["losses"]:
+    results = json.loads(path.read_text())
+    assert results["ranks"] == 3
+    assert [(loss["rank"], loss["ranks"]) for loss in results["losses"]] == [(0, 3), (2, 2)]
+    for loss in results["losses"]:
         assert min(loss["normal_step_s"], loss["next_step_s"], loss["step_after_s"]) > 0
-    assert len(found["limits"]) == 2
+    assert len(results["limits"]) == 2
 
 
 @pytest.mark.mpi
-def test_recovery_names_why_a_job_is_not_elastic(launch) -> None:
+def test_recovery_explains_why_a_job_is_not_elastic(launch) -> None:
     done = launch(2, IN_A_JOB, *TINY_RECOVERY)
     assert done.returncode != 0, done
-    assert "this one ends: start it with `hvdtrain run --elastic`" in done.stdout + done.stderr
+    assert (
+        "this job is not elastic: start it with `hvdtrain run --elastic`"
+        in done.stdout + done.stderr
+    )
 
 
 @pytest.mark.mpi
-def test_startup_starts_both_ways(run_command, tmp_path: Path) -> None:
+def test_startup_measures_both_launchers(run_command, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     argv = [*BENCH, "startup", "-np", "2", "--runs", "1", "--json", str(path)]
     done = run_command(argv, timeout_s=100)
     assert done.returncode == 0, done
-    found = json.loads(path.read_text())
-    for way in ("hvdtrain_run_s", "mpirun_s"):
-        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found[way].values())
-    assert len(found["probes"]) == 2
+    results = json.loads(path.read_text())
+    for launcher in ("hvdtrain_run_s", "mpirun_s"):
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in results[launcher].values())
+    assert len(results["probes"]) == 2

@@ -1,4 +1,4 @@
-"""What a killed rank cost, from the steps that another has seen."""
+"""The delay caused by killed ranks, computed from recorded steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = [
 ]
 
 
-def test_what_each_loss_cost() -> None:
+def test_the_delay_of_each_loss() -> None:
     first, second = find_losses(STEPS, {0: 17.25, 1: 0.0, 2: 27.5})
     assert (first.rank, first.ranks, first.chief) == (0, 3, True)
     assert (second.rank, second.ranks, second.chief) == (2, 2, False)
@@ -27,21 +27,21 @@ def test_what_each_loss_cost() -> None:
     assert (second.step_after_s, second.after_beyond_s) == (0.5, -1.5)
 
 
-def test_a_step_that_a_rank_had_its_part_in_does_not_count() -> None:
-    # Killed when its gradients were with the others, who completed that step with them.
+def test_a_step_that_contains_the_killed_rank_is_not_counted() -> None:
+    # Killed after the others had received its gradients for this step.
     (loss,) = find_losses(STEPS, {0: 16.75})
     assert loss.next_step_s == 2.25
     assert loss.step_after_s == 4.0
 
 
 @pytest.mark.parametrize("killed_s", [{}, {0: 0.0}, {0: 5.0}, {2: 29.5}])
-def test_what_was_not_seen_is_left_out(killed_s: dict[int, float]) -> None:
+def test_losses_without_steps_around_them_are_left_out(killed_s: dict[int, float]) -> None:
     assert find_losses(STEPS, killed_s) == []
 
 
 def test_the_epoch_is_long_enough_for_all_losses() -> None:
     between_steps, batch_size = 20, 4
     for ranks in range(2, 9):
-        # A rank dies in the second step after so many, and the last one goes on for some.
-        taken = sum((between_steps + 2) * batch_size * left for left in range(1, ranks + 1))
-        assert taken < rows_needed(ranks, batch_size, between_steps) < 2 * taken
+        # A rank dies in the second step after between_steps.
+        used = sum((between_steps + 2) * batch_size * left for left in range(1, ranks + 1))
+        assert used < rows_needed(ranks, batch_size, between_steps) < 2 * used

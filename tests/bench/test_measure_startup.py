@@ -1,4 +1,4 @@
-"""The bare mpirun that starts are compared with."""
+"""The bare mpirun command of the comparison."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def test_bare_mpirun_has_no_options(family) -> None:
     argv, environ = bare_command(Mpirun(path=Path("/mpi/mpirun"), family=family), 3)
     assert argv == ["/mpi/mpirun", "-np", "3"]
     assert bool(environ) == (family != "hydra")
-    # What makes MPI start quickly is the business of those who are compared.
+    # Settings that make MPI start faster are not part of it.
     assert not {"OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_osc"} & environ.keys()
