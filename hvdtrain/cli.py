@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restart": ("hvdtrain.job_commands.again", "restart a job that has ended"),
     "clone": ("hvdtrain.job_commands.again", "submit a job like another one"),
     "serve": ("hvdtrain.serve.cli", "show and control jobs in a browser"),
-    "check": ("hvdtrain.check.cli", "tell whether this host or cluster is fit to train"),
+    "check": ("hvdtrain.check.cli", "check whether this host or cluster is ready to train"),
     "migrate": ("hvdtrain.migrate.cli", "move scripts that use Horovod over to hvdtrain"),
     "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),
 }

@@ -1,1 +1,1 @@
-"""``hvdtrain check``: is this cluster fit to train?"""
+"""``hvdtrain check``: tests whether a cluster is ready for training."""

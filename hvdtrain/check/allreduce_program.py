@@ -1,6 +1,6 @@
-"""The program that ``hvdtrain check`` starts on all ranks: one small allreduce, timed.
+"""The program that ``hvdtrain check`` runs on all ranks: a short, timed allreduce.
 
-It needs no TensorFlow, whose import would take most of the time.
+It does without TensorFlow, whose import would take most of the time.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ __all__ = ["main"]
 
 NBYTES = 4_000_000
 REPETITIONS = 3
-# Starting MPI has no time-out of its own.
-MOST_S = 90.0
+# Starting MPI may hang.
+TIMEOUT_S = 90.0
 
 
 def main() -> None:
-    """Reduce, and let the chief print what was found, behind the mark in the first argument."""
-    faulthandler.dump_traceback_later(MOST_S, exit=True)
+    """Run the allreduce; the chief prints the result after the mark in the first argument."""
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     topology = read_topology(os.environ)
-    collectives = create(topology, read_settings(os.environ))
-    if collectives.size > 1:
-        # Ends MPI with this process, and the other ranks when this one fails.
-        exit_hooks.install(collectives, report.failed)
-    ranks = collectives.size
+    engine = create(topology, read_settings(os.environ))
+    if engine.size > 1:
+        # Ends MPI with this process, and the other ranks if it fails.
+        exit_hooks.install(engine, report.failed)
+    ranks = engine.size
     small, large = np.ones(1, np.float32), np.ones(NBYTES // 4, np.float32)
     name = "hvdtrain check"
-    mine = large * (topology.rank + 1)
-    right = bool((collectives.allreduce(mine, name=name) == ranks * (ranks + 1) / 2).all())
-    everywhere = bool(collectives.allreduce(np.array([right]), "min", name=name)[0])
-    found = time_in_turn(
-        collectives,
+    total = engine.allreduce(large * (topology.rank + 1), name=name)
+    is_correct = np.array([(total == ranks * (ranks + 1) / 2).all()])
+    all_correct = bool(engine.allreduce(is_correct, "min", name=name)[0])
+    times = time_in_turn(
+        engine,
         {
-            "small": lambda: collectives.allreduce(small, name=name),
-            "large": lambda: collectives.allreduce(large, name=name),
+            "small": lambda: engine.allreduce(small, name=name),
+            "large": lambda: engine.allreduce(large, name=name),
         },
         repetitions=REPETITIONS,
     )
     if topology.is_chief:
-        best_s = found["large"].best_s
+        best_s = times["large"].best_s
         result = {
             "ranks": ranks,
-            "engine": collectives.kind,
-            "right": everywhere,
+            "engine": engine.kind,
+            "is_correct": all_correct,
             "nbytes": large.nbytes,
             "best_s": best_s,
-            "latency_s": found["small"].best_s,
+            "latency_s": times["small"].best_s,
             "bus_bandwidth": bus_bandwidth(large.nbytes, best_s, ranks),
         }
         print(sys.argv[1] + json.dumps(result), flush=True)

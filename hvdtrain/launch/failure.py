@@ -415,17 +415,17 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
     """Words on ranks that did not start, and the hosts that they tell to be at fault."""
     # Seldom needed, and much of hvdtrain check comes with them.
     from hvdtrain.launch.start_failure import explain_start_failure
-    from hvdtrain.remote.problem import show_problem
+    from hvdtrain.remote.problem import format_problem
 
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
     name = record.starter_name
     late = f" within {record.start_timeout_s:g} s" if record.late else ""
     words = [f"rank {format_list(missing)} did not start{late} on {format_list(hosts)}"]
-    way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
-    problems = explain_start_failure(record.words, hosts, way=way, python=sys.executable)
+    method: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
+    problems = explain_start_failure(record.words, hosts, method=method, python=sys.executable)
     if problems:
         named = {host for problem in problems for host in problem.hosts}
-        words.append("\n".join(map(show_problem, problems)))
+        words.append("\n".join(map(format_problem, problems)))
         return words, [host for host in hosts if host in named]
     words.append(
         "each host needs this Python and the program at the same path, and must be reached "

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.remote.problem import Problem, remedies_for
-from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way, ssh_failure
+from hvdtrain.remote.problem import Problem, failure_problems
+from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method, ssh_failure
 
 __all__ = ["explain_start_failure"]
 
@@ -28,19 +28,19 @@ _Cause = tuple[Sequence[str], FailureKind, str]
 
 
 def explain_start_failure(
-    words: Sequence[str], hosts: Sequence[str], *, way: Way, python: str
+    words: Sequence[str], hosts: Sequence[str], *, method: Method, python: str
 ) -> list[Problem]:
     """Find what kept ranks from starting on ``hosts``; empty where the words don't tell.
 
     The words are the lines that mpirun or srun printed; only English is understood.
     """
-    causes = _srun_causes(words) if way == "srun" else _ssh_causes(words, python)
+    causes = _srun_causes(words) if method == "srun" else _ssh_causes(words, python)
     answers: dict[tuple[str, FailureKind], Answer] = {}
     for lines, kind, said in causes:
         for host in _named(lines, hosts):
-            answer = Answer(host=host, failure=Failure(kind=kind, words=said))
+            answer = Answer(host=host, failure=Failure(kind=kind, message=said))
             answers.setdefault((host, kind), answer)
-    return list(remedies_for(list(answers.values()), way=way, python=python))
+    return list(failure_problems(list(answers.values()), method=method, python=python))
 
 
 def _ssh_causes(words: Sequence[str], python: str) -> Iterator[_Cause]:

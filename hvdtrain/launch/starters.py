@@ -109,13 +109,14 @@ def _with_prefix(path: Path) -> Path:
 def _version_text(mpirun: str, environ: Mapping[str, str]) -> str:
     # Intel's mpirun is a script that looks for its helpers on PATH.
     path = os.pathsep.join([str(Path(mpirun).parent), environ.get("PATH", os.defpath)])
-    return run_capture(
+    output = run_capture(
         [mpirun, "--version"],
         environ={**environ, "PATH": path},
         timeout_s=_VERSION_TIMEOUT_S,
         remedy="Try it by hand: its file system may hang. Else install the MPI again, or put "
         "another one first on PATH.",
-    ).text
+    )
+    return output.stdout + output.stderr
 
 
 _LIST_TIMEOUT_S = 20.0
@@ -163,8 +164,9 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
             remedy="Try it by hand; or name the hosts with -H to start through mpirun and ssh.",
         )
         # srun itself refuses a plug-in that it lacks, should its list be unreadable.
-        if listed.code != 0 or _plugins(listed.text):
-            plugin = choose_plugin(listed.text, plugin)
+        text = listed.stdout + listed.stderr
+        if listed.returncode != 0 or _plugins(text):
+            plugin = choose_plugin(text, plugin)
     return Srun(path=Path(found), plugin=plugin, name=name)
 
 

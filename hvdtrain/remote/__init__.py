@@ -1,1 +1,1 @@
-"""Ways to reach other hosts, and remedies where they can't be reached."""
+"""Access to other hosts: probes, their problems, and remedies."""

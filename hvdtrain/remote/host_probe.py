@@ -1,12 +1,13 @@
-"""Runs on a host that ``hvdtrain check`` looks at, and prints what it finds as one line of JSON.
+"""The probe of ``hvdtrain check``: runs on a host and prints facts about it.
 
-``python -m hvdtrain.remote.host_probe '{"names": ["node1"]}'``: the argument is a ``Question``, the
-line a ``Facts``. Whatever can't be found out is left out; nothing of that ends the probe.
+``python -m hvdtrain.remote.host_probe '{"names": ["node1"]}'`` takes a ``ProbeRequest`` and prints
+``HostFacts``, both as JSON in one line. Facts that can't be determined are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,27 +19,30 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.probe_messages import MARK, Question, read_question
 from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library, run_capture
 
-__all__ = ["installed_versions", "main"]
+__all__ = ["MARK", "HostFacts", "ProbeRequest", "installed_versions", "main", "read_facts"]
+
+# Starts the line with the facts, as profiles of login shells may print other lines.
+MARK = "hvdtrain-check "
 
 GPU_TIMEOUT_S = 15.0
 NAMES_TIMEOUT_S = 8.0
 CONNECT_TIMEOUT_S = 4.0
-# A file system over the network may show a new file a little later.
+# A network file system may show a new file with a delay.
 FOLDER_TIMEOUT_S = 2.0
-LOOKUPS_AT_ONCE = 16
+MAX_LOOKUPS = 16
 SIOCGIFADDR = 0x8915
-# The packages whose versions count, and the names under which each is installed.
+# Packages to report, and the distributions that provide each.
 _DISTRIBUTIONS = {
     "hvdtrain": ("hvdtrain",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tensorflow-aarch64"),
@@ -47,17 +51,108 @@ _DISTRIBUTIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """The launcher's request to a probe.
+
+    Attributes:
+        names: Names of all hosts, to be resolved.
+        folder: The launcher's working directory.
+        token_file: A file that the launcher wrote there; empty if it could not.
+        token: Content of that file.
+        addresses: Addresses of the launcher on its route to this host.
+        port: Port on which the launcher listens; 0 if it doesn't.
+    """
+
+    names: tuple[str, ...] = ()
+    folder: str = ""
+    token_file: str = ""
+    token: str = ""
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """Facts about a host; unknown ones are None or empty.
+
+    Attributes:
+        machine: Identifies the machine, whatever its names.
+        started_s: The host's clock at the start of the probe.
+        ended_s: The host's clock at the end of the probe.
+        python: Version of Python.
+        versions: Versions of the installed packages by name.
+        mpi: Name and version of the MPI library that mpi4py loads.
+        mpi_error: Why mpi4py can't load a library.
+        folder: The launcher's working directory here: ``same``, ``other`` (not shared) or
+            ``absent``.
+        gpus: Model and driver of each GPU.
+        gpu_error: Why nvidia-smi failed.
+        memlock_bytes: Limit for locked memory; -1 if unlimited.
+        infiniband: InfiniBand devices.
+        shm_bytes: Size of /dev/shm.
+        shm_free_bytes: Free space in /dev/shm.
+        names: Addresses of each host name; empty if it can't be resolved.
+        back_error: Why the launcher can't be reached over TCP.
+        local_address: This host's address in a connection to the launcher.
+        interface: Network interface of that address.
+        speed_mbit: Speed of the interface.
+        cores: Number of available cores.
+        load: Load average of the last minute.
+        errors: Why parts of the probe failed, by part.
+    """
+
+    machine: str = ""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    python: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    mpi: str = ""
+    mpi_error: str = ""
+    folder: str = ""
+    gpus: Sequence[Sequence[str]] = ()
+    gpu_error: str = ""
+    memlock_bytes: int | None = None
+    infiniband: Sequence[str] = ()
+    shm_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    back_error: str = ""
+    local_address: str = ""
+    interface: str = ""
+    speed_mbit: int | None = None
+    cores: int | None = None
+    load: float | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+def _from_json(kind: type[Any], text: str) -> Any:
+    """Return a dataclass from JSON, without fields that only another version of hvdtrain has."""
+    known = {entry.name for entry in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in json.loads(text).items() if name in known})
+
+
+def read_facts(output: str) -> HostFacts | None:
+    """Return the facts in the output of a probe, or None if there are none."""
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if mark:
+            with contextlib.suppress(ValueError):
+                facts: HostFacts = _from_json(HostFacts, text)
+                return facts
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer the question in ``argv``."""
+    """Run all parts of the probe in parallel and print the facts."""
     started_s = time.time()
-    # Ended at once by Ctrl-C: Python would wait for the threads of the pool, which may hang.
+    # Ctrl-C must end the process although Python would wait for threads, which may hang.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
-    question = read_question(argv[0] if argv else "{}")
+    request = _from_json(ProbeRequest, argv[0] if argv else "{}")
     facts: dict[str, Any] = {"started_s": started_s, "python": platform.python_version()}
-    # Each waits for something else: a network, a process, a file system.
     pool = ThreadPoolExecutor(len(_PARTS))
-    parts = {name: pool.submit(find, question) for name, find in _PARTS.items()}
+    parts = {name: pool.submit(part, request) for name, part in _PARTS.items()}
     wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
     errors: dict[str, str] = {}
     for name, part in parts.items():
@@ -67,61 +162,47 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors[name] = f"{type(error).__name__}: {error}"
         else:
             facts.update(part.result())
-    answer = {**facts, "errors": errors, "ended_s": time.time()}
-    # Whoever asked may have gone.
+    # The launcher may be gone.
     with contextlib.suppress(OSError):
-        print(MARK + json.dumps(answer), flush=True)
+        print(MARK + json.dumps({**facts, "errors": errors, "ended_s": time.time()}), flush=True)
         sys.stderr.flush()
-    # A thread that hangs, on a dead file server for instance, must not keep the process.
+    # A hanging thread, such as on a dead file server, must not keep the process.
     os._exit(0)
 
 
-def _machine(question: Question) -> dict[str, Any]:
-    return {"hostname": socket.gethostname(), "machine": host_id()}
-
-
-def _load(question: Question) -> dict[str, Any]:
-    return {"cores": available_cores(), "load": round(os.getloadavg()[0], 2)}
-
-
 def installed_versions() -> dict[str, str]:
-    """The packages that count and are installed, by TensorFlow's and their other usual names."""
+    """Return the versions of hvdtrain, TensorFlow, Keras and mpi4py, as far as installed."""
     import importlib.metadata
 
-    found = {}
-    for package, names in _DISTRIBUTIONS.items():
-        for name in names:
+    from hvdtrain.version import __version__
+
+    versions = {}
+    for package, distributions in _DISTRIBUTIONS.items():
+        for distribution in distributions:
             try:
-                found[package] = importlib.metadata.version(name)
+                versions[package] = importlib.metadata.version(distribution)
                 break
             except importlib.metadata.PackageNotFoundError:
                 continue
-    if "hvdtrain" not in found:
-        # Run from its folder, without having been installed.
-        from hvdtrain.version import __version__
-
-        found["hvdtrain"] = __version__
-    return found
+    # hvdtrain may run from its source folder without being installed.
+    versions.setdefault("hvdtrain", __version__)
+    return versions
 
 
-def _versions(question: Question) -> dict[str, Any]:
-    return {"versions": installed_versions()}
-
-
-def _mpi(question: Question) -> dict[str, Any]:
+def _mpi(request: ProbeRequest) -> dict[str, Any]:
     try:
         return {"mpi": find_mpi_library()}
     except LaunchError as error:
         return {"mpi_error": str(error)}
 
 
-def _folder(question: Question) -> dict[str, Any]:
-    if not question.token_file:
+def _folder(request: ProbeRequest) -> dict[str, Any]:
+    if not request.token_file:
         return {}
-    path = Path(question.folder, question.token_file)
+    path = Path(request.folder, request.token_file)
     deadline = time.monotonic() + FOLDER_TIMEOUT_S
     while path.parent.is_dir():
-        if path.exists() and path.read_text() == question.token:
+        if path.exists() and path.read_text() == request.token:
             return {"folder": "same"}
         if time.monotonic() > deadline:
             return {"folder": "other"}
@@ -129,38 +210,38 @@ def _folder(question: Question) -> dict[str, Any]:
     return {"folder": "absent"}
 
 
-def _gpus(question: Question) -> dict[str, Any]:
+def _gpus(request: ProbeRequest) -> dict[str, Any]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
     argv = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        reply = run_capture(argv, timeout_s=GPU_TIMEOUT_S)
+        output = run_capture(argv, timeout_s=GPU_TIMEOUT_S)
     except LaunchError as error:
         return {"gpu_error": str(error)}
-    lines = reply.text.strip().splitlines()
-    if reply.code != 0:
-        return {"gpu_error": lines[0] if lines else f"nvidia-smi: exit code {reply.code}"}
+    lines = (output.stdout + output.stderr).strip().splitlines()
+    if output.returncode != 0:
+        return {"gpu_error": lines[0] if lines else f"nvidia-smi: exit code {output.returncode}"}
     rows = [[cell.strip() for cell in line.rpartition(",")[::2]] for line in lines if "," in line]
     return {"gpus": rows}
 
 
-def _memory(question: Question) -> dict[str, Any]:
+def _memory(request: ProbeRequest) -> dict[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     limit = -1 if soft == resource.RLIM_INFINITY else soft
-    found: dict[str, Any] = {"memlock_bytes": limit, "infiniband": devices}
+    facts: dict[str, Any] = {"memlock_bytes": limit, "infiniband": devices}
     if os.path.isdir("/dev/shm"):
         space = os.statvfs("/dev/shm")
-        found["shm_bytes"] = space.f_blocks * space.f_frsize
-        found["shm_free_bytes"] = space.f_bavail * space.f_frsize
-    return found
+        facts["shm_bytes"] = space.f_blocks * space.f_frsize
+        facts["shm_free_bytes"] = space.f_bavail * space.f_frsize
+    return facts
 
 
-def _names(question: Question) -> dict[str, Any]:
-    """Resolve all names, several at once; what takes too long counts as unknown."""
-    pool = ThreadPoolExecutor(LOOKUPS_AT_ONCE)
-    lookups = {name: pool.submit(_addresses, name) for name in question.names}
+def _names(request: ProbeRequest) -> dict[str, Any]:
+    """Resolve all names; slow ones count as unknown."""
+    pool = ThreadPoolExecutor(MAX_LOOKUPS)
+    lookups = {name: pool.submit(_addresses, name) for name in request.names}
     wait(lookups.values(), timeout=NAMES_TIMEOUT_S)
     return {"names": {name: one.result() if one.done() else [] for name, one in lookups.items()}}
 
@@ -173,19 +254,18 @@ def _addresses(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))[:4]
 
 
-def _way_back(question: Question) -> dict[str, Any]:
-    """Connect to the launcher, as every rank's agent does, and see which interface that takes."""
+def _way_back(request: ProbeRequest) -> dict[str, Any]:
+    """Connect to the launcher, as the agents of ranks do, and note the network interface."""
     failures = []
-    for address in question.addresses if question.port else ():
+    for address in request.addresses if request.port else ():
         try:
-            with socket.create_connection((address, question.port), CONNECT_TIMEOUT_S) as way:
-                local = str(way.getsockname()[0])
+            with socket.create_connection((address, request.port), CONNECT_TIMEOUT_S) as connection:
+                local = str(connection.getsockname()[0])
         except OSError as error:
             failures.append(f"{address}: {error.strerror or error}")
             continue
         interface = _interface(local.removeprefix("::ffff:"))
         return {
-            "back": address,
             "local_address": local,
             "interface": interface,
             "speed_mbit": _speed_mbit(interface),
@@ -194,15 +274,15 @@ def _way_back(question: Question) -> dict[str, Any]:
 
 
 def _interface(address: str) -> str:
-    """The network interface that has ``address``; empty where that can't be told."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    """Return the network interface with this address; empty if unknown."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
-                packed = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, packed)[20:24]
+                request = struct.pack("256s", name.encode()[:15])
+                packed = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)[20:24]
             except OSError:
                 continue
-            if socket.inet_ntoa(found) == address:
+            if socket.inet_ntoa(packed) == address:
                 return name
     return ""
 
@@ -212,20 +292,20 @@ def _speed_mbit(interface: str) -> int | None:
         speed = int(Path("/sys/class/net", interface, "speed").read_text())
     except (OSError, ValueError):
         return None
-    # Virtual interfaces say -1.
+    # Virtual interfaces report -1.
     return speed if speed > 0 else None
 
 
-_PARTS: dict[str, Callable[[Question], dict[str, Any]]] = {
-    "machine": _machine,
-    "load": _load,
-    "versions": _versions,
+_PARTS: dict[str, Callable[[ProbeRequest], dict[str, Any]]] = {
+    "machine": lambda request: {"machine": host_id()},
+    "load": lambda request: {"cores": available_cores(), "load": round(os.getloadavg()[0], 2)},
+    "versions": lambda request: {"versions": installed_versions()},
     "MPI": _mpi,
     "folder": _folder,
     "GPUs": _gpus,
     "memory": _memory,
     "names": _names,
-    "way back": _way_back,
+    "connection to the launcher": _way_back,
 }
 
 if __name__ == "__main__":

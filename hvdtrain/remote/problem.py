@@ -1,4 +1,4 @@
-"""Problems that ``hvdtrain check`` finds, and what to do about them; pure functions."""
+"""Problems of hosts and their remedies."""
 
 from __future__ import annotations
 
@@ -7,138 +7,155 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.remote.probe_messages import Facts
-from hvdtrain.remote.remote_probe import Answer, FailureKind, Way
+from hvdtrain.remote.host_probe import HostFacts
+from hvdtrain.remote.remote_probe import Answer, FailureKind, Method
 from hvdtrain.text import format_list
 
-__all__ = ["Problem", "answered", "remedies_for", "show_problem", "size", "state_word"]
+__all__ = [
+    "Problem",
+    "answered",
+    "failure_problems",
+    "format_bytes",
+    "format_problem",
+    "problem_state",
+]
 
-_FOUND: dict[FailureKind, str] = {
-    "unknown name": "its name is unknown",
-    "refused": "it refuses connections to its ssh port",
-    "timed out": "it did not answer in time",
-    "no route": "no network leads to it",
-    "key refused": "ssh does not accept your key",
-    "host key": "ssh does not trust the host's key",
-    "ssh failed": "ssh failed",
-    "srun failed": "srun could not start a step there",
-    "no Python": "the launcher's Python can't be started there",
-    "no hvdtrain": "the launcher's Python is there, but not this hvdtrain",
-    "no answer": "Python was started, but gave no answer",
+_TEST = "then test with: ssh -o BatchMode=yes {host} true"
+# Summary and remedy of each failure; {run} runs the launcher's Python on the host.
+_FAILURES: dict[FailureKind, tuple[str, str]] = {
+    "unknown name": (
+        "its name can't be resolved",
+        "correct the name in -H or the hostfile, or add it to DNS or /etc/hosts; getent hosts "
+        "{host} must find it",
+    ),
+    "refused": (
+        "its ssh port refuses connections",
+        "start sshd there (systemctl start ssh), or set its Port for Host {host} in "
+        f"~/.ssh/config; {_TEST}",
+    ),
+    "timed out": (
+        "it did not answer in time",
+        f"check that it is up (ping -c1 {{host}}) and no firewall blocks port 22; {_TEST}",
+    ),
+    "no route": (
+        "no network route leads to it",
+        "check that it is up and in this network: ping -c1 {host}",
+    ),
+    "key refused": (
+        "it does not accept your ssh key",
+        "ssh-copy-id {host} (if you have no key, first: ssh-keygen -t ed25519; for a key with a "
+        f"passphrase: ssh-add); {_TEST}",
+    ),
+    "host key": (
+        "ssh does not trust its host key",
+        "compare the host's key with its administrator, then run: ssh-keygen -R {host}; "
+        "ssh-keyscan -H {host} >> ~/.ssh/known_hosts",
+    ),
+    "ssh failed": (
+        "ssh failed",
+        "run ssh -v {host} true for details; if ssh is missing, install openssh-client",
+    ),
+    "srun failed": (
+        "srun can't start a step there",
+        "scontrol show node {host} (State and Reason); until it is fixed, exclude it with sbatch "
+        "--exclude={host}",
+    ),
+    "no Python": (
+        "the launcher's Python can't be started there",
+        "put the environment on a file system that all hosts share, or install it there: python3 "
+        "-m venv {environment}; then the same packages",
+    ),
+    "no hvdtrain": (
+        "the launcher's Python starts there, but can't import hvdtrain",
+        "{run} -m pip install --upgrade hvdtrain",
+    ),
+    "no answer": (
+        "Python was started there, but did not answer",
+        "check whether Python starts: {run} -c pass",
+    ),
 }
+_EXPECTED: dict[FailureKind, str] = {
+    "srun failed": "srun starts a step on every host of the job",
+    "no Python": "{python}, at the same path on every host",
+    "no hvdtrain": "the same version of hvdtrain on every host",
+    "no answer": "an answer within half a minute",
+}
+_EXPECTED_OF_SSH = "ssh logs in without prompting"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is not as it should be.
+    """A problem and its remedy.
 
     Attributes:
-        found: Says how it is.
-        expected: Says how it should be.
-        remedy: Says how to mend it, by a command where one does it.
-        hosts: The hosts where it is so; empty if it is not a matter of hosts.
-        error: Whether training can't be relied on; otherwise it is a warning.
+        summary: The observed state.
+        expected: The required state.
+        remedy: How to fix it, with a command if possible.
+        hosts: The affected hosts; empty if it doesn't concern hosts.
+        is_error: Whether it prevents training; otherwise it is a warning.
     """
 
-    found: str
+    summary: str
     expected: str
     remedy: str
     hosts: tuple[str, ...] = ()
-    error: bool = True
+    is_error: bool = True
 
 
-def show_problem(problem: Problem) -> str:
-    """One problem, with what to do."""
-    kind = "problem" if problem.error else "warning"
+def format_problem(problem: Problem) -> str:
+    """Format a problem and its remedy as three lines."""
+    kind = "problem" if problem.is_error else "warning"
     where = f" on {format_list(problem.hosts)}" if problem.hosts else ""
-    told = f"{kind}{where}: {problem.found}"
-    return f"{told}\n  expected: {problem.expected}\n  do: {problem.remedy}"
+    return (
+        f"{kind}{where}: {problem.summary}\n  expected: {problem.expected}\n  fix: {problem.remedy}"
+    )
 
 
-def state_word(problems: Collection[Problem]) -> str:
-    """Return the word for the state of something with these problems, for tables."""
-    if any(problem.error for problem in problems):
+def problem_state(problems: Collection[Problem]) -> str:
+    """Return the state of something with these problems: ok, warning or problem."""
+    if any(problem.is_error for problem in problems):
         return "problem"
     return "warning" if problems else "ok"
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in GB or MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def answered(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
-    """Hosts that answered, and what they said."""
+def answered(answers: Sequence[Answer]) -> list[tuple[str, HostFacts]]:
+    """Return the hosts that answered, with their facts."""
     return [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
 
 
-def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterator[Problem]:
-    """Yields one problem for each reason that hosts gave no answer, with all that gave it."""
+def failure_problems(
+    answers: Sequence[Answer], *, method: Method, python: str
+) -> Iterator[Problem]:
+    """Yield a problem for each kind of failure, with all hosts that have it."""
     hosts: dict[FailureKind, list[str]] = {}
-    words: dict[FailureKind, str] = {}
+    messages: dict[FailureKind, str] = {}
     for answer in answers:
         if answer.failure is not None:
             hosts.setdefault(answer.failure.kind, []).append(answer.host)
-            words.setdefault(answer.failure.kind, answer.failure.words)
-    for kind, named in hosts.items():
-        # ssh says as whom it was to log in, which need not be this user.
-        login = re.search(rf"\S+@{re.escape(named[0])}(?=: Permission denied)", words[kind])
-        expected, remedy = _advice(kind, login[0] if login else named[0], way, python)
-        said = f" ({words[kind]})" if words[kind] else ""
+            messages.setdefault(answer.failure.kind, answer.failure.message)
+    for kind, names in hosts.items():
+        message = messages[kind]
+        # ssh's message has the user of the login, which may differ from the current user.
+        login = re.search(rf"\S+@{re.escape(names[0])}(?=: Permission denied)", message)
+        host = login[0] if login else names[0]
+        start = {"local": "", "ssh": f"ssh {host} ", "srun": f"srun -N1 -w {host} "}[method]
+        values = {
+            "host": host,
+            "python": python,
+            "run": start + shlex.quote(python),
+            "environment": shlex.quote(python.rpartition("/bin/")[0] or python),
+        }
+        cause: FailureKind = kind
+        if kind == "timed out" and method != "ssh":
+            cause = "srun failed" if method == "srun" else "no answer"
         yield Problem(
-            hosts=tuple(named), found=_FOUND[kind] + said, expected=expected, remedy=remedy
+            hosts=tuple(names),
+            summary=_FAILURES[kind][0] + (f" ({message})" if message else ""),
+            expected=_EXPECTED.get(cause, _EXPECTED_OF_SSH).format_map(values),
+            remedy=_FAILURES[cause][1].format_map(values),
         )
-
-
-def _advice(kind: FailureKind, host: str, way: Way, python: str) -> tuple[str, str]:
-    """Return what should be, and what to do, with ``host`` as the example."""
-    if kind == "no Python":
-        return (
-            f"{python}, at the same path on every host",
-            f"put the environment on a file system that all hosts have, or install it there: "
-            f"python3 -m venv {shlex.quote(_environment(python))}; then the same packages",
-        )
-    if kind == "no hvdtrain":
-        return (
-            "the same version of hvdtrain on every host",
-            f"{_on(way, host)} {shlex.quote(python)} -m pip install --upgrade hvdtrain",
-        )
-    if kind == "no answer" or (kind == "timed out" and way == "here"):
-        return (
-            "an answer within half a minute",
-            f"see whether Python starts: {_on(way, host)} {shlex.quote(python)} -c pass".replace(
-                "  ", " "
-            ),
-        )
-    if way == "srun":
-        return (
-            "srun starts a step on every host of the job",
-            f"scontrol show node {host} (its State and Reason); leave it out with "
-            f"sbatch --exclude={host} until it is well",
-        )
-    login = f"ssh -o BatchMode=yes {host} true"
-    remedies: dict[FailureKind, str] = {
-        "unknown name": f"correct the name in -H or the hostfile, or add it to DNS or /etc/hosts; "
-        f"getent hosts {host} must find it",
-        "refused": f"start sshd there (systemctl start ssh), or give its port as Port below "
-        f"Host {host} in ~/.ssh/config; then try: {login}",
-        "timed out": f"see whether it is up (ping -c1 {host}) and whether a firewall lets port 22 "
-        f"through; then try: {login}",
-        "no route": f"see whether it is up and in this network: ping -c1 {host}",
-        "key refused": f"ssh-copy-id {host} (without a key of your own, first: ssh-keygen -t "
-        f"ed25519); for a key with a passphrase: ssh-add; then try: {login}",
-        "host key": f"compare the host's key with its administrator, then: ssh-keygen -R {host}; "
-        f"ssh-keyscan -H {host} >> ~/.ssh/known_hosts",
-        "ssh failed": f"ssh -v {host} true tells more; where there is no ssh at all, install "
-        "openssh-client",
-    }
-    return "ssh logs in without a question", remedies[kind]
-
-
-def _environment(python: str) -> str:
-    """The folder of the environment that a Python belongs to."""
-    return python.rpartition("/bin/")[0] or python
-
-
-def _on(way: Way, host: str) -> str:
-    return {"here": "", "ssh": f"ssh {host}", "srun": f"srun -N1 -w {host}"}[way]

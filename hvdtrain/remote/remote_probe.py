@@ -1,4 +1,4 @@
-"""Commands that start the probe of ``hvdtrain check``, and how it went; and which hosts answer."""
+"""Commands that run the probe on other hosts, and the interpretation of their failures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import is_this_host
-from hvdtrain.remote.probe_messages import Facts, read_facts
+from hvdtrain.remote.host_probe import HostFacts, read_facts
 
 __all__ = [
     "Answer",
     "Failure",
     "FailureKind",
-    "Way",
+    "Method",
     "clock_offset_s",
     "read_answer",
     "srun_probe",
@@ -26,7 +26,7 @@ __all__ = [
     "unreachable",
 ]
 
-Way = Literal["here", "ssh", "srun"]
+Method = Literal["local", "ssh", "srun"]
 FailureKind = Literal[
     "unknown name",
     "refused",
@@ -41,17 +41,17 @@ FailureKind = Literal[
     "no answer",
 ]
 
-# What a program over there needs to load the same libraries as a rank would.
+# Variables that a remote program needs to load the same libraries as a rank.
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 _CONNECT_TIMEOUT_S = 10
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 ANSWER_TIMEOUT_S = 20.0
 STEP_S = 0.05
-ASKED_TIMES = 2
+ATTEMPTS = 2
 
-# The first that matches what ssh said; ssh is started in the C locale.
-_SSH_WORDS: tuple[tuple[str, FailureKind], ...] = (
+# Patterns of ssh's messages in the C locale; the first match counts.
+_SSH_MESSAGES: tuple[tuple[str, FailureKind], ...] = (
     (r"Could not resolve hostname", "unknown name"),
     (r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED", "host key"),
     (r"Permission denied|Too many authentication failures", "key refused"),
@@ -63,43 +63,42 @@ _SSH_WORDS: tuple[tuple[str, FailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The reason why a host gave no answer.
+    """The reason why a host did not answer.
 
     Attributes:
-        kind: The kind of failure, which decides what is advised.
-        words: The words of ssh, srun or Python, or their end.
+        kind: The kind of failure, which determines the remedy.
+        message: The decisive line of ssh, srun or Python.
     """
 
     kind: FailureKind
-    words: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The outcome of asking one host: its facts, or a failure.
+    """The result of probing a host: facts or a failure.
 
     Attributes:
-        host: Its name, as it was spelled; empty for the launcher, where no host is meant.
-        ranks: How many ranks it is to take.
-        facts: The facts that it answered with; None where it did not.
-        failure: Why it did not answer; None where it did.
-        asked_s: The launcher's clock when it asked.
-        answered_s: The launcher's clock when the answer was complete.
+        host: Name of the host, as the user wrote it; empty for the launcher itself.
+        ranks: Number of ranks planned for it.
+        facts: Facts about the host, if it answered.
+        failure: Reason why it did not answer.
+        asked_s: The launcher's clock at the request.
+        answered_s: The launcher's clock at the answer.
     """
 
     host: str
     ranks: int = 1
-    facts: Facts | None = None
+    facts: HostFacts | None = None
     failure: Failure | None = None
     asked_s: float = 0.0
     answered_s: float = 0.0
 
 
 def clock_offset_s(answer: Answer) -> tuple[float, float]:
-    """Return how far a host's clock is ahead of the launcher's, and by how much that may be wrong.
+    """Return how far a host's clock is ahead of the launcher's, and the maximum error.
 
-    As NTP does it: what the host spent on its answer doesn't count, the rest is taken for two
-    ways of equal length. Source: RFC 5905, section 8.
+    Like NTP, this assumes that request and answer travel equally long (RFC 5905, section 8).
     """
     assert answer.facts is not None
     ahead_s = answer.facts.started_s - answer.asked_s
@@ -113,18 +112,18 @@ def ssh_probe(
     environ: Mapping[str, str],
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command that runs ``program`` on ``host``, and asks nobody for a password."""
+    """Return the command that runs a program on a host through ssh, without prompts."""
     variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
     return (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}"),
-        # A connection that stays open for later ones would hold on to the output.
+        # A shared connection would stay open and hold on to the output.
         *("-o", "ControlMaster=no", *options, "--", host),
         shlex.join(["env", *variables, *program]),
     )
 
 
 def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
-    """The command that runs ``program`` on one host of the Slurm job around it."""
+    """Return the command that runs a program on a host of this Slurm job."""
     return (
         *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--overlap"),
         *("--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
@@ -132,39 +131,39 @@ def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts | Failure:
-    """Read the facts or the failure from a probe's end; ``code`` is None if it ran out of time."""
+def read_answer(method: Method, code: int | None, stdout: str, stderr: str) -> HostFacts | Failure:
+    """Return the facts from a probe's output, or its failure; ``code`` is None after a time-out."""
     facts = read_facts(stdout)
     if facts is not None:
         return facts
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    words = lines[-1] if lines else ""
+    message = lines[-1] if lines else ""
     if code is None:
-        return Failure(kind="timed out", words=words)
-    if "No module named" in words and "hvdtrain" in words:
-        return Failure(kind="no hvdtrain", words=words)
-    if way == "srun":
+        return Failure(kind="timed out", message=message)
+    if "No module named" in message and "hvdtrain" in message:
+        return Failure(kind="no hvdtrain", message=message)
+    if method == "srun":
         missing = re.search(r"execve\(\): .*", stderr)
         if missing is not None:
-            return Failure(kind="no Python", words=missing[0])
+            return Failure(kind="no Python", message=missing[0])
         kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
-        # What srun says first is the reason; the rest follows from it.
+        # srun's first error is the cause of the others.
         errors = [line for line in lines if "error" in line]
-        return Failure(kind=kind, words=(errors or [*lines, "no word"])[0])
-    if way == "ssh" and code == _SSH_FAILED:
-        for _, wanted in _SSH_WORDS:
-            said = [line for line in lines if ssh_failure(line) == wanted]
-            if said:
-                return Failure(kind=wanted, words=said[-1])
-        return Failure(kind="ssh failed", words=words)
+        return Failure(kind=kind, message=(errors or [*lines, "no message"])[0])
+    if method == "ssh" and code == _SSH_FAILED:
+        for _, kind in _SSH_MESSAGES:
+            matches = [line for line in lines if ssh_failure(line) == kind]
+            if matches:
+                return Failure(kind=kind, message=matches[-1])
+        return Failure(kind="ssh failed", message=message)
     if code in _NOT_FOUND:
-        return Failure(kind="no Python", words=words)
-    return Failure(kind="no answer", words=words or f"exit code {code}")
+        return Failure(kind="no Python", message=message)
+    return Failure(kind="no answer", message=message or f"exit code {code}")
 
 
 def ssh_failure(line: str) -> FailureKind | None:
-    """Return what kept ssh from a host, by a line of it in the C locale; None for other lines."""
-    for pattern, kind in _SSH_WORDS:
+    """Return the kind of failure that a line of ssh reports, or None for other lines."""
+    for pattern, kind in _SSH_MESSAGES:
         if re.search(pattern, line):
             return kind
     return None
@@ -177,24 +176,23 @@ def unreachable(
     ssh: Sequence[str] = (),
     give_up: Callable[[], bool],
 ) -> list[str]:
-    """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
+    """Return the hosts that ssh can't reach in two attempts, as a busy host may miss one.
 
-    All are asked at the same time. Once ``give_up`` says so, nothing is held against who has not
-    answered.
+    Once ``give_up`` returns true, no host counts as unreachable.
     """
     silent = [host for host in hosts if not is_this_host(host)]
-    for _ in range(ASKED_TIMES):
-        silent = _without_answer(silent, environ, ssh, give_up)
+    for _ in range(ATTEMPTS):
+        silent = _silent_hosts(silent, environ, ssh, give_up)
     return [] if give_up() else silent
 
 
-def _without_answer(
+def _silent_hosts(
     hosts: Sequence[str],
     environ: Mapping[str, str],
     ssh: Sequence[str],
     give_up: Callable[[], bool],
 ) -> list[str]:
-    asked = {
+    probes = {
         host: subprocess.Popen(
             ssh_probe(host, ("true",), environ, options=ssh),
             env=dict(environ),
@@ -206,12 +204,12 @@ def _without_answer(
         for host in hosts
     }
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while any(probe.poll() is None for probe in asked.values()):
+    while any(probe.poll() is None for probe in probes.values()):
         if give_up() or time.monotonic() > deadline:
             break
         time.sleep(STEP_S)
-    silent = [host for host, probe in asked.items() if probe.poll() != 0]
-    for probe in asked.values():
+    silent = [host for host, probe in probes.items() if probe.poll() != 0]
+    for probe in probes.values():
         probe.kill()
         probe.wait(timeout=ANSWER_TIMEOUT_S)
     return silent

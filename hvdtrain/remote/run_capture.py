@@ -1,15 +1,14 @@
-"""Asks a program that should answer at once: for its version, or what it offers."""
+"""Runs of programs that should answer immediately, such as ``mpirun --version``."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["MPI_TIMEOUT_S", "CapturedOutput", "find_mpi_library", "run_capture"]
+__all__ = ["MPI_TIMEOUT_S", "find_mpi_library", "run_capture"]
 
 MPI_TIMEOUT_S = 15.0
 _MPI_PROGRAM = """
@@ -21,71 +20,59 @@ print(MPI.Get_library_version())
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapturedOutput:
-    """The output of a program, and its exit code: negative where a signal ended it."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def text(self) -> str:
-        """All of it; older versions print to stderr what newer ones print to stdout."""
-        return self.stdout + self.stderr
-
-
 def run_capture(
     argv: Sequence[str],
     *,
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
     remedy: str = "",
-) -> CapturedOutput:
-    """Run a program to its end, without input; ``remedy`` ends the message of an error.
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without input and return its output.
+
+    Args:
+        argv: The program and its arguments.
+        timeout_s: Maximum run time in seconds.
+        environ: Its environment; this process's if None.
+        remedy: A sentence that ends the error message.
 
     Raises:
-        LaunchError: It can't be started, or has not ended in time.
+        LaunchError: The program can't be started or did not end in time.
     """
-    # A program of several lines behind python -c is not worth showing.
-    shown = " ".join(argv) if "\n" not in "".join(argv) else argv[0]
+    # Leave out programs of several lines after python -c.
+    command = " ".join(argv) if "\n" not in "".join(argv) else argv[0]
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv,
             env=None if environ is None else dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        problem = f"{shown} did not answer within {timeout_s:g} s"
+        problem = f"{command} did not answer within {timeout_s:g} s"
     except OSError as error:
         problem = f"{argv[0]} can't be started: {error.strerror}"
-    else:
-        return CapturedOutput(
-            code=done.returncode,
-            stdout=done.stdout.decode(errors="replace"),
-            stderr=done.stderr.decode(errors="replace"),
-        )
     raise LaunchError(f"{problem}. {remedy}" if remedy else problem)
 
 
 def find_mpi_library(environ: Mapping[str, str] | None = None) -> str:
-    """Return the library's name and version in its own words, like ``Open MPI v5.0.11``.
+    """Return the name and version of the MPI library, such as ``Open MPI v5.0.11``.
 
-    It is loaded in another process: an MPI library may end its process, or hang.
+    Another process loads the library, as it may hang or end its process.
 
     Raises:
-        LaunchError: mpi4py can't load one, or not in time.
+        LaunchError: mpi4py can't load a library, or not in time.
     """
     argv = [sys.executable, "-P", "-c", _MPI_PROGRAM]
     try:
-        reply = run_capture(argv, environ=environ, timeout_s=MPI_TIMEOUT_S)
+        output = run_capture(argv, environ=environ, timeout_s=MPI_TIMEOUT_S)
     except LaunchError:
-        raise LaunchError(f"loading it took longer than {MPI_TIMEOUT_S:g} s") from None
-    lines = reply.stdout.strip("\0\n ").splitlines()
-    if reply.code == 0 and lines:
+        raise LaunchError(f"loading took longer than {MPI_TIMEOUT_S:g} s") from None
+    lines = output.stdout.strip("\0\n ").splitlines()
+    if output.returncode == 0 and lines:
         return lines[0].split(",")[0].strip()
-    words = reply.stderr.strip().splitlines()
-    raise LaunchError(words[-1] if words else f"exit code {reply.code}")
+    errors = output.stderr.strip().splitlines()
+    raise LaunchError(errors[-1] if errors else f"exit code {output.returncode}")

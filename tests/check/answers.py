@@ -1,4 +1,4 @@
-"""Answers that hosts could give to hvdtrain check, and what is made of them."""
+"""Sample answers of hosts to hvdtrain check, and the problems in them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from hvdtrain.check.check_report import make_report
-from hvdtrain.remote.probe_messages import Facts
+from hvdtrain.remote.host_probe import HostFacts
 from hvdtrain.remote.problem import Problem
-from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way
+from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method
 
 __all__ = ["GPU", "PYTHON", "VERSIONS", "answer", "facts", "lost", "problems", "the_problem"]
 
@@ -17,9 +17,8 @@ VERSIONS = {"hvdtrain": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "mpi
 GPU = ("NVIDIA H200", "570.86")
 
 
-def facts(name: str, **changes: Any) -> Facts:
-    well = Facts(
-        hostname=name,
+def facts(name: str, **changes: Any) -> HostFacts:
+    default = HostFacts(
         machine=f"{name} boot",
         started_s=100.5,
         ended_s=101.0,
@@ -31,14 +30,13 @@ def facts(name: str, **changes: Any) -> Facts:
         shm_bytes=1_000_000_000,
         shm_free_bytes=500_000_000,
         names={"a": ("10.0.0.1",), "b": ("10.0.0.2",), "c": ("10.0.0.3",)},
-        back="10.0.0.9",
         local_address=f"10.0.0.{' abc'.index(name)}",
         interface="eth0",
         speed_mbit=10000,
         cores=8,
         load=0.25,
     )
-    return dataclasses.replace(well, **changes)
+    return dataclasses.replace(default, **changes)
 
 
 def answer(name: str, ranks: int = 2, **changes: Any) -> Answer:
@@ -47,16 +45,16 @@ def answer(name: str, ranks: int = 2, **changes: Any) -> Answer:
     )
 
 
-def lost(name: str, kind: FailureKind, words: str = "") -> Answer:
-    return Answer(host=name, ranks=2, failure=Failure(kind=kind, words=words))
+def lost(name: str, kind: FailureKind, message: str = "") -> Answer:
+    return Answer(host=name, ranks=2, failure=Failure(kind=kind, message=message))
 
 
-def problems(*answers: Answer, way: Way = "ssh", **here: Any) -> list[Problem]:
-    launcher = answer("a", **here)
-    return list(make_report(launcher, answers, way=way, python=PYTHON).problems)
+def problems(*answers: Answer, method: Method = "ssh", **launcher: Any) -> list[Problem]:
+    report = make_report(answer("a", **launcher), answers, method=method, python=PYTHON)
+    return list(report.problems)
 
 
-def the_problem(*answers: Answer, way: Way = "ssh", **here: Any) -> Problem:
-    found = problems(*answers, way=way, **here)
-    assert len(found) == 1, found
-    return found[0]
+def the_problem(*answers: Answer, method: Method = "ssh", **launcher: Any) -> Problem:
+    all_problems = problems(*answers, method=method, **launcher)
+    assert len(all_problems) == 1, all_problems
+    return all_problems[0]

@@ -1,5 +1,3 @@
-"""What can be wrong with hosts that answered, what is no problem, and what to do."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,41 +9,41 @@ from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 from tests.check.answers import GPU, PYTHON, VERSIONS, answer, facts, lost, problems, the_problem
 
-# What a host says, what is found, whether that is an error, a piece of the remedy.
+# Facts of a host, summary, whether it is an error, part of the remedy.
 CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
-    "no folder": (
+    "folder absent": (
         {"folder": "absent"},
-        "the current folder does not exist there",
+        "the working directory does not exist there",
         True,
         "such as one on NFS",
     ),
-    "another folder": (
+    "folder not shared": (
         {"folder": "other"},
-        "a folder of this path exists there, but it is another one",
+        "the working directory exists there, but is not shared",
         False,
         "put checkpoints on a file system that all hosts share",
     ),
     "unknown name": (
         {"names": {"a": (), "b": ("10.0.0.2",)}},
-        "the name a is unknown there",
+        "the name a can't be resolved there",
         True,
         "getent hosts a must find it",
     ),
     "loopback": (
         {"names": {"a": ("127.0.1.1",), "b": ("127.0.1.1",)}},
-        "there, the name a means the host itself: it has a loopback address",
+        "the name a resolves to a loopback address there, which is the host itself",
         True,
-        "take a out of the lines of 127.0.0.1",
+        "remove a from the lines of 127.0.0.1",
     ),
     "loopback, IPv6": (
         {"names": {"a": ("10.0.0.1", "::1")}},
-        "there, the name a means the host itself: it has a loopback address",
+        "the name a resolves to a loopback address there, which is the host itself",
         True,
-        "take a out",
+        "remove a from",
     ),
-    "no way back": (
-        {"back": "", "back_error": "10.0.0.9: timed out"},
-        "the launcher can't be reached from there over TCP (10.0.0.9: timed out)",
+    "no connection": (
+        {"back_error": "10.0.0.9: timed out"},
+        "it can't connect to the launcher over TCP (10.0.0.9: timed out)",
         True,
         "firewall",
     ),
@@ -55,15 +53,9 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
         False,
         "size=1G /dev/shm",
     ),
-    "hardly any shared memory": (
-        {"shm_bytes": 64_000_000, "shm_free_bytes": 23_000_000},
-        "/dev/shm has 23 MB free of 64 MB",
-        False,
-        "--shm-size=1g",
-    ),
     "locked memory": (
         {"infiniband": ("mlx5_0",), "memlock_bytes": 65536},
-        "there is InfiniBand, but programs may lock little memory (ulimit -l)",
+        "InfiniBand is present, but locked memory is limited (ulimit -l)",
         False,
         "memlock unlimited",
     ),
@@ -79,137 +71,142 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
         False,
         "timedatectl set-ntp true",
     ),
-    "few cores": ({"cores": 1}, "2 ranks are to share 1 cores", False, "-H b:1"),
-    "load": ({"load": 9.5}, "others compute there: its load is 9.5 on 8 cores", False, "top"),
+    "few cores": ({"cores": 1}, "2 ranks share 1 core", False, "-H b:1"),
+    "load": ({"load": 9.5}, "it is busy: its load is 9.5 on 8 cores", False, "top"),
     "nvidia-smi": (
         {"gpu_error": "Driver/library version mismatch"},
-        "nvidia-smi is there, but fails: Driver/library version mismatch",
+        "nvidia-smi fails: Driver/library version mismatch",
         True,
         "CUDA_VISIBLE_DEVICES=-1",
     ),
-    "unanswered": (
+    "part failed": (
         {"errors": {"folder": "no answer in time"}},
-        "this could not be found out: folder (no answer in time)",
+        "this could not be checked: folder (no answer in time)",
         False,
         "dmesg",
     ),
 }
 
 
-@pytest.mark.parametrize(("changes", "found", "error", "remedy"), CASES.values(), ids=CASES)
-def test_what_a_host_can_have(
-    changes: dict[str, Any], found: str, error: bool, remedy: str
+@pytest.mark.parametrize(("changes", "summary", "is_error", "remedy"), CASES.values(), ids=CASES)
+def test_a_problem_of_one_host(
+    changes: dict[str, Any], summary: str, is_error: bool, remedy: str
 ) -> None:
     answers = [answer("a"), answer("b", **changes)]
     problem = the_problem(*answers)
-    assert (problem.hosts, problem.found, problem.error) == (("b",), found, error)
+    assert (problem.hosts, problem.summary, problem.is_error) == (("b",), summary, is_error)
     assert remedy in problem.remedy
-    diagnosis = make_report(answer("a"), answers, way="ssh", python=PYTHON)
-    assert diagnosis.fit is not error
-    assert [row[1] for row in diagnosis.rows] == ["ok", "problem" if error else "warning"]
+    report = make_report(answer("a"), answers, method="ssh", python=PYTHON)
+    assert report.is_ready is not is_error
+    assert [row[1] for row in report.rows] == ["ok", "problem" if is_error else "warning"]
 
 
-NOTHING: dict[str, dict[str, Any]] = {
-    "its own name may be a loopback": {"names": {"b": ("127.0.1.1",)}},
-    "little locked memory without InfiniBand": {"memlock_bytes": 65536},
+READY: dict[str, dict[str, Any]] = {
+    "loopback for its own name": {"names": {"b": ("127.0.1.1",)}},
+    "limited locked memory without InfiniBand": {"memlock_bytes": 65536},
     "InfiniBand without a limit": {"infiniband": ("mlx5_0",), "memlock_bytes": -1},
     "a clock within a second": {"started_s": 101.4, "ended_s": 101.9},
     "just enough shared memory": {"shm_free_bytes": 200_000_000},
-    "a load that is its own size": {"load": 8.0},
+    "load equal to the cores": {"load": 8.0},
 }
 
 
-@pytest.mark.parametrize("changes", NOTHING.values(), ids=NOTHING)
-def test_what_is_no_problem(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", READY.values(), ids=READY)
+def test_no_problem(changes: dict[str, Any]) -> None:
     assert problems(answer("a"), answer("b", **changes)) == []
 
 
-def test_shared_memory_matters_between_ranks_of_one_host() -> None:
+def test_a_single_rank_needs_no_shared_memory() -> None:
     assert problems(answer("a"), answer("b", 1, shm_free_bytes=0)) == []
 
 
-def test_a_name_that_not_even_the_launcher_knows_is_told_once() -> None:
-    found = the_problem(answer("a", names={"x": ()}), lost("x", "unknown name"))
-    assert found.hosts == ("x",)
+def test_a_name_that_the_launcher_can_not_resolve_is_reported_once() -> None:
+    problem = the_problem(answer("a", names={"x": ()}), lost("x", "unknown name"))
+    assert problem.hosts == ("x",)
 
 
 def test_two_names_of_one_machine() -> None:
-    found = the_problem(answer("a"), answer("b", machine="a boot"))
-    assert (found.hosts, found.found) == (("a", "b"), "these names mean one machine")
-    assert "-H a:2" in found.remedy
+    problem = the_problem(answer("a"), answer("b", machine="a boot"))
+    assert (problem.hosts, problem.summary) == (
+        ("a", "b"),
+        "these names belong to the same machine",
+    )
+    assert "-H a:2" in problem.remedy
 
 
-def test_a_folder_that_can_not_be_written() -> None:
-    found = the_problem(answer("a", folder=""), answer("b", folder=""), folder="")
-    assert found.hosts == ()
-    assert not found.error
+def test_a_read_only_folder() -> None:
+    problem = the_problem(answer("a", folder=""), answer("b", folder=""), folder="")
+    assert problem.hosts == ()
+    assert not problem.is_error
 
 
 def test_gpus() -> None:
     alike = [answer("a", gpus=(GPU, GPU)), answer("b", gpus=(GPU, GPU))]
-    diagnosis = make_report(answer("a"), alike, way="ssh", python=PYTHON)
-    assert diagnosis.problems == ()
-    assert [row[5] for row in diagnosis.rows] == ["2 NVIDIA H200"] * 2
+    report = make_report(answer("a"), alike, method="ssh", python=PYTHON)
+    assert report.problems == ()
+    assert [row[5] for row in report.rows] == ["2 NVIDIA H200"] * 2
     few, other = problems(answer("a", gpus=(GPU, GPU)), answer("b", gpus=((GPU[0], "550"),)))
-    assert few.found == "2 ranks, but GPUs: 1"
-    assert few.error
-    assert other.found == (
+    assert few.summary == "it has 1 GPU for 2 ranks"
+    assert few.is_error
+    assert other.summary == (
         "GPUs differ: NVIDIA H200, driver 570.86 on a; NVIDIA H200, driver 550 on b"
     )
-    assert not other.error
+    assert not other.is_error
     unused = [answer("a"), answer("b", gpus=(GPU,))]
-    assert not make_report(answer("a"), unused, way="ssh", python=PYTHON, use_gpus=False).problems
+    assert not make_report(
+        answer("a"), unused, method="ssh", python=PYTHON, use_gpus=False
+    ).problems
 
 
-def test_a_slow_answer_is_no_wrong_clock() -> None:
+def test_a_slow_answer_is_not_a_clock_offset() -> None:
     slow = Answer(
         host="b", ranks=2, facts=facts("b", started_s=108.0, ended_s=108.5),
         asked_s=100.0, answered_s=109.0,
     )  # fmt: skip
     assert clock_offset_s(slow) == (3.75, 4.25)
     assert problems(answer("a"), slow) == []
-    assert make_report(answer("a"), [slow], way="ssh", python=PYTHON).rows[0][-1] == "+0.0 s"
+    assert make_report(answer("a"), [slow], method="ssh", python=PYTHON).rows[0][-1] == "+0.0 s"
 
 
-def test_versions_that_differ_name_who_has_what() -> None:
+def test_different_versions() -> None:
     other = answer("b", versions={**VERSIONS, "keras": "3.12.0"})
     assert the_problem(answer("a"), other, answer("c")) == Problem(
         hosts=("b",),
-        found="Keras differs: 3.15.1 on a, c; 3.12.0 on b",
+        summary="Keras differs: 3.15.1 on a, c; 3.12.0 on b",
         expected="3.15.1 everywhere, as on the launcher",
         remedy="there: python -m pip install keras==3.15.1",
     )
 
 
-def test_a_launcher_that_differs_from_all() -> None:
-    found = the_problem(answer("b"), answer("c"), python="3.12.1")
-    assert found.hosts == ("b", "c")
-    assert found.found == "Python differs: 3.12.1 on the launcher; 3.11.7 on b, c"
+def test_a_launcher_with_another_version() -> None:
+    problem = the_problem(answer("b"), answer("c"), python="3.12.1")
+    assert problem.hosts == ("b", "c")
+    assert problem.summary == "Python differs: 3.12.1 on the launcher; 3.11.7 on b, c"
 
 
-def test_a_missing_package_is_a_difference() -> None:
-    found = the_problem(answer("a"), answer("b", versions={**VERSIONS, "tensorflow": ""}))
-    assert found.found == "TensorFlow differs: 2.21.0 on a; none on b"
+def test_a_package_missing_on_one_host() -> None:
+    problem = the_problem(answer("a"), answer("b", versions={**VERSIONS, "tensorflow": ""}))
+    assert problem.summary == "TensorFlow differs: 2.21.0 on a; none on b"
 
 
-def test_what_only_the_launcher_lacks() -> None:
-    found = the_problem(answer("b"), answer("c"), versions={**VERSIONS, "keras": ""})
-    assert found.found == "Keras differs: none on the launcher; 3.15.1 on b, c"
-    assert found.remedy == "on the launcher: python -m pip install keras==3.15.1"
+def test_a_package_missing_on_the_launcher() -> None:
+    problem = the_problem(answer("b"), answer("c"), versions={**VERSIONS, "keras": ""})
+    assert problem.summary == "Keras differs: none on the launcher; 3.15.1 on b, c"
+    assert problem.remedy == "on the launcher: python -m pip install keras==3.15.1"
 
 
-def test_what_nobody_has() -> None:
+def test_a_package_missing_everywhere() -> None:
     without = {name: version for name, version in VERSIONS.items() if name != "tensorflow"}
     changes: dict[str, Any] = {"versions": without}
-    found = the_problem(answer("a", **changes), answer("b", **changes), **changes)
-    assert found.found == "TensorFlow is missing"
-    assert found.hosts == ("a", "b")
-    assert 'pip install "hvdtrain[cpu]"' in found.remedy
+    problem = the_problem(answer("a", **changes), answer("b", **changes), **changes)
+    assert problem.summary == "TensorFlow is missing"
+    assert problem.hosts == ("a", "b")
+    assert 'pip install "hvdtrain[cpu]"' in problem.remedy
 
 
-def test_an_mpi_that_can_not_be_loaded_says_why() -> None:
+def test_an_mpi_that_can_not_be_loaded() -> None:
     broken = answer("b", mpi="", mpi_error="RuntimeError: cannot load MPI library")
-    found = the_problem(answer("a"), broken)
-    assert found.found == (
+    problem = the_problem(answer("a"), broken)
+    assert problem.summary == (
         "MPI differs: Open MPI v5.0.11 on a; none on b (RuntimeError: cannot load MPI library)"
     )

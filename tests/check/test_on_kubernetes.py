@@ -1,4 +1,4 @@
-"""hvdtrain check of namespaces of a real Kubernetes."""
+"""hvdtrain check of the namespaces of a real Kubernetes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check(cluster: KubernetesCluster, *words: str) -> Completed:
 
 
 def states(done: Completed) -> dict[str, str]:
-    """The state of each thing, out of the table."""
+    """Return the state column of the table by the first column."""
     lines = done.stdout.partition("\n\n")[0].splitlines()
-    start, end = lines[0].index("state"), lines[0].index("found")
+    start, end = lines[0].index("state"), lines[0].index("result")
     return {line[:start].strip(): line[start:end].strip() for line in lines[1:]}
 
 
 def make_namespace(cluster: KubernetesCluster, name: str) -> str:
-    """A namespace, once pods can be in it."""
+    """Create a namespace and wait until it accepts pods."""
     cluster.ask(NAMESPACES, {"metadata": {"name": name}})
     account = f"{NAMESPACES}/{name}/serviceaccounts/default"
     cluster.wait_for("default account", account, lambda found: found.get("secrets"))
@@ -40,7 +40,7 @@ def make_namespace(cluster: KubernetesCluster, name: str) -> str:
 
 
 def make_claim(cluster: KubernetesCluster, namespace: str, name: str, mode: str) -> None:
-    """A claim, and a volume that it is bound to."""
+    """Create a claim and a volume for it."""
     size = {"storage": "1Gi"}
     volume = {
         "metadata": {"name": f"{namespace}-{name}"},
@@ -60,7 +60,7 @@ def make_claim(cluster: KubernetesCluster, namespace: str, name: str, mode: str)
     )
 
 
-def test_a_namespace_that_is_fit(kubernetes: KubernetesCluster) -> None:
+def test_a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
     make_namespace(kubernetes, "fit")
     make_claim(kubernetes, "fit", "data", "ReadWriteMany")
     done = check(kubernetes, "--namespace", "fit", "-np", "3", "--volume", "data:/data")
@@ -72,17 +72,17 @@ def test_a_namespace_that_is_fit(kubernetes: KubernetesCluster) -> None:
         "objects": "ok",
         "persistentvolumeclaims data": "ok",
     }
-    assert done.stdout.endswith("\n\nfit to train\n")
+    assert done.stdout.endswith("\n\nready to train\n")
     for collection in ("/api/v1/{}/pods", "/api/v1/{}/configmaps", "/apis/batch/v1/{}/jobs"):
         found = kubernetes.ask(collection.format("namespaces/fit"))["items"]
         assert "hvdtrain" not in json.dumps(found), "a dry run creates nothing"
 
 
-def test_a_namespace_that_is_not_there(kubernetes: KubernetesCluster) -> None:
+def test_a_missing_namespace(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, "--namespace", "elsewhere")
     assert done.returncode == 1, done
-    assert "problem: there is no namespace elsewhere" in done.stdout
-    assert "not fit to train: 1 problem" in done.stdout
+    assert "problem: namespace elsewhere does not exist" in done.stdout
+    assert "not ready to train: 1 problem" in done.stdout
 
 
 def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
@@ -90,8 +90,8 @@ def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, *guest)
     assert done.returncode == 1, done
     assert "problem: you may not create jobs.batch, " in done.stdout
-    assert "not fit to train: 1 problem" in done.stdout
-    # Who may edit may do all but give the launcher's account its rights.
+    assert "not ready to train: 1 problem" in done.stdout
+    # The role edit has all rights but to grant the launcher's account its rights.
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
     binding = {
         "metadata": {"name": GUEST},
@@ -110,7 +110,6 @@ def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
 
 
 def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None:
-    """Judged by the API server itself, by one pod of each role."""
     namespace = make_namespace(kubernetes, "small")
     hard = {"requests.cpu": "1500m", "requests.memory": "1Gi"}
     quota = {"metadata": {"name": "few"}, "spec": {"hard": hard}}
@@ -137,24 +136,25 @@ def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None
     assert "exceeded quota: few, requested: requests.cpu=2" in done.stdout
 
 
-def test_what_is_named_and_not_there(kubernetes: KubernetesCluster) -> None:
+def test_missing_objects(kubernetes: KubernetesCluster) -> None:
     make_namespace(kubernetes, "empty")
     make_claim(kubernetes, "empty", "own", "ReadWriteOnce")
     words = ("--namespace", "empty", "--volume", "data:/data", "--volume", "own:/own")
     named = ("--pull-secret", "registry", "--service-account", "me", "--queue", "all")
     done = check(kubernetes, *words, *named)
     assert done.returncode == 1, done
-    for what in (
-        "data among persistentvolumeclaims",
-        "registry among secrets",
-        "me among serviceaccounts",
-        "all among localqueues.kueue.x-k8s.io",
-    ):
-        assert f"problem: there is no {what} in namespace empty" in done.stdout
+    for name, resource in {
+        "data": "persistentvolumeclaims",
+        "registry": "secrets",
+        "me": "serviceaccounts",
+        "all": "localqueues.kueue.x-k8s.io",
+    }.items():
+        problem = f"problem: {name} does not exist among {resource} in namespace empty"
+        assert problem in done.stdout
     assert "warning: claim own is ReadWriteOnce" in done.stdout
 
 
-def test_a_context_that_is_not_there(kubernetes: KubernetesCluster) -> None:
+def test_a_missing_context(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, "--context", "elsewhere")
     assert done.returncode == 1, done
     assert "problem: no cluster is known" in done.stdout

@@ -79,7 +79,7 @@ def test_a_hostfile_names_the_user_of_ssh(cluster: Cluster) -> None:
     seen = [line.partition("] ")[2] for line in done.stdout.splitlines()]
     assert sorted(seen) == ["0:node1", "1:node1", "2:node2"], done
     assert checked.returncode == 0, checked
-    assert refused.stdout.count("ssh does not accept your key") == 1, refused
+    assert refused.stdout.count("it does not accept your ssh key") == 1, refused
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -285,7 +285,7 @@ def test_a_host_that_refuses_the_key_is_named(cluster: Cluster) -> None:
     with ssh_config(cluster, keyless):
         done = cluster.run(command("ssh", body="pass"), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 125, done
-    assert "problem on node2: ssh does not accept your key" in done.stderr, done
+    assert "problem on node2: it does not accept your ssh key" in done.stderr, done
     assert "do: ssh-copy-id root@node2" in done.stderr, done
 
 

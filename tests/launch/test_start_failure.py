@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.launch.start_failure import explain_start_failure
-from hvdtrain.remote.remote_probe import Way
+from hvdtrain.remote.remote_probe import Method
 
 PYTHON = "/venv/bin/python"
 HOSTS = ["node1", "node2", "node3"]
@@ -34,33 +34,38 @@ srun: error: node1: tasks 0-1: Terminated
 """
 
 # How the hosts were reached, what was said, and who is to blame for what.
-CAUSES: dict[str, tuple[Way, str, list[tuple[tuple[str, ...], str]]]] = {
+CAUSES: dict[str, tuple[Method, str, list[tuple[tuple[str, ...], str]]]] = {
     "key": (
         "ssh",
         f"{WARNING}\nroot@node2: Permission denied (publickey,keyboard-interactive).\n{BOX}",
-        [(("node2",), "ssh does not accept your key (root@node2: Permission denied (publickey,")],
+        [
+            (
+                ("node2",),
+                "it does not accept your ssh key (root@node2: Permission denied (publickey,",
+            )
+        ],
     ),
     "keys-of-two": (
         "ssh",
         "me@node3: Permission denied (publickey).\nme@node2: Permission denied (publickey).",
-        [(("node3", "node2"), "ssh does not accept your key")],
+        [(("node3", "node2"), "it does not accept your ssh key")],
     ),
     "host-key": (
         "ssh",
         "No ED25519 host key is known for node2 and you have requested strict checking.\n"
         f"Host key verification failed.\n{BOX}",
-        [(("node2",), "ssh does not trust the host's key (Host key verification failed.)")],
+        [(("node2",), "ssh does not trust its host key (Host key verification failed.)")],
     ),
     "name": (
         "ssh",
         "ssh: Could not resolve hostname node3: Name or service not known",
-        [(("node3",), "its name is unknown")],
+        [(("node3",), "its name can't be resolved")],
     ),
     "sshd-and-route": (
         "ssh",
         "ssh: connect to host node1 port 22: Connection refused\r\n"
         "ssh: connect to host node2 port 22: No route to host\r\n",
-        [(("node1",), "it refuses connections"), (("node2",), "no network leads to it")],
+        [(("node1",), "its ssh port refuses"), (("node2",), "no network route leads to it")],
     ),
     "no-environment": (
         "ssh",
@@ -93,12 +98,12 @@ CAUSES: dict[str, tuple[Way, str, list[tuple[tuple[str, ...], str]]]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "words", "causes"), CAUSES.values(), ids=CAUSES)
+@pytest.mark.parametrize(("method", "words", "causes"), CAUSES.values(), ids=CAUSES)
 def test_the_cause_and_its_host(
-    way: Way, words: str, causes: list[tuple[tuple[str, ...], str]]
+    method: Method, words: str, causes: list[tuple[tuple[str, ...], str]]
 ) -> None:
-    problems = explain_start_failure(words.splitlines(), HOSTS, way=way, python=PYTHON)
+    problems = explain_start_failure(words.splitlines(), HOSTS, method=method, python=PYTHON)
     assert [problem.hosts for problem in problems] == [hosts for hosts, _ in causes]
-    for problem, (_, found) in zip(problems, causes, strict=True):
-        assert problem.found.startswith(found)
+    for problem, (_, summary) in zip(problems, causes, strict=True):
+        assert problem.summary.startswith(summary)
         assert problem.remedy

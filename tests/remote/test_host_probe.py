@@ -1,5 +1,3 @@
-"""The prober itself, as a process."""
-
 from __future__ import annotations
 
 import signal
@@ -11,7 +9,7 @@ from tests.harness.jobs import REPOSITORY
 HANGS = """
 import time
 from hvdtrain.remote import host_probe
-def hang(question):
+def hang(request):
     print("hangs", flush=True)
     time.sleep(60)
 host_probe._PARTS = {"hangs": hang}
@@ -19,13 +17,13 @@ host_probe.main([])
 """
 
 
-def test_an_interrupt_ends_it_at_once_though_a_part_hangs() -> None:
+def test_an_interrupt_ends_a_probe_that_hangs() -> None:
     argv = [sys.executable, "-c", HANGS]
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as prober:
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as probe:
         try:
-            assert prober.stdout is not None
-            assert prober.stdout.readline() == "hangs\n"
-            prober.send_signal(signal.SIGINT)
-            assert prober.wait(20) == -signal.SIGINT
+            assert probe.stdout is not None
+            assert probe.stdout.readline() == "hangs\n"
+            probe.send_signal(signal.SIGINT)
+            assert probe.wait(20) == -signal.SIGINT
         finally:
-            prober.kill()
+            probe.kill()

@@ -1,13 +1,11 @@
-"""What to do about hosts that gave no answer."""
-
 from __future__ import annotations
 
 import pytest
 
-from hvdtrain.remote.remote_probe import FailureKind, Way
+from hvdtrain.remote.remote_probe import FailureKind, Method
 from tests.check.answers import answer, lost, the_problem
 
-REMEDIES: dict[str, tuple[Way, FailureKind, str]] = {
+REMEDIES: dict[str, tuple[Method, FailureKind, str]] = {
     "unknown name": ("ssh", "unknown name", "getent hosts b must find it"),
     "timed out": ("ssh", "timed out", "ping -c1 b"),
     "no route": ("ssh", "no route", "ping -c1 b"),
@@ -23,18 +21,20 @@ REMEDIES: dict[str, tuple[Way, FailureKind, str]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "kind", "remedy"), REMEDIES.values(), ids=REMEDIES)
-def test_every_way_of_being_lost_has_a_remedy(way: Way, kind: FailureKind, remedy: str) -> None:
-    found = the_problem(answer("a"), lost("b", kind, "so it said"), lost("c", kind), way=way)
-    assert found.hosts == ("b", "c")
-    assert found.found.endswith("(so it said)")
-    assert remedy in found.remedy
-    assert found.error
+@pytest.mark.parametrize(("method", "kind", "remedy"), REMEDIES.values(), ids=REMEDIES)
+def test_remedies(method: Method, kind: FailureKind, remedy: str) -> None:
+    problem = the_problem(
+        answer("a"), lost("b", kind, "its message"), lost("c", kind), method=method
+    )
+    assert problem.hosts == ("b", "c")
+    assert problem.summary.endswith("(its message)")
+    assert remedy in problem.remedy
+    assert problem.is_error
 
 
-def test_a_refused_key_is_copied_for_the_user_that_was_refused() -> None:
-    found = the_problem(
+def test_the_remedy_for_a_refused_key_names_the_user() -> None:
+    problem = the_problem(
         answer("a"), lost("b", "key refused", "me@b: Permission denied (publickey).")
     )
-    assert found.remedy.startswith("ssh-copy-id me@b (")
-    assert found.remedy.endswith("ssh -o BatchMode=yes me@b true")
+    assert problem.remedy.startswith("ssh-copy-id me@b (")
+    assert problem.remedy.endswith("ssh -o BatchMode=yes me@b true")

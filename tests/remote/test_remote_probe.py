@@ -1,5 +1,3 @@
-"""How the probe is started on a host, and what ssh and srun say where it was not."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -9,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.remote.probe_messages import MARK, read_facts
+from hvdtrain.remote.host_probe import MARK, read_facts
 from hvdtrain.remote.remote_probe import (
     Failure,
     FailureKind,
-    Way,
+    Method,
     read_answer,
     srun_probe,
     ssh_probe,
@@ -21,7 +19,7 @@ from hvdtrain.remote.remote_probe import (
 )
 from tests.check.answers import GPU, facts
 
-SSH_WORDS: dict[str, FailureKind] = {
+SSH_MESSAGES: dict[str, FailureKind] = {
     "ssh: Could not resolve hostname b: Name or service not known": "unknown name",
     "ssh: connect to host b port 22: Connection refused": "refused",
     "ssh: connect to host b port 22: Connection timed out": "timed out",
@@ -33,13 +31,14 @@ SSH_WORDS: dict[str, FailureKind] = {
 }
 
 
-@pytest.mark.parametrize(("words", "kind"), SSH_WORDS.items(), ids=list(SSH_WORDS.values()))
-def test_what_ssh_says(words: str, kind: FailureKind) -> None:
-    last = words.splitlines()[-1]
-    assert read_answer("ssh", 255, "", f"Welcome!\n{words}\n") == Failure(kind=kind, words=last)
+@pytest.mark.parametrize(("message", "kind"), SSH_MESSAGES.items(), ids=list(SSH_MESSAGES.values()))
+def test_failures_of_ssh(message: str, kind: FailureKind) -> None:
+    last = message.splitlines()[-1]
+    answer = read_answer("ssh", 255, "", f"Welcome!\n{message}\n")
+    assert answer == Failure(kind=kind, message=last)
 
 
-OTHER_WORDS: dict[str, tuple[Way, int | None, str, FailureKind]] = {
+OTHER_MESSAGES: dict[str, tuple[Method, int | None, str, FailureKind]] = {
     "env": ("ssh", 127, "env: '/venv/bin/python': No such file or directory", "no Python"),
     "not executable": ("ssh", 126, "env: '/venv/bin/python': Permission denied", "no Python"),
     "module": ("ssh", 1, "/venv/bin/python: No module named hvdtrain", "no hvdtrain"),
@@ -55,14 +54,16 @@ OTHER_WORDS: dict[str, tuple[Way, int | None, str, FailureKind]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "code", "words", "kind"), OTHER_WORDS.values(), ids=OTHER_WORDS)
-def test_what_others_say(way: Way, code: int | None, words: str, kind: FailureKind) -> None:
-    found = read_answer(way, code, "", words)
-    assert isinstance(found, Failure)
-    assert found.kind == kind
+@pytest.mark.parametrize(
+    ("method", "code", "message", "kind"), OTHER_MESSAGES.values(), ids=OTHER_MESSAGES
+)
+def test_other_failures(method: Method, code: int | None, message: str, kind: FailureKind) -> None:
+    answer = read_answer(method, code, "", message)
+    assert isinstance(answer, Failure)
+    assert answer.kind == kind
 
 
-def test_an_answer_is_found_among_other_words() -> None:
+def test_facts_among_other_output() -> None:
     sent = facts("b", gpus=[list(GPU)], infiniband=["mlx5_0"], names={"a": ["10.0.0.1"]})
     text = json.dumps({**dataclasses.asdict(sent), "of_a_later_version": 1})
     assert read_answer("ssh", 0, f"Welcome to b\n{MARK}{text}\nbye\n", "") == sent
@@ -94,7 +95,7 @@ def test_srun_command() -> None:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of an ssh that writes down its arguments, never reaches b, and reaches c the second time."""
+    """An environment whose ssh logs its arguments, fails for b, and fails once for c."""
     program = tmp_path / "ssh"
     program.write_text(
         f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n'
@@ -107,11 +108,11 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tmp_path}{os.pathsep}{os.defpath}"}
 
 
-def test_hosts_that_ssh_does_not_reach(environ: dict[str, str], tmp_path: Path) -> None:
+def test_unreachable(environ: dict[str, str], tmp_path: Path) -> None:
     hosts = ["a", "b", "c", "localhost"]
     silent = unreachable(hosts, environ, ssh=("-p", "2222"), give_up=lambda: False)
     assert silent == ["b"]
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert len(asked) == 3 + 2, "this host needs no ssh, and one that answered is left in peace"
+    assert len(asked) == 3 + 2
     for line in asked:
         assert " -p 2222 -- " in line

@@ -1,5 +1,3 @@
-"""A program that is asked something answers, or an error says why not."""
-
 from __future__ import annotations
 
 import sys
@@ -9,34 +7,33 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import CapturedOutput, run_capture
+from hvdtrain.remote.run_capture import run_capture
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_what_it_prints_and_how_it_ends() -> None:
+def test_exit_code_and_output() -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    reply = run_capture(python(code), timeout_s=30)
-    assert reply == CapturedOutput(code=3, stdout="out\n", stderr="err\n")
-    assert reply.text == "out\nerr\n"
+    done = run_capture(python(code), timeout_s=30)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
 
 
-def test_what_it_gets() -> None:
+def test_environment_and_input() -> None:
     code = "import os, sys; print(sys.stdin.read(), os.environ.get('HOME'), os.environ['MINE'])"
-    reply = run_capture(python(code), environ={"MINE": "1"}, timeout_s=30)
-    assert reply == CapturedOutput(code=0, stdout=" None 1\n", stderr="")
+    done = run_capture(python(code), environ={"MINE": "1"}, timeout_s=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, " None 1\n", "")
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_invalid_utf_8() -> None:
     code = r"import sys; sys.stdout.buffer.write(b'a\xff')"
     assert run_capture(python(code), timeout_s=30).stdout == "a\ufffd"
 
 
-def test_one_that_hangs() -> None:
+def test_a_program_that_hangs() -> None:
     started = time.monotonic()
-    # What it starts keeps the pipe open.
+    # The child keeps the pipe open.
     argv = ["/bin/sh", "-c", "sleep 25 & wait"]
     with pytest.raises(LaunchError) as caught:
         run_capture(argv, timeout_s=0.5, remedy="Try it.")
@@ -45,7 +42,7 @@ def test_one_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(("mode", "why"), [(0o644, "Permission denied"), (None, "No such file")])
-def test_one_that_can_not_be_started(tmp_path: Path, mode: int | None, why: str) -> None:
+def test_a_program_that_can_not_be_started(tmp_path: Path, mode: int | None, why: str) -> None:
     path = tmp_path / "mpirun"
     if mode is not None:
         path.touch(mode)
