@@ -27,7 +27,7 @@ from hvdtrain.bench.cost_model import Cluster, Costs, Step, predict_allreduce, p
 from hvdtrain.bench.options import bytes_per_s
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import create, link_speed
+from hvdtrain.collectives import create, tuning
 from hvdtrain.config import read_settings
 
 FAST = "20gbit"
@@ -68,7 +68,7 @@ def main() -> None:
         cluster = Cluster(
             hosts=hosts,
             ranks_per_host=1,
-            link=link_speed.Link(100e-6, bytes_per_s(arguments.rate) * PAYLOAD),
+            link=tuning.Link(100e-6, bytes_per_s(arguments.rate) * PAYLOAD),
             ranks_per_core=max(1.0, hosts / available_cores()),
         )
         found = run(nbytes, hosts, arguments.rate)
@@ -106,7 +106,7 @@ def run(nbytes: int, hosts: int, rate: str, segment_bytes: int = 0) -> dict[str,
 def measure_rank(nbytes: int, segment_bytes: int) -> None:
     """Measure on one rank; the chief prints the seconds of the slowest as JSON."""
     if segment_bytes:
-        link_speed.LEAST_SEGMENT_BYTES = link_speed.MOST_SEGMENT_BYTES = segment_bytes
+        tuning.LEAST_SEGMENT_BYTES = tuning.MOST_SEGMENT_BYTES = segment_bytes
     engine: Any = create(read_topology(os.environ), read_settings(os.environ))
     arrays = [np.ones(nbytes // 4 // ARRAYS, np.float32) for _ in range(ARRAYS)]
     small = [np.ones(SMALL_BYTES // 4, np.float32)]

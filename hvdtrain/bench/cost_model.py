@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from hvdtrain.collectives.hierarchy import choose_chunk_bytes, choose_turns
-from hvdtrain.collectives.link_speed import (
+from hvdtrain.collectives.tuning import (
     MESSAGE_S,
     Link,
     choose_bucket_bytes,
+    choose_chunk_bytes,
     choose_segment_bytes,
+    choose_turns,
 )
 
 __all__ = [

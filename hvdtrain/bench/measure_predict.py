@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, failure_overhead, predict_step
 from hvdtrain.bench.options import PredictOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
-from hvdtrain.collectives.link_speed import Link
+from hvdtrain.collectives.tuning import Link
 
 __all__ = ["measure"]
 

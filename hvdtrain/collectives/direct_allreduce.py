@@ -1,16 +1,16 @@
 """Allreduce over one communicator, in segments that keep both directions of every link busy.
 
-Each rank owns a part of the array. Of a segment of every part each rank sends the others' to their
-owners (reduce-scatter), combines what it gets of its own, and sends the result to all (allgather).
-Segments follow one another without waiting, so that one's sums travel while the next one's
-contributions do. In all a rank sends ``2 (n - 1) / n`` times the bytes of the array, which is the
-least there is (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+Each rank owns a part of the array. It sends its contributions to the other parts to their owners
+(reduce-scatter), combines the contributions to its own part, and sends the result to all ranks
+(allgather). Parts are cut into segments, so that the sums of one segment travel together with the
+contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the array, which is
+optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 
-``MPI_Allreduce`` promises neither the same result on all ranks nor the same one each time, and
-knows no bfloat16; here contributions are combined in the order of the ranks.
+``MPI_Allreduce`` guarantees neither identical results on all ranks nor reproducible ones, and does
+not support bfloat16; here contributions are combined in rank order.
 
-Where arrays cross in a smaller form, what a rank adds itself is not made smaller, as it doesn't
-cross; sums are, for the rank that added them up, too, so that all have the same.
+With a wire format, a rank's contribution to its own part is not converted. Its sums are, also on
+this rank, so that all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ SCATTER, GATHER = 1, 2
 
 
 def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
-    """Return how many chunks to start before the first of them is finished, to keep links busy."""
+    """Return how many chunks to start before waiting for the first, to keep links busy."""
     segments = max(1, chunk_bytes // ranks // segment_bytes)
     return -(-2 * _segments_ahead(ranks) // segments)
 
 
 def _segments_ahead(ranks: int) -> int:
-    """Return how many segments are on their way to their owners at a time."""
+    """Return how many segments may be in the reduce-scatter phase at a time."""
     return min(MOST_AHEAD, max(2, MESSAGES_AHEAD // max(1, ranks - 1)))
 
 
 @dataclass(eq=False)
 class Transfer:
-    """One allreduce on its way.
+    """An allreduce in progress.
 
     Attributes:
-        data: What this rank adds, as flat array.
-        out: Takes the result; may be ``data``.
-        op: How the ranks' arrays are combined.
-        ranks: What ``op="average"`` divides by.
-        wire: How it crosses, if not as it is.
-        left: How many of its segments have not arrived.
+        data: The contribution of this rank, a flat array.
+        out: The array for the result; may be ``data``.
+        op: The operation.
+        ranks: The divisor for ``average``.
+        wire: The format between hosts, or None for no conversion.
+        left: Number of segments that are not complete.
     """
 
     data: np.ndarray
@@ -64,13 +64,8 @@ class Transfer:
     wire: WireFormat | None = None
     left: int = 0
 
-    @property
-    def done(self) -> bool:
-        """Whether ``out`` holds the result."""
-        return self.left == 0
-
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Return values as the bytes that cross: the same memory, where they cross as they are."""
+        """Convert values to the bytes to send; a view without a wire format."""
         if self.wire is None:
             return values.view(np.uint8)
         data = np.empty(self.wire.nbytes(values.size), np.uint8)
@@ -78,38 +73,38 @@ class Transfer:
         return data
 
     def decode(self, data: np.ndarray, values: np.ndarray) -> None:
-        """Write what crossed to where it belongs, if it isn't there already."""
+        """Convert received bytes to values; without a wire format they are already in place."""
         if self.wire is not None:
             self.wire.decode(data, values)
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A piece of each rank's part: ``parts[r]`` is where that of rank r lies in the array.
+    """A piece of every part: ``parts[r]`` is the range of the array that rank ``r`` owns.
 
     Attributes:
-        requests: Its messages that are under way; they hold the bytes that they send.
-        coming: Bytes in a smaller form that they bring, and where what those stand for belongs.
-        received: What each rank adds to this one's part.
+        requests: The pending messages, which hold references to the bytes that they send.
+        encoded: Received bytes in a wire format, and the arrays for the decoded values.
+        received: The contribution of each rank to this rank's part.
     """
 
     transfer: Transfer
     parts: tuple[tuple[int, int], ...]
     requests: list[Any] = field(default_factory=list)
-    coming: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    encoded: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     received: list[np.ndarray] = field(default_factory=list)
 
 
 class DirectAllreduce:
-    """Allreduce of flat arrays over one communicator, combined in rank order, bitwise equal.
+    """Allreduce of flat arrays over one communicator, with bitwise identical results.
 
-    All ranks start the same transfers in the same order; each goes on whenever ``progress`` is
-    called.
+    All ranks must start the same transfers in the same order. Transfers advance when ``progress``
+    is called.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: What else sends messages there has other tags than ``SCATTER`` and ``GATHER``.
-        segment_bytes: How much goes to one rank at a time; the same on all ranks.
+        comm: The communicator; other messages on it must not use ``SCATTER`` and ``GATHER``.
+        segment_bytes: Message size; the same on all ranks.
     """
 
     def __init__(self, mpi: ModuleType, comm: Any, segment_bytes: int) -> None:
@@ -118,7 +113,7 @@ class DirectAllreduce:
         self._segment_bytes = segment_bytes
         self._size: int = comm.Get_size()
         self._rank: int = comm.Get_rank()
-        # Everyone begins with another, so that not all send to one.
+        # Each rank starts with another peer, so that not all send to the same rank at first.
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._scratch = Scratch()
         self._slots = deque(range(_segments_ahead(self._size)))
@@ -134,9 +129,9 @@ class DirectAllreduce:
         ranks: int,
         wire: WireFormat | None = None,
     ) -> Transfer:
-        """Begin to combine ``data`` of all ranks into ``out``, both flat and of one type.
+        """Start to combine ``data`` of all ranks in ``out``; both are flat arrays of one dtype.
 
-        Both stay as they are until the transfer is done. With ``wire`` they are float32.
+        Both must remain unchanged until the transfer is done. With ``wire`` they must be float32.
         """
         transfer = Transfer(data, out, op, ranks, wire)
         parts = split_evenly(data.size, self._size)
@@ -151,34 +146,34 @@ class DirectAllreduce:
         return transfer
 
     def progress(self) -> None:
-        """Do what can be done of all transfers without waiting."""
-        while self._scattering and self._has_come(self._scattering[0][0]):
+        """Advance all transfers as far as possible without waiting."""
+        while self._scattering and self._is_received(self._scattering[0][0]):
             segment, slot = self._scattering.popleft()
             self._slots.append(slot)
             self._gather(segment, self._combine(segment))
-        while self._gathering and self._has_come(self._gathering[0]):
+        while self._gathering and self._is_received(self._gathering[0]):
             self._gathering.popleft().transfer.left -= 1
         while self._waiting and self._slots:
             self._scatter(self._waiting.popleft(), self._slots.popleft())
 
-    def _has_come(self, segment: _Segment) -> bool:
-        """Whether a segment's messages are over; if so, puts in place what they have brought."""
+    def _is_received(self, segment: _Segment) -> bool:
+        """Return whether all messages of a segment are complete; if so, decode them."""
         if not self._mpi.Request.Testall(segment.requests):
             return False
-        for data, values in segment.coming:
+        for data, values in segment.encoded:
             segment.transfer.decode(data, values)
-        segment.requests, segment.coming = [], []
+        segment.requests, segment.encoded = [], []
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send each rank this one's contribution to its part; receive those to this one's."""
+        """Send this rank's contributions to the owners; receive those to its own part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
-        mine = stop - start
-        rows = self._scratch.take(f"received {slot}", data.dtype, mine * self._size)
-        segment.received = [rows[r * mine : (r + 1) * mine] for r in range(self._size)]
+        items = stop - start
+        rows = self._scratch.take(f"received {slot}", data.dtype, items * self._size)
+        segment.received = [rows[r * items : (r + 1) * items] for r in range(self._size)]
         segment.received[self._rank] = data[start:stop]
-        if mine:
+        if items:
             for peer in self._peers:
                 self._receive(segment, segment.received[peer], peer, SCATTER)
         for peer in self._peers:
@@ -188,30 +183,30 @@ class DirectAllreduce:
         self._scattering.append((segment, slot))
 
     def _combine(self, segment: _Segment) -> np.ndarray:
-        """Write this rank's part of the result; returns it as it is to be sent."""
+        """Combine this rank's part; return the bytes to send."""
         transfer = segment.transfer
         start, stop = segment.parts[self._rank]
         wide = accumulator_dtype(transfer.data.dtype)
-        # The result may lie where this rank's contribution does.
+        # The result may overlap this rank's contribution.
         total = self._scratch.take("total", wide, stop - start)
         widened = self._scratch.take("widened", wide, stop - start)
         combine(segment.received, transfer.op, total, widened)
         finish_average(total, transfer.op, transfer.ranks)
-        mine = transfer.out[start:stop]
-        np.copyto(mine, total, casting="unsafe")
-        data = transfer.encode(mine)
-        transfer.decode(data, mine)
+        part = transfer.out[start:stop]
+        np.copyto(part, total, casting="unsafe")
+        data = transfer.encode(part)
+        transfer.decode(data, part)
         return data
 
-    def _gather(self, segment: _Segment, mine: np.ndarray) -> None:
-        """Send this rank's part of the result to all; receive theirs."""
+    def _gather(self, segment: _Segment, data: np.ndarray) -> None:
+        """Send this rank's part of the result to all ranks; receive theirs."""
         for peer in self._peers:
             start, stop = segment.parts[peer]
             if stop > start:
                 self._receive(segment, segment.transfer.out[start:stop], peer, GATHER)
-        if mine.size:
+        if data.size:
             for peer in self._peers:
-                self._send(segment, mine, peer, GATHER)
+                self._send(segment, data, peer, GATHER)
         self._gathering.append(segment)
 
     def _send(self, segment: _Segment, data: np.ndarray, peer: int, tag: int) -> None:
@@ -222,5 +217,5 @@ class DirectAllreduce:
         data = values.view(np.uint8)
         if wire is not None:
             data = np.empty(wire.nbytes(values.size), np.uint8)
-            segment.coming.append((data, values))
+            segment.encoded.append((data, values))
         segment.requests.append(self.comm.Irecv([data, self._mpi.BYTE], peer, tag))

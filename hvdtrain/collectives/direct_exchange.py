@@ -1,7 +1,7 @@
-"""Allgather, broadcast and alltoall of bytes, made of messages between two ranks each.
+"""Allgather, broadcast and alltoall of bytes by point-to-point messages.
 
-MPI's own offer no way to give up waiting, and Open MPI's may return without their data, and without
-an error, or never, while a rank dies. A message's request tells of both.
+MPI's own collectives can't be interrupted, and those of Open MPI may hang or return without their
+data while a rank dies. The requests of point-to-point messages report errors and have time-outs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from hvdtrain.collectives.fusion import messages_of
 
 __all__ = ["DirectExchange"]
 
-# Up to here messages are so short that the number of rounds counts, not their bytes.
+# Up to this size, the number of rounds matters more than the number of bytes.
 SMALL_BYTES = 64 << 10
-# What a rank passes on while it receives the next, at most.
 MOST_SEGMENT_BYTES = 256 << 10
 SEGMENTS_AHEAD = 8
 TAG = 3
 
 
 class DirectExchange:
-    """Exchanges bytes between the ranks of a communicator, which all make the same calls.
+    """Exchanges bytes between the ranks of a communicator, which must all make the same calls.
 
-    In a ring or chain neighbours are mostly on one host, so that a link carries every byte once.
+    Large data travels along a ring or chain, in which most neighbours are on the same host, so that
+    it crosses each link once.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: Whose ranks these are.
-        wait: Returns when all requests of a list are done.
-        segment_bytes: How much suits the link between ranks at a time; the same on all ranks.
+        comm: The communicator.
+        wait: Waits for a list of requests.
+        segment_bytes: Message size; the same on all ranks.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class DirectExchange:
         self._size: int = comm.Get_size()
 
     def allgather(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Put the bytes of all ranks, ``counts[r]`` of rank r, one after the other into ``out``."""
+        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
         blocks = np.split(out, np.cumsum(counts)[:-1])
         np.copyto(blocks[self._rank], data)
-        # From here on in the order in which this rank gets them.
+        # Reorder by arrival.
         blocks = blocks[self._rank :] + blocks[: self._rank]
         if out.size <= SMALL_BYTES:
             self._allgather_doubling(blocks)
@@ -76,7 +76,7 @@ class DirectExchange:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank r; the same for out."""
+        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
         sends = np.split(data, np.cumsum(send_counts)[:-1])
         receives = np.split(out, np.cumsum(receive_counts)[:-1])
         np.copyto(receives[self._rank], sends[self._rank])
@@ -85,7 +85,7 @@ class DirectExchange:
             self._swap([sends[to]], to, [receives[source]], source)
 
     def _allgather_doubling(self, blocks: Sequence[np.ndarray]) -> None:
-        """Each round doubles what every rank has (Bruck et al. 1997)."""
+        """Double the number of blocks of each rank in every round (Bruck et al. 1997)."""
         have = 1
         while have < self._size:
             more = min(have, self._size - have)
@@ -94,13 +94,13 @@ class DirectExchange:
             have += more
 
     def _allgather_in_ring(self, blocks: Sequence[np.ndarray]) -> None:
-        """Each rank passes on what it got last."""
+        """Forward the latest block to the next rank in each round."""
         to, source = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         for sent, received in itertools.pairwise(blocks):
             self._swap([sent], to, [received], source)
 
     def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
-        """Pass it from ranks that have it to others, in rounds; ``place`` 0 is the root."""
+        """Double the number of ranks with the data in every round; ``place`` 0 is the root."""
         if not buffer.size:
             return
         reach = 1
@@ -112,18 +112,18 @@ class DirectExchange:
             reach *= 2
 
     def _broadcast_in_chain(self, buffer: np.ndarray, place: int) -> None:
-        """Pass it from rank to rank, each of which sends a segment on while it receives another."""
+        """Forward segments from rank to rank, each while the next one is being received."""
         before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         nbytes = self._segment_bytes
         segments = [buffer[start : start + nbytes] for start in range(0, buffer.size, nbytes)]
-        left = iter(segments)
-        coming: deque[list[Any]] = deque()
+        unrequested = iter(segments)
+        receiving: deque[list[Any]] = deque()
         sent: deque[list[Any]] = deque()
         for segment in segments:
             if place > 0:
-                wanted = itertools.islice(left, SEGMENTS_AHEAD - len(coming))
-                coming.extend(self._receive(other, before) for other in wanted)
-                self._wait(coming.popleft())
+                batch = itertools.islice(unrequested, SEGMENTS_AHEAD - len(receiving))
+                receiving.extend(self._receive(other, before) for other in batch)
+                self._wait(receiving.popleft())
             if place < self._size - 1:
                 sent.append(self._send(segment, after))
             if len(sent) > SEGMENTS_AHEAD:
@@ -142,7 +142,7 @@ class DirectExchange:
             requests += self._receive(block, source)
         for block in sends:
             requests += self._send(block, to)
-        # One after the other: each has the time-out of a wait.
+        # One by one, so that the time-out applies to each message.
         for request in requests:
             self._wait([request])
 

@@ -1,4 +1,4 @@
-"""Fusion of several arrays into one flat sequence, which is cut into chunks."""
+"""Fusion of several arrays into one flat sequence that is cut into chunks, and buffers for it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ __all__ = [
     "unpack",
 ]
 
-# TensorFlow takes over a NumPy array without copying it only at this alignment.
+# TensorFlow uses a NumPy array without a copy only if it has this alignment.
 ALIGNMENT_BYTES = 64
-# A message of MPI counts its items in 32 bits.
+# MPI counts the items of a message in 32 bits.
 MESSAGE_BYTES = 1 << 30
-# What is done to a piece, one thing after the other, stays within the core's own cache.
+# A piece stays in the core's own cache during all operations on it.
 PIECE_BYTES = 256 << 10
 
 
 def aligned(nbytes: int) -> int:
-    """The least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
+    """Round up to a multiple of ``ALIGNMENT_BYTES``."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
 class FusedArray:
-    """``arrays[index].flat[start:stop]`` lies at ``[chunk_start:chunk_stop]`` of its chunk.
+    """A piece of an array: ``arrays[index].flat[start:stop]`` is ``chunk[chunk_start:chunk_stop]``.
 
-    Of the buffer with all outputs it is ``[output_start:output_stop]``.
+    In the buffer of all outputs it is ``[output_start:output_stop]``.
     """
 
     index: int
@@ -61,20 +61,20 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part that travels at a time; ``shares[r]`` are the pieces that rank ``r`` combines."""
+    """The unit of reduction; rank ``r`` combines the pieces ``shares[r]``."""
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]
 
     @property
     def pieces(self) -> Iterator[FusedArray]:
-        """The pieces of all ranks, in their order."""
+        """The pieces of all ranks, in rank order."""
         return itertools.chain.from_iterable(self.shares)
 
 
 @dataclass(frozen=True)
 class FusionLayout:
-    """Shapes cut into chunks of at most ``chunk_items`` items; all counts are items, not bytes."""
+    """The arrangement of arrays in chunks; positions count items, not bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
     chunks: tuple[Chunk, ...]
@@ -86,13 +86,13 @@ class FusionLayout:
 def plan_fusion(
     shapes: tuple[tuple[int, ...], ...], itemsize: int, chunk_items: int, shares: int = 1
 ) -> FusionLayout:
-    """Lay arrays end to end and cut the sequence; a group without items is one empty chunk.
+    """Concatenate arrays and cut the sequence into chunks; without items, into one empty chunk.
 
     Args:
         shapes: The shapes of the arrays.
-        itemsize: Bytes of an item.
-        chunk_items: The most that a chunk holds.
-        shares: Into how many even shares each chunk is divided.
+        itemsize: Bytes per item.
+        chunk_items: Maximum size of a chunk.
+        shares: Number of even shares of each chunk.
     """
     sizes = [math.prod(shape) for shape in shapes]
     total = sum(sizes)
@@ -109,10 +109,8 @@ def plan_fusion(
             Chunk(
                 items,
                 tuple(
-                    tuple(
-                        _cut(array_starts, firsts, begin, begin + start, begin + stop, piece_items)
-                    )
-                    for start, stop in split_evenly(items, shares)
+                    tuple(_cut(array_starts, firsts, begin, begin + a, begin + b, piece_items))
+                    for a, b in split_evenly(items, shares)
                 ),
             )
         )
@@ -127,7 +125,7 @@ def _cut(
     stop: int,
     piece_items: int,
 ) -> Iterator[FusedArray]:
-    """The pieces of arrays between two positions of the sequence; ``origin`` is the chunk's."""
+    """Yield the pieces between two positions of the sequence; the chunk starts at ``origin``."""
     index = bisect.bisect_right(array_starts, start) - 1
     while start < stop:
         if start == array_starts[index + 1]:
@@ -148,13 +146,13 @@ def _cut(
 
 
 def pack(pieces: Iterable[FusedArray], arrays: Sequence[np.ndarray], chunk: np.ndarray) -> None:
-    """Copy pieces of flat ``arrays`` to their places in ``chunk``."""
+    """Copy pieces from flat arrays to a chunk."""
     for piece in pieces:
         chunk[piece.chunk_start : piece.chunk_stop] = arrays[piece.index][piece.start : piece.stop]
 
 
 def unpack(pieces: Iterable[FusedArray], chunk: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-    """Copy pieces of ``chunk`` to their places in flat ``arrays``, in the arrays' type."""
+    """Copy pieces from a chunk to flat arrays, and convert them to the dtype of the arrays."""
     for piece in pieces:
         part = chunk[piece.chunk_start : piece.chunk_stop]
         np.copyto(arrays[piece.index][piece.start : piece.stop], part, casting="unsafe")
@@ -162,26 +160,26 @@ def unpack(pieces: Iterable[FusedArray], chunk: np.ndarray, arrays: Sequence[np.
 
 @functools.lru_cache(maxsize=4096)
 def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """``parts`` ranges that cover ``items``; the first ``items % parts`` hold one more."""
+    """Divide ``items`` into ranges; the first ``items % parts`` ranges have one more item."""
     share, rest = divmod(items, parts)
     starts = [part * share + min(part, rest) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
 
 
 def messages_of(array: np.ndarray) -> list[np.ndarray]:
-    """The bytes of a contiguous array, cut into what one message holds."""
+    """Cut the bytes of a contiguous array into messages."""
     flat = array.reshape(-1).view(np.uint8)
     return [flat[s : s + MESSAGE_BYTES] for s in range(0, flat.size, MESSAGE_BYTES)]
 
 
 def join_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The bytes of all arrays in one flat array."""
+    """Concatenate the bytes of all arrays."""
     rows = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
     return np.concatenate(rows)
 
 
 def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split what ``join_bytes`` returned into views of the shapes and types in ``like``."""
+    """Split the result of ``join_bytes`` into views with the shapes and dtypes of ``like``."""
     parts = {}
     start = 0
     for key, array in like.items():
@@ -192,13 +190,13 @@ def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 class Scratch:
-    """Working memory, one buffer for each use, which grows to the largest that was asked for."""
+    """Reusable working memory: one buffer per use, which grows as needed."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
     def take(self, use: str, dtype: np.dtype, items: int) -> np.ndarray:
-        """A flat array with whatever it held before; the next call for this use takes it over."""
+        """Return an uninitialized flat array, valid until the next call for this use."""
         nbytes = items * dtype.itemsize
         buffer = self._buffers.get(use)
         if buffer is None or buffer.size < nbytes:
@@ -206,28 +204,23 @@ class Scratch:
         return buffer[:nbytes].view(dtype)
 
 
-def _empty(nbytes: int) -> np.ndarray:
-    return np.empty(nbytes, np.uint8)
-
-
 class BufferPool:
-    """Result buffers that are used again once nobody holds a view of them any more.
+    """Result buffers that are reused once no view of them exists.
 
-    Fresh pages cost more than a reduction, so a training loop, which drops last step's
-    gradients before it asks for the next, gets the same memory back. A caller that keeps a
-    result keeps its buffer: NumPy's views hold a reference to the array that owns the memory,
-    and the count of those references is what ``take`` looks at.
+    Fresh pages cost more than a reduction. A training loop drops the gradients of a step before it
+    asks for the next, so it gets the same memory again. NumPy views hold a reference to the array
+    that owns the memory; ``take`` checks the number of references.
 
     Args:
-        max_idle: How many buffers that nobody holds are kept.
-        empty: Makes a flat uint8 array of so many bytes.
-        drop: Is given each of them that is kept no longer.
+        max_idle: Number of unused buffers to keep.
+        empty: Allocates a flat uint8 array.
+        drop: Called with each array that is discarded.
     """
 
     def __init__(
         self,
         max_idle: int = 4,
-        empty: Callable[[int], np.ndarray] = _empty,
+        empty: Callable[[int], np.ndarray] = lambda nbytes: np.empty(nbytes, np.uint8),
         drop: Callable[[np.ndarray], None] = lambda buffer: None,
     ) -> None:
         self._buffers: list[np.ndarray] = []
@@ -235,7 +228,7 @@ class BufferPool:
         self._empty, self._drop = empty, drop
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A flat uint8 array of ``nbytes``, aligned, that no one else holds."""
+        """Return an unused, aligned, flat uint8 array."""
         best = -1
         for position in range(len(self._buffers)):
             fits = nbytes <= self._capacity(position) <= 2 * nbytes + 4096
@@ -251,7 +244,7 @@ class BufferPool:
         return owner[offset : offset + nbytes]
 
     def held(self) -> list[np.ndarray]:
-        """The buffers that somebody holds."""
+        """Return the buffers in use."""
         positions = range(len(self._buffers))
         return [self._buffers[p] for p in positions if not self._is_idle(p)]
 
@@ -259,7 +252,7 @@ class BufferPool:
         return self._buffers[position].size - ALIGNMENT_BYTES
 
     def _is_idle(self, position: int) -> bool:
-        # The list holds one reference, getrefcount's argument the other.
+        # One reference from the list, and one from the argument of getrefcount.
         return sys.getrefcount(self._buffers[position]) == 2
 
     def _drop_idle(self) -> None:
@@ -271,7 +264,7 @@ class BufferPool:
 def empty_outputs(
     buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Arrays of the layout's shapes in one buffer of its output bytes, and the same arrays flat."""
+    """Return arrays of the layout's shapes in one buffer, and flat views of them."""
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

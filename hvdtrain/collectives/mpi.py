@@ -1,4 +1,4 @@
-"""Plain MPI: works on any hosts, and does for shared memory what that does not do itself."""
+"""The transport over MPI messages, which works on any hosts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chu
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
-from hvdtrain.collectives.hierarchy import CHUNK_BYTES, choose_chunk_bytes
 from hvdtrain.collectives.kernels import accumulator_dtype
-from hvdtrain.collectives.link_speed import (
-    Link,
-    choose_bucket_bytes,
-    choose_segment_bytes,
-    measure_link,
-)
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.recovery import Recovery
-from hvdtrain.collectives.small_allreduce import (
-    SmallAllreduce,
+from hvdtrain.collectives.small_allreduce import SmallAllreduce
+from hvdtrain.collectives.transport import RankState, Reduction, Transport
+from hvdtrain.collectives.tuning import (
+    CHUNK_BYTES,
+    Link,
+    choose_bucket_bytes,
+    choose_chunk_bytes,
     choose_one_shot_bytes,
+    choose_segment_bytes,
+    measure_link,
     most_small_bytes,
 )
-from hvdtrain.collectives.spin_wait import SpinWait
-from hvdtrain.collectives.transport import RankState, Reduction, Transport
-from hvdtrain.collectives.watchdog import Watchdog
+from hvdtrain.collectives.waits import SpinWait, Watchdog
 from hvdtrain.errors import Preempted
 
 __all__ = ["MpiTransport"]
@@ -48,20 +46,20 @@ class MpiTransport(Transport):
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: All ranks; a duplicate of it is used.
-        host: The ranks of ``comm`` that share this one's memory, in the same order.
-        chunk_bytes: How much is combined at a time; None to choose.
-        timeout_s: How long to wait for other ranks.
-        min_np: Where MPI tells of ranks that die, the others go on without them; where fewer than
-            so many are left, ``too_few`` is set. None: a rank that dies ends the job.
-        parent: The transport of all ranks, where this is one of some of them.
-        numbers: The numbers of these ranks in the job, where they are some of its ranks.
+        comm: All ranks; it is duplicated.
+        host: The ranks of ``comm`` that share memory with this one, in the same order.
+        chunk_bytes: Bytes to reduce at a time; None to choose.
+        timeout_s: Seconds to wait for other ranks.
+        min_np: Continue when ranks die, and set ``too_few`` if fewer than ``min_np`` remain. None
+            to end the job when a rank dies.
+        parent: The transport of all ranks, if this transport connects a subset of them.
+        numbers: The job's ranks of a subset.
         bucket_bytes: See ``Transport``; None to choose.
     """
 
     kind = "mpi"
+    # Each rank exchanges messages for one of this many chunks.
     _turns = 1
-    """The chunks for which a rank sends as many messages as for one."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class MpiTransport(Transport):
         super().__init__(chunk_bytes or CHUNK_BYTES, timeout_s)
         self._chooses_chunks = chunk_bytes is None
         self._arguments = mpi, comm, host, chunk_bytes, timeout_s, min_np, parent, numbers
-        self._asked_bucket_bytes = bucket_bytes
+        self._fixed_bucket_bytes = bucket_bytes
         self._mpi = mpi
         self._all, self._host = comm, host
         self._local_size = host.Get_size()
@@ -86,6 +84,7 @@ class MpiTransport(Transport):
         self._parent, self._numbers = parent, numbers
 
     def open(self, ranks: RankState) -> Transport:
+        """Measure the links, and set up communicators and failure detection; collective."""
         super().open(ranks)
         comm = self._all
         ranks.set_ranks(comm.Get_rank(), comm.Get_size(), self._numbers)
@@ -96,14 +95,14 @@ class MpiTransport(Transport):
         host_of = np.zeros(ranks.size, np.int64)
         comm.Allgather(np.array([self.host], np.int64), host_of)
         self._host_of = host_of.tolist()
-        # Each rank may have been given some of the host's cores.
+        # Ranks may be bound to different cores of the host.
         cores: set[int] = set().union(*self._host.allgather(core_numbers()))
         self._spins = self._local_size <= len(cores)
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
         if self._chooses_chunks:
             self.chunk_bytes = self._choose_chunk_bytes(comm)
         if not self._share_memory(comm):
-            messages = MpiTransport(*self._arguments, bucket_bytes=self._asked_bucket_bytes)
+            messages = MpiTransport(*self._arguments, bucket_bytes=self._fixed_bucket_bytes)
             return messages.open(ranks)
         self.detector: FailureDetector = FailureDetector(
             self._mpi,
@@ -115,7 +114,7 @@ class MpiTransport(Transport):
             None if self._parent is None else self._parent.detector.detectors,
         )
         self._spin_wait = SpinWait(self.detector, self.timeout_s, self._spins)
-        # Apart, as it is no wait for a rank that is late.
+        # Does not count as waiting for late ranks.
         self._data_wait = SpinWait(self.detector, self.timeout_s, self._spins)
         if self._min_np is not None:
             self.recovery = Recovery(
@@ -124,7 +123,7 @@ class MpiTransport(Transport):
         self.connect(comm.Dup(), ranks.members)
         self.bucket_bytes = self._choose_bucket_bytes()
         if ranks.rank == 0 and self._parent is None and self._parties > 1:
-            self._say_how_arrays_cross()
+            self._log_message_sizes()
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
         return self
@@ -133,24 +132,22 @@ class MpiTransport(Transport):
         return choose_chunk_bytes(comm.Get_size())
 
     def _choose_bucket_bytes(self) -> int:
-        if self._asked_bucket_bytes is not None:
-            return self._asked_bucket_bytes
-        # On one host combining takes the cores from computing.
-        one_host = self._local_size == self.ranks.size
-        if one_host:
+        if self._fixed_bucket_bytes is not None:
+            return self._fixed_bucket_bytes
+        if self._local_size == self.ranks.size:
+            # On one host, reductions would compete with the backward pass for the cores.
             return 0
         return choose_bucket_bytes(self.link, self._parties, self.chunk_bytes * self._turns)
 
     @property
     def _parties(self) -> int:
-        """The number of parties that exchange arrays over links: here each rank is one."""
+        """Number of endpoints of the network exchange: here every rank."""
         return self.ranks.size
 
-    def _say_how_arrays_cross(self) -> None:
+    def _log_message_sizes(self) -> None:
         logger.debug(
-            "between %d a message takes %.3f ms, and long ones go at %.0f Mbit/s: arrays up to %d "
-            "bytes cross in one round, up to %d in two, larger ones in chunks of %d and segments "
-            "of %d",
+            "%d endpoints, latency %.3f ms, %.0f Mbit/s: arrays up to %d bytes take one round, up "
+            "to %d bytes two rounds, larger ones chunks of %d bytes in segments of %d bytes",
             self._parties,
             self.link.latency_s * 1e3,
             self.link.bytes_per_s * 8 / 1e6,
@@ -164,11 +161,11 @@ class MpiTransport(Transport):
         return measure_link(self._mpi, comm)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up all that depends on who the ranks are; collective over ``comm``.
+        """Set up everything that depends on the current ranks; collective over ``comm``.
 
         Args:
-            comm: Used by this transport alone.
-            members: The first numbers of its ranks.
+            comm: A communicator for this transport only.
+            members: The initial ranks of its ranks.
         """
         self.comm = comm
         ranks = self.ranks
@@ -184,23 +181,24 @@ class MpiTransport(Transport):
         return SmallAllreduce(self._mpi, comm, self.link, self._spin_wait, self._data_wait)
 
     def messages(self) -> PointToPoint:
-        # Not the communicator of the operations: their messages must not be taken for others.
+        """Open a channel on a communicator of its own; collective."""
         comm, members = self.comm.Dup(), self.ranks.members
         return PointToPoint(self._mpi, comm, members, self.detector, self.timeout_s, self._spins)
 
     def confirm(self, call: Call) -> None:
-        """Return when every rank holds its result of the operation."""
+        """Wait until every rank has its result of the operation."""
         self._spin_wait.until(self.comm.Ibarrier().Test, call.short_text)
 
     def revoke(self) -> None:
-        """End whatever any rank waits for on this transport's communicators."""
+        """Interrupt all ranks that wait on the communicators of this transport."""
         self.comm.Revoke()
 
     def subset(self, ranks: Sequence[int]) -> MpiTransport | None:
-        me = self.ranks.rank
-        color = 0 if me in ranks else self._mpi.UNDEFINED
-        comm, host = self.comm.Split(color, me), self._host.Split(color, me)
-        if me not in ranks:
+        """Return a transport for some ranks; without shared memory if no host has two of them."""
+        rank = self.ranks.rank
+        color = 0 if rank in ranks else self._mpi.UNDEFINED
+        comm, host = self.comm.Split(color, rank), self._host.Split(color, rank)
+        if rank not in ranks:
             return None
         most = comm.allreduce(host.Get_size(), self._mpi.MAX)
         transport = type(self) if most > 1 else MpiTransport
@@ -212,29 +210,30 @@ class MpiTransport(Transport):
             self.timeout_s,
             parent=self,
             numbers=[self.ranks.numbers[rank] for rank in ranks],
-            bucket_bytes=self._asked_bucket_bytes,
+            bucket_bytes=self._fixed_bucket_bytes,
         )
 
     def fail(self, reason: str) -> None:
+        """Notify every other rank that this rank has failed; end the job if that is impossible."""
         for detector in self.detector.detectors:
             if detector is not self.detector:
                 detector.tell_failure(reason)
         if not self.detector.fail(reason) and self.recovery is not None:
-            # mpirun would let the ranks that don't listen go on, or hang.
-            self._end_all(1)
+            # mpirun would let ranks that did not get the message continue, or hang.
+            self._abort(1)
 
-    def _end_all(self, code: int) -> NoReturn:
+    def _abort(self, code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(code)
         raise AssertionError("MPI ends the process")
 
     def leave(self, code: int = 0) -> None:
-        """Wait for the other ranks at the end of the program, then finalise MPI.
+        """Wait for the other ranks at the end of the program, then finalize MPI.
 
-        Where one has failed or died MPI is left as it is: finalising would wait for it. So it is
-        where this program ends with an exit code that is a failure: the others get a moment to come
-        to their end, too, and then what started the ranks sees the code.
+        MPI is not finalized after a rank has failed or died, because that would wait for the rank;
+        nor if this program exits with an error code. The other ranks then get a moment to exit, and
+        the launcher sees the code.
         """
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
         for detector in self.detector.detectors:
@@ -246,24 +245,25 @@ class MpiTransport(Transport):
         if self.detector.leave(rejoin, failing_code=code if failing else None):
             self._mpi.Finalize()
         elif failing and self.recovery is not None and not self.detector.failed:
-            # The others would take this rank for one that died, and go on.
-            self._end_all(code)
+            # The others would treat this rank as lost, and continue.
+            self._abort(code)
 
     def close(self) -> None:
+        """Stop the watchdog."""
         self._watchdog.close()
 
     def free(self) -> None:
-        # Lost ranks can't take part, and a failed one does not.
+        """Free the communicators, unless a rank is lost or has failed; collective."""
         if self.ranks.survives_losses or self.detector.failed or self._mpi.Is_finalized():
             return
         for comm in self._communicators():
             comm.Free()
-        # Without another init() the end of the program needs that of all ranks.
+        # The detector of all ranks is needed at the end of the program.
         if self._parent is not None:
             self.free_detector()
 
     def free_detector(self) -> None:
-        """Free the communicator by which ranks learn that others fail; see ``free``."""
+        """Free the communicator of the failure detector; collective."""
         if not self.ranks.survives_losses and not self.detector.failed:
             self.detector.close()
 
@@ -273,15 +273,16 @@ class MpiTransport(Transport):
         return [self.comm, *(comm for comm in (self._host, self._all) if comm not in predefined)]
 
     def _inside_mpi(self) -> tuple[float, str] | None:
-        """Return since when this rank is inside MPI, and in what; None outside, or in a wait."""
+        """Return when this rank called MPI, and for what; None outside of MPI and in own waits."""
         inside = self.ranks.inside
         waits = self._spin_wait, self._data_wait
-        if inside is None or any(wait.waits for wait in waits):
+        if inside is None or any(wait.is_waiting for wait in waits):
             return None
         return max(inside[0], *(wait.waited_until_s for wait in waits)), inside[1]
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
+        """Disable the time-out of waits in the block."""
         waits = self._spin_wait, self._data_wait
         for wait in waits:
             wait.patient = True
@@ -293,79 +294,82 @@ class MpiTransport(Transport):
 
     @property
     def waited_s(self) -> float:
+        """Total seconds spent waiting for other ranks, not counting short waits."""
         return self._spin_wait.waited_s
 
     def _share_memory(self, comm: Any) -> bool:
-        """Set up what the ranks of a host share, and keep when some die; collective.
-
-        Returns:
-            Whether it could be had; the same on all ranks.
-        """
+        """Allocate shared memory; collective. Return whether that worked, the same on all ranks."""
         return True
 
     def agree(self, call: Call) -> bool:
+        """Wait until every rank has made a call, and return whether all calls are the same."""
         return self._small.agree(call)
 
     def check_peers(self, waiting_in: str, waited_s: float) -> None:
+        """Raise if another rank has failed, or this one has waited too long."""
         self.detector.check(waiting_in)
         if waited_s > self.timeout_s:
             self.detector.time_out(waiting_in, self.timeout_s)
 
-    def allreduce(self, asked: Reduction) -> bool:
-        if self._is_small(asked):
-            return self._allreduce_small(asked)
-        if not self.agree(asked.call):
+    def allreduce(self, reduction: Reduction) -> bool:
+        """Combine the inputs of all ranks chunk by chunk, with several chunks in progress."""
+        if self._is_small(reduction):
+            return self._allreduce_small(reduction)
+        if not self.agree(reduction.call):
             return False
-        dtype = asked.inputs[0].dtype
+        dtype = reduction.inputs[0].dtype
         ahead = chunks_ahead(self.ranks.size, self.chunk_bytes, self.segment_bytes)
-        under_way: deque[tuple[Chunk, Transfer]] = deque()
-        for number, chunk in enumerate(asked.layout.chunks):
+        pending: deque[tuple[Chunk, Transfer]] = deque()
+        for number, chunk in enumerate(reduction.layout.chunks):
             packed = self._scratch.take(f"chunk {number % (ahead + 1)}", dtype, chunk.items)
-            pack(chunk.pieces, asked.inputs, packed)
-            transfer = self._direct.start(packed, packed, asked.op, self.ranks.size, asked.wire)
-            under_way.append((chunk, transfer))
-            if len(under_way) > ahead:
-                self._complete(*under_way.popleft(), asked)
-        while under_way:
-            self._complete(*under_way.popleft(), asked)
+            pack(chunk.pieces, reduction.inputs, packed)
+            size = self.ranks.size
+            transfer = self._direct.start(packed, packed, reduction.op, size, reduction.wire)
+            pending.append((chunk, transfer))
+            if len(pending) > ahead:
+                self._complete(*pending.popleft(), reduction)
+        while pending:
+            self._complete(*pending.popleft(), reduction)
         return True
 
-    def _is_small(self, asked: Reduction) -> bool:
-        chunks = asked.layout.chunks
-        wide = accumulator_dtype(asked.inputs[0].dtype)
+    def _is_small(self, reduction: Reduction) -> bool:
+        chunks = reduction.layout.chunks
+        wide = accumulator_dtype(reduction.inputs[0].dtype)
         return len(chunks) == 1 and 0 < chunks[0].items * wide.itemsize <= self._small_bytes
 
-    def _allreduce_small(self, asked: Reduction) -> bool:
-        [chunk] = asked.layout.chunks
-        packed = self._scratch.take("chunk 0", asked.inputs[0].dtype, chunk.items)
-        pack(chunk.pieces, asked.inputs, packed)
-        if not self._small.allreduce(asked.call, packed, asked.op, self.ranks.size):
+    def _allreduce_small(self, reduction: Reduction) -> bool:
+        [chunk] = reduction.layout.chunks
+        packed = self._scratch.take("chunk 0", reduction.inputs[0].dtype, chunk.items)
+        pack(chunk.pieces, reduction.inputs, packed)
+        if not self._small.allreduce(reduction.call, packed, reduction.op, self.ranks.size):
             return False
-        self._deliver(chunk, packed, asked)
+        self._deliver(chunk, packed, reduction)
         return True
 
-    def _complete(self, chunk: Chunk, transfer: Transfer, asked: Reduction) -> None:
-        self.finish(self._direct, transfer, asked.call)
-        self._deliver(chunk, transfer.out, asked)
+    def _complete(self, chunk: Chunk, transfer: Transfer, reduction: Reduction) -> None:
+        self.finish(self._direct, transfer, reduction.call)
+        self._deliver(chunk, transfer.out, reduction)
 
-    def _deliver(self, chunk: Chunk, total: np.ndarray, asked: Reduction) -> None:
-        if asked.finite is not None:
-            asked.finite.check(total)
-        unpack(chunk.pieces, total, asked.outputs)
+    def _deliver(self, chunk: Chunk, total: np.ndarray, reduction: Reduction) -> None:
+        if reduction.finite is not None:
+            reduction.finite.check(total)
+        unpack(chunk.pieces, total, reduction.outputs)
 
     def finish(self, direct: DirectAllreduce, transfer: Transfer, call: Call) -> None:
-        """Return when the transfer is done."""
+        """Wait until the transfer is complete."""
 
         def done() -> bool:
             direct.progress()
-            return transfer.done
+            return transfer.left == 0
 
         self._data_wait.until(done, call.short_text)
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
         self._exchange.allgather(data, out, counts)
 
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
+        """Fill the buffers of all ranks with the bytes of ``root``."""
         self._exchange.broadcast(buffer, root)
 
     def alltoall_bytes(
@@ -375,10 +379,11 @@ class MpiTransport(Transport):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
+        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
         self._exchange.alltoall(data, send_counts, out, receive_counts)
 
     def _await_all(self, requests: list[Any]) -> None:
-        """Wait for messages of the operation that this rank is in."""
+        """Wait for messages of the current operation."""
         inside = self.ranks.inside
         waiting_in = inside[1] if inside is not None else ""
         self._data_wait.until(lambda: self._mpi.Request.Testall(requests), waiting_in)

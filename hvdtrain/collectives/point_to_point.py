@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import messages_of
-from hvdtrain.collectives.spin_wait import SpinWait
+from hvdtrain.collectives.waits import SpinWait
 from hvdtrain.errors import PeerLostError
 
 __all__ = ["PendingMessage", "PointToPoint"]

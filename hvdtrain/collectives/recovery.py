@@ -34,7 +34,7 @@ import numpy as np
 from hvdtrain.collectives.calls import Call, RanksRaised, as_bytes
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
-from hvdtrain.collectives.spin_wait import SpinWait
+from hvdtrain.collectives.waits import SpinWait
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,

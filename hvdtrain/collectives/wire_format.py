@@ -1,4 +1,4 @@
-"""Smaller forms in which float32 arrays cross between hosts."""
+"""Compressed formats for float32 arrays between hosts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["WireFormat", "wire_format"]
 
 
 class WireFormat(ABC):
-    """Turns flat float32 arrays into bytes and back, with a loss.
+    """Lossy conversion of flat float32 arrays to bytes and back.
 
-    What comes back depends on the values alone, not on when or by which rank they are sent.
+    The result depends on the values only, not on the rank or the time.
     """
 
     @abstractmethod
     def nbytes(self, items: int) -> int:
-        """Return how many bytes so many values take."""
+        """Return the encoded size of ``items`` values."""
 
     @abstractmethod
     def encode(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Write the values into bytes, ``nbytes`` of them."""
+        """Write encoded values to ``out``, uint8 of ``nbytes(values.size)`` items."""
 
     @abstractmethod
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """Write what such bytes stand for into float32 values."""
+        """Write decoded float32 values to ``out``."""
 
 
 class _Cast(WireFormat):
-    """Values of a half type; what is too large for it becomes infinite."""
+    """Conversion to float16 or bfloat16; values out of range become infinite."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -49,11 +49,11 @@ class _Cast(WireFormat):
 
 
 class _Int8(WireFormat):
-    """Whole numbers from -127 to 127, and for each block of values what the largest stands for.
+    """Integers from -127 to 127, with a float32 scale for each block of values.
 
-    Values are rounded up or down with the chances that make their mean right (Alistarh et al. 2017,
-    "QSGD"), so that errors of many ranks and steps cancel each other. The chances are drawn from a
-    table, at a place that follows from the values: a training that is repeated is the same.
+    Stochastic rounding keeps the expected value (Alistarh et al. 2017, "QSGD"), so that errors
+    average out over ranks and steps. Random numbers come from a fixed table, at an offset that is
+    computed from the values: a repeated training gives the same results.
     """
 
     _BLOCK = 1024
@@ -61,8 +61,8 @@ class _Int8(WireFormat):
     _MOST = 127
 
     @functools.cached_property
-    def _chances(self) -> np.ndarray:
-        # Not as the module is imported: few jobs need it.
+    def _random(self) -> np.ndarray:
+        # On first use, as few jobs need it.
         return np.random.default_rng(0).random(self._TABLE, np.float32)
 
     def nbytes(self, items: int) -> int:
@@ -75,10 +75,10 @@ class _Int8(WireFormat):
         starts = np.arange(0, values.size, self._BLOCK)
         np.maximum.reduceat(np.abs(values), starts, out=scales)
         with np.errstate(invalid="ignore", over="ignore"):
-            # In a block without a scale all is zero, or the scale says that it is not finite.
+            # Blocks without a positive scale are all zero, or have a scale that is not finite.
             factors = np.divide(self._MOST, scales, out=np.zeros_like(scales), where=scales > 0)
             whole = values * self._spread(factors, values.size)
-            whole += self._chances_for(values)
+            whole += self._random_for(values)
             np.floor(whole, out=whole)
             np.clip(whole, -self._MOST, self._MOST, out=whole)
             np.copyto(out[scales.nbytes :].view(np.int8), whole, casting="unsafe")
@@ -92,14 +92,14 @@ class _Int8(WireFormat):
     def _blocks(self, items: int) -> int:
         return -(-items // self._BLOCK)
 
-    def _spread(self, of_blocks: np.ndarray, items: int) -> np.ndarray:
-        """Return for each value what belongs to its block."""
-        return np.repeat(of_blocks, self._BLOCK)[:items]
+    def _spread(self, per_block: np.ndarray, items: int) -> np.ndarray:
+        """Repeat the value of each block for all items of the block."""
+        return np.repeat(per_block, self._BLOCK)[:items]
 
-    def _chances_for(self, values: np.ndarray) -> np.ndarray:
+    def _random_for(self, values: np.ndarray) -> np.ndarray:
         first = zlib.crc32(values.tobytes()) % self._TABLE
         times = -(-(first + values.size) // self._TABLE)
-        return np.tile(self._chances, times)[first : first + values.size]
+        return np.tile(self._random, times)[first : first + values.size]
 
 
 _FORMATS: dict[str, WireFormat | None] = {
@@ -111,5 +111,5 @@ _FORMATS: dict[str, WireFormat | None] = {
 
 
 def wire_format(name: str) -> WireFormat | None:
-    """The form of this name: fp16, bf16 or int8; None for ``"none"``."""
+    """Return the format fp16, bf16 or int8, or None for ``"none"``."""
     return _FORMATS[name]

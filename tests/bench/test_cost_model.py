@@ -15,7 +15,7 @@ from hvdtrain.bench.cost_model import (
     predict_allreduce,
     predict_step,
 )
-from hvdtrain.collectives.link_speed import Link
+from hvdtrain.collectives.tuning import Link
 
 MIB = 1 << 20
 FREE = Costs(call_s=0.0, message_s=0.0, core_bytes_per_s=math.inf, host_bytes_per_s=math.inf)

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exit_hooks, hierarchy, host_window, link_speed, small_allreduce
+from hvdtrain.collectives import exit_hooks, host_memory, tuning
 from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.collectives.kernels import accumulator_dtype
-from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryTransport
+from hvdtrain.collectives.tuning import Link
 
 __all__ = [
     "BFLOAT16",
@@ -154,12 +154,12 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
         if case.link is not None:
             patch.setattr(transport, "_measure_link", lambda comm: case.link)
             # Arrays of tests are small.
-            patch.setattr(link_speed, "LEAST_SEGMENT_BYTES", 4096)
-            patch.setattr(hierarchy, "LEAST_MESSAGE_BYTES", 4096)
+            patch.setattr(tuning, "LEAST_SEGMENT_BYTES", 4096)
+            patch.setattr(tuning, "LEAST_MESSAGE_BYTES", 4096)
         if case.many:
-            patch.setattr(small_allreduce, "MOST_RANKS", 1)
+            patch.setattr(tuning, "MOST_RANKS", 1)
         if case.slots is not None:
-            patch.setattr(host_window, "ring_slots", lambda *_: case.slots)
+            patch.setattr(host_memory, "ring_slots", lambda *_: case.slots)
         return Engine(transport)
 
 

@@ -1,4 +1,4 @@
-"""Whose memory a result is: the caller's, until it is dropped; and then it is used again."""
+"""Results belong to the caller until it drops them; then their memory is reused."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def test_results_outlive_later_operations(subject: Subject) -> None:
 
 
 @EVERY_ENGINE
-def test_results_belong_to_the_caller(subject: Subject) -> None:
-    """Who writes into a result changes no other array, here or on another rank."""
+def test_writing_to_a_result_changes_no_other_array(subject: Subject) -> None:
     engine = subject.engine
     mine = np.arange(4.0)
     first = [
@@ -61,7 +60,7 @@ def test_results_belong_to_the_caller(subject: Subject) -> None:
 
 
 @EVERY_ENGINE
-def test_dropped_memory_is_used_again(subject: Subject) -> None:
+def test_dropped_memory_is_reused(subject: Subject) -> None:
     engine = subject.engine
     addresses = set()
     for turn in range(10):
@@ -74,8 +73,7 @@ def test_dropped_memory_is_used_again(subject: Subject) -> None:
 
 
 @EVERY_ENGINE
-def test_two_generations_take_turns(subject: Subject) -> None:
-    """A loop that drops old results only once it has the new ones needs two buffers, not more."""
+def test_results_kept_for_one_step_need_two_buffers(subject: Subject) -> None:
     engine = subject.engine
     addresses = set()
     results = []
@@ -106,7 +104,7 @@ def test_memory_does_not_grow(subject: Subject) -> None:
     before = _resident_bytes()
     run(500)
     gc.collect()
-    assert _resident_bytes() - before < 1 << 20, "500 results are 33 MB"
+    assert _resident_bytes() - before < 1 << 20, "500 results have 33 MB"
 
 
 def _resident_bytes() -> int:
@@ -115,7 +113,7 @@ def _resident_bytes() -> int:
 
 @EVERY_ENGINE
 def test_results_held_in_another_thread(subject: Subject) -> None:
-    """TensorFlow lets go of a result whenever one of its threads gets round to it."""
+    """TensorFlow drops results from its own threads."""
     engine = subject.engine
     stop = threading.Event()
     held: list[list[np.ndarray]] = []

@@ -1,4 +1,4 @@
-"""The memory that a host's ranks share: how much they take, and that all of them see it."""
+"""Allocation of the memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import shared_file, shared_memory
-from hvdtrain.collectives.hierarchy import fit_chunk_bytes
-from hvdtrain.collectives.host_window import open_window, ring_slots
+from hvdtrain.collectives.host_memory import open_window, ring_slots
 from hvdtrain.collectives.shared_file import SharedFile
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
 
@@ -24,53 +23,35 @@ MIB = 1 << 20
     ("local_size", "chunk_bytes", "free_bytes", "away", "expected"),
     [
         pytest.param(2, 2 * MIB, None, 0, 10, id="fills-the-ring"),
-        pytest.param(4, 2 * MIB, 1 << 40, 0, 6, id="shared-by-more-ranks"),
-        pytest.param(64, 2 * MIB, 1 << 40, 0, 4, id="never-below-four"),
+        pytest.param(4, 2 * MIB, 1 << 40, 0, 6, id="more-ranks"),
+        pytest.param(64, 2 * MIB, 1 << 40, 0, 4, id="minimum"),
         pytest.param(2, 64, 1 << 40, 0, 349525, id="small-chunks"),
-        pytest.param(2, 2 * MIB, 120 * MIB, 0, 10, id="half-of-what-is-free"),
+        pytest.param(2, 2 * MIB, 120 * MIB, 0, 10, id="half-of-free-memory"),
         pytest.param(2, 2 * MIB, 64 * MIB, 0, 4, id="small-container"),
-        pytest.param(8, 2 * MIB, 1 << 40, 8, 12, id="and-between-hosts"),
-        pytest.param(8, 2 * MIB, 300 * MIB, 8, 4, id="no-room-for-those"),
-        pytest.param(2, 2 * MIB, 1 << 40, 2, 10, id="those-have-room-in-the-ring"),
+        pytest.param(8, 2 * MIB, 1 << 40, 8, 12, id="several-hosts"),
+        pytest.param(8, 2 * MIB, 300 * MIB, 8, 4, id="several-hosts-small-container"),
+        pytest.param(2, 2 * MIB, 1 << 40, 2, 10, id="several-hosts-fit-the-ring"),
     ],
 )
-def test_slots(
+def test_ring_slots(
     local_size: int, chunk_bytes: int, free_bytes: int | None, away: int, expected: int
 ) -> None:
     assert ring_slots(local_size, chunk_bytes, free_bytes, away) == expected
 
 
-@pytest.mark.parametrize(
-    ("wanted_bytes", "most_bytes", "expected"),
-    [
-        pytest.param(2 * MIB, 2 * MIB, 2 * MIB, id="fits"),
-        pytest.param(2 * MIB, 2 * MIB - 1, MIB, id="half-of-it-fits"),
-        pytest.param(2 * MIB, 300 << 10, 256 << 10, id="an-eighth-fits"),
-        pytest.param(2 * MIB, 0, 64 << 10, id="never-below-64-KiB"),
-        pytest.param(3 << 10, 0, 3 << 10, id="never-below-what-was-asked-for"),
-        pytest.param(192 * 1001, 100_000, 96_128, id="whole-cache-lines"),
-    ],
-)
-def test_chunks_fit_into_memory(wanted_bytes: int, most_bytes: int, expected: int) -> None:
-    assert fit_chunk_bytes(wanted_bytes, most_bytes) == expected
-
-
-# How each rank finds the folder for shared files, None if it is not there.
-FOLDERS = {"on-all": ("/dev/shm", "/dev/shm"), "on-none": (None, None)}
-
-
-@pytest.mark.parametrize("folders", FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.parametrize("files", [True, False], ids=["file", "mpi-window"])
 @pytest.mark.ranks(2)
-def test_all_see_what_one_writes(
-    folders: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_all_ranks_see_writes_to_a_window(
+    files: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     rank = host.Get_rank()
-    monkeypatch.setattr(shared_file, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
+    if not files:
+        monkeypatch.setattr(shared_file, "SHARED_MEMORY", str(tmp_path / "missing"))
     shared = open_window(mpi, host, 4096)
     assert shared is not None
-    assert (shared._mpi_window is None) is (folders[0] is not None)
+    assert (shared._mpi_window is None) is files
     kind = np.dtype(np.int32)
     for number in range(shared.slots):
         shared.slot(rank, number, kind)[:] = 1000 * rank + number
@@ -84,15 +65,15 @@ def test_all_see_what_one_writes(
             assert (shared.slot(rank, number, kind) == 1000 * rank + number).all()
         assert (shared.result(number, kind) == 500 + number).all()
     assert [shared.words[rank][3] for rank in (0, 1)] == [7, 8]
-    everyone(2, "have looked")
+    everyone(2, "done reading")
     shared.clear_words(rank)
     assert shared.words[rank][3] == 0
     assert (shared.slot(rank, 0, kind) == 1000 * rank).all()
 
 
 @pytest.mark.ranks(2)
-def test_file_that_one_rank_can_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that share no files: then none of the ranks has memory to share."""
+def test_no_window_if_one_rank_cannot_open_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that don't share files."""
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     original = shared_file._open_file
@@ -109,8 +90,9 @@ ON_ONE_AND_TWO_HOSTS = on_engines(
 
 
 @ON_ONE_AND_TWO_HOSTS
-def test_one_host_without_memory(case: EngineCase, monkeypatch, caplog) -> None:
-    """Then all ranks send messages, and the chief logs it."""
+def test_messages_are_the_fallback_without_shared_memory(
+    case: EngineCase, monkeypatch, caplog
+) -> None:
     monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
     mpi = mpi_of_job()
     rank = mpi.COMM_WORLD.Get_rank()
@@ -126,21 +108,21 @@ def test_one_host_without_memory(case: EngineCase, monkeypatch, caplog) -> None:
 
 
 @ON_ONE_AND_TWO_HOSTS
-def test_little_memory(case: EngineCase, monkeypatch, caplog) -> None:
+def test_chunks_are_smaller_with_little_memory(case: EngineCase, monkeypatch, caplog) -> None:
     monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
-    room = 2 * 4 * (256 << 10) * (case.hosts.count(0) + 1)
+    free = 2 * 4 * (256 << 10) * (case.hosts.count(0) + 1)
     if mpi_of_job().COMM_WORLD.Get_rank() == 0:
-        monkeypatch.setattr(shared_memory, "free_bytes", lambda: room)
+        monkeypatch.setattr(shared_memory, "free_bytes", lambda: free)
     engine = new_engine(dataclasses.replace(case, chunk_bytes=2 * MIB))
     assert engine.kind == "shared_memory"
     assert engine.transport.chunk_bytes == 256 << 10
     total = engine.allreduce(np.full(200_000, engine.rank + 1, np.float32))
     assert (total == sum(range(1, engine.size + 1))).all()
-    assert ("exchange less at a time" in caplog.text) is (engine.rank == 0)
+    assert ("use smaller chunks" in caplog.text) is (engine.rank == 0)
 
 
 @ON_ONE_AND_TWO_HOSTS
-def test_memory_is_freed(case: EngineCase) -> None:
+def test_close_frees_shared_memory(case: EngineCase) -> None:
     before = shared_mappings()
     engine = new_engine(case)
     engine.allreduce(np.ones(500_000, np.float32))
@@ -156,8 +138,7 @@ def test_memory_is_freed(case: EngineCase) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_spin_if_each_has_a_core() -> None:
-    """Whether they have been bound to one each, or share what the job may use."""
+def test_ranks_spin_only_if_each_has_a_core() -> None:
     mpi = mpi_of_job()
     rank = mpi.COMM_WORLD.Get_rank()
     allowed = os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host see, and those of other hosts don't."""
+"""``Engine.share``: memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _engine(rank_count: int):
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_one_rank_writes_others_of_its_host_see(rank_count: int) -> None:
+def test_ranks_of_a_host_see_the_same_memory(rank_count: int) -> None:
     engine = _engine(rank_count)
     hosts = HOSTS[rank_count]
     memory = engine.share(1000 * engine.rank + 1)
@@ -37,7 +37,7 @@ def test_what_one_rank_writes_others_of_its_host_see(rank_count: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_each_has_memory_of_its_own(rank_count: int) -> None:
+def test_each_call_allocates_new_memory(rank_count: int) -> None:
     engine = _engine(rank_count)
     first, second = engine.share(100), engine.share(100)
     first[engine.rank][:] = 1
@@ -46,8 +46,9 @@ def test_each_has_memory_of_its_own(rank_count: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_where_ranks_cannot_share(rank_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are told alike: one of them has no place for the file."""
+def test_nothing_is_shared_if_one_rank_cannot_open_the_file(
+    rank_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = _engine(rank_count)
     if engine.rank == 1:
         monkeypatch.setattr(shared_file, "_open_file", lambda path, nbytes: None)
@@ -55,9 +56,9 @@ def test_where_ranks_cannot_share(rank_count: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.ranks(2)
-def test_nothing_to_share(rank_count: int) -> None:
+def test_no_bytes_on_all_ranks(rank_count: int) -> None:
     assert _engine(rank_count).share(0) == {}
 
 
-def test_alone() -> None:
+def test_a_single_process_shares_nothing() -> None:
     assert single_engine().share(100) == {}

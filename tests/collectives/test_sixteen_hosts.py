@@ -1,4 +1,4 @@
-"""Sixteen ranks, each on a host of its own: everyone talks with everyone over real links."""
+"""Sixteen ranks on sixteen hosts exchange data over real links."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.launch.jobs import ON_CLUSTER
 from tests.testbed.cluster import Cluster
 
 HOSTS = 16
-# Small ones in one round and in two; in segments, the last of which is not whole.
+# One round, two rounds, and segments of which the last is incomplete.
 SIZES = (1, 1000, 20_000, 700_001)
 
 
 def main() -> None:
-    """What each rank does; whole numbers are added up exactly in any order."""
+    """Run on each rank. Sums of integers are exact in any order."""
     engine: Any = create(read_topology(os.environ), read_settings(os.environ))
     everyone = range(engine.size)
     digest = hashlib.sha256()

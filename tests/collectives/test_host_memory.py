@@ -1,4 +1,4 @@
-"""Results in memory that all ranks of a host see: where they lie, and what if there is no room."""
+"""The arena for results in shared memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import shared_file
-from hvdtrain.collectives.arena import Arena, open_arena
 from hvdtrain.collectives.fusion import BufferPool
+from hvdtrain.collectives.host_memory import Arena, open_arena
 from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_file, share_on_host
 from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
@@ -30,19 +30,19 @@ ON_TWO_AND_THREE = on_engines(
 
 @pytest.fixture
 def file() -> SharedFile:
-    """A sparse file of two parts, which nobody else has."""
-    mine = share_file([PART_BYTES] * 2, 0, lambda path: path, lambda opened: opened, sparse=True)
-    assert mine is not None
-    return mine
+    """A sparse file of two parts that no other process uses."""
+    file = share_file([PART_BYTES] * 2, 0, lambda path: path, lambda opened: opened, sparse=True)
+    assert file is not None
+    return file
 
 
 @pytest.fixture
 def arena(file: SharedFile) -> Arena:
-    """The part of the second rank."""
+    """The arena of the second rank."""
     return Arena(file, 1, PART_BYTES)
 
 
-def test_buffers_lie_apart(arena: Arena) -> None:
+def test_buffers_do_not_overlap(arena: Arena) -> None:
     buffers = [arena.empty(nbytes) for nbytes in (1, PAGE, PAGE + 1, 5)]
     for number, buffer in enumerate(buffers):
         buffer[:] = number + 1
@@ -51,19 +51,18 @@ def test_buffers_lie_apart(arena: Arena) -> None:
     assert [arena.place(buffer) for buffer in buffers] == [0, PAGE, 2 * PAGE, 4 * PAGE]
 
 
-def test_others_find_them(file: SharedFile, arena: Arena) -> None:
+def test_other_ranks_find_buffers(file: SharedFile, arena: Arena) -> None:
     other = Arena(file, 0, PART_BYTES)
     arena.empty(PAGE)
-    mine = arena.empty(100)
-    theirs = other.at(1, arena.place(mine), 100)
-    theirs[:] = 7
-    assert (mine == 7).all()
-    assert arena.place(mine[3:]) == arena.place(mine) + 3
-    assert other.place(mine) == -1
+    buffer = arena.empty(100)
+    other.at(1, arena.place(buffer), 100)[:] = 7
+    assert (buffer == 7).all()
+    assert arena.place(buffer[3:]) == arena.place(buffer) + 3
+    assert other.place(buffer) == -1
     assert arena.place(np.empty(3)) == -1
 
 
-def test_place_and_memory_come_back(file: SharedFile, arena: Arena) -> None:
+def test_dropped_buffers_free_space_and_memory(file: SharedFile, arena: Arena) -> None:
     first, second, third = (arena.empty(8 * PAGE) for _ in range(3))
     first[:], second[:], third[:] = 1, 2, 3
     held = file.held_bytes
@@ -72,33 +71,33 @@ def test_place_and_memory_come_back(file: SharedFile, arena: Arena) -> None:
     assert file.held_bytes == held - 8 * PAGE
     assert (first == 1).all()
     assert (third == 3).all()
-    assert arena.place(arena.empty(9 * PAGE)) > arena.place(third), "it would not fit between"
+    assert arena.place(arena.empty(9 * PAGE)) > arena.place(third), "it does not fit into the gap"
     assert arena.place(arena.empty(8 * PAGE)) == place
 
 
-def test_pool_gives_dropped_memory_back(file: SharedFile, arena: Arena) -> None:
+def test_the_pool_frees_all_but_two_unused_buffers(file: SharedFile, arena: Arena) -> None:
     pool = BufferPool(2, arena.empty, arena.drop)
     for pages in (1, 3, 8, 20, 24):
         buffer = pool.take(pages * PAGE)
         assert arena.place(buffer) >= 0
         buffer[:] = pages
         del buffer
-    assert file.held_bytes == (20 + 1 + 24 + 1) * PAGE, "more than two were kept"
+    assert file.held_bytes == (20 + 1 + 24 + 1) * PAGE, "two unused buffers"
 
 
 @pytest.mark.parametrize("free", [None, 2 * PAGE - 1])
-def test_where_little_is_free(
+def test_no_buffer_without_free_memory(
     file: SharedFile, arena: Arena, free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_file, "free_bytes", lambda: free)
-    with pytest.raises(MemoryError, match="no room for"):
+    with pytest.raises(MemoryError, match="no space for"):
         arena.empty(2 * PAGE)
     assert file.held_bytes == 0
     monkeypatch.undo()
     assert arena.place(arena.empty(2 * PAGE)) == 0
 
 
-def test_without_room(arena: Arena) -> None:
+def test_no_buffer_in_a_full_part(arena: Arena) -> None:
     held = arena.empty(PART_BYTES - PAGE)
     with pytest.raises(MemoryError):
         arena.empty(2 * PAGE)
@@ -107,24 +106,23 @@ def test_without_room(arena: Arena) -> None:
 
 
 def test_full_file_system(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others take space between the look and the claim; what was claimed in vain is free again."""
+    """Other processes may fill the file system in the meantime; a failed claim frees its memory."""
     monkeypatch.setattr(shared_file, "SHARED_MEMORY", str(small_disk))
     monkeypatch.setattr(shared_file, "CLAIM_BYTES", 4 * PAGE)
-    room = free_bytes()
-    assert room
-    file = share_file([2 * room], 0, lambda path: path, lambda opened: opened, sparse=True)
+    free = free_bytes()
+    assert free
+    file = share_file([2 * free], 0, lambda path: path, lambda opened: opened, sparse=True)
     assert file is not None
     assert list(small_disk.iterdir()) == []
-    monkeypatch.setattr(shared_file, "free_bytes", lambda: 2 * room)
-    assert not file.claim(0, room + PAGE)
+    monkeypatch.setattr(shared_file, "free_bytes", lambda: 2 * free)
+    assert not file.claim(0, free + PAGE)
     assert file.held_bytes == 0
-    assert file.claim(0, room // 2)
-    assert file.held_bytes == room // 2
+    assert file.claim(0, free // 2)
+    assert file.held_bytes == free // 2
 
 
 @pytest.mark.ranks(2)
-def test_neither_dumped_nor_forked(rank_count: int) -> None:
-    """A dump would fill shared memory; a child would see what its parent writes later."""
+def test_the_arena_is_excluded_from_dumps_and_forks(rank_count: int) -> None:
     mpi = mpi_of_job()
     arena = open_arena(mpi, mpi.COMM_WORLD.Dup())
     assert arena is not None
@@ -136,8 +134,8 @@ def test_neither_dumped_nor_forked(rank_count: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_where_the_program_locks_its_memory(rank_count: int) -> None:
-    """Then all of a sparse file would get its space at once: no arena."""
+def test_no_sparse_file_if_the_program_locks_its_memory(rank_count: int) -> None:
+    """Locking would allocate the whole file."""
     libc = ctypes.CDLL(None)
     if libc.mlockall(MCL_FUTURE) != 0:
         do_without("memlock", "this process may not lock its memory")
@@ -151,7 +149,7 @@ def test_where_the_program_locks_its_memory(rank_count: int) -> None:
 
 @pytest.fixture
 def limited_addresses() -> Iterator[None]:
-    """As under ``ulimit -v``, on rank 1."""
+    """Limit the address space of rank 1, as ``ulimit -v`` does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if mpi_of_job().COMM_WORLD.Get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 46, hard))
@@ -160,13 +158,13 @@ def limited_addresses() -> Iterator[None]:
 
 
 @pytest.mark.ranks(2)
-def test_where_addresses_are_limited(rank_count: int, limited_addresses: None) -> None:
+def test_no_arena_with_limited_address_space(rank_count: int, limited_addresses: None) -> None:
     mpi = mpi_of_job()
     assert open_arena(mpi, mpi.COMM_WORLD.Dup()) is None
 
 
 @ON_TWO_AND_THREE
-def test_large_results_lie_in_it(case: EngineCase) -> None:
+def test_only_large_results_lie_in_the_arena(case: EngineCase) -> None:
     engine = new_engine(case)
     items = LEAST_IN_ARENA // 4
     for count, inside in ((items, True), (items - 16, False)):
@@ -176,8 +174,9 @@ def test_large_results_lie_in_it(case: EngineCase) -> None:
 
 
 @ON_TWO_AND_THREE
-def test_one_rank_without_room(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the others don't write to it, nor it to them; and later they do."""
+def test_results_are_copied_while_one_rank_has_no_space(
+    case: EngineCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = new_engine(case)
     engine.transport.least_in_arena = 0
     full = engine.rank == 1
@@ -191,16 +190,14 @@ def test_one_rank_without_room(case: EngineCase, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     again = engine.grouped_allreduce([np.ones((30, 300), np.float16)])
     assert (again[0] == engine.size).all()
-    assert (
-        everyone(engine.size, engine.transport._arena.place(again[0]) >= 0) == [True] * engine.size
-    )
+    assert all(everyone(engine.size, engine.transport._arena.place(again[0]) >= 0))
     for result in results:
         assert (result == (engine.size - 1) / 2).all()
 
 
 @ON_TWO_AND_THREE
-def test_ranks_may_take_different_places(case: EngineCase) -> None:
-    """As where one keeps results that the others drop."""
+def test_ranks_may_use_different_positions(case: EngineCase) -> None:
+    """Ranks keep different results."""
     engine = new_engine(case)
     engine.transport.least_in_arena = 0
     kept = []
@@ -217,8 +214,7 @@ def test_ranks_may_take_different_places(case: EngineCase) -> None:
 
 
 @ON_TWO_AND_THREE
-def test_results_in_a_forked_child(case: EngineCase) -> None:
-    """They are what its parent held when it was forked, and its own, whatever happens later."""
+def test_a_forked_child_has_private_copies_of_results(case: EngineCase) -> None:
     engine = new_engine(case)
     engine.transport.least_in_arena = 0
     dropped = engine.allreduce(np.ones(9000, np.float32))
@@ -227,13 +223,13 @@ def test_results_in_a_forked_child(case: EngineCase) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        right = False
+        correct = False
         try:
             os.read(reader, 1)
-            right = bool((dropped == engine.size).all() and (kept == 2 * engine.size).all())
+            correct = bool((dropped == engine.size).all() and (kept == 2 * engine.size).all())
             kept[:] = 5
         finally:
-            os._exit(7 if right else 1)
+            os._exit(7 if correct else 1)
     del dropped
     again = engine.allreduce(np.full(9000, 3, np.float32))
     assert engine.transport._arena.place(again) == place
@@ -246,18 +242,17 @@ def test_results_in_a_forked_child(case: EngineCase) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parts_of_the_dead(rank_count: int) -> None:
-    """Others give back what a rank had that died; theirs stays."""
+def test_drop_part_frees_the_buffers_of_a_lost_rank(rank_count: int) -> None:
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     arena = open_arena(mpi, host)
     assert arena is not None
-    mine = arena.empty(3 * PAGE)
-    mine[:] = 5
+    buffer = arena.empty(3 * PAGE)
+    buffer[:] = 5
     host.Barrier()
     if host.Get_rank() == 0:
         arena.drop_part(1)
     host.Barrier()
     assert arena._file.held_bytes == 3 * PAGE
-    host.Barrier()  # a page that is read has its space again
-    assert (mine == 5 * (host.Get_rank() == 0)).all()
+    host.Barrier()  # reading a page allocates it again
+    assert (buffer == 5 * (host.Get_rank() == 0)).all()

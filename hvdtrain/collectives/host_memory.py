@@ -1,0 +1,281 @@
+"""Memory that the ranks of a host share: a window for exchange, and an arena for results."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.collectives.fusion import BufferPool
+from hvdtrain.collectives.shared_file import (
+    SharedFile,
+    can_share_files,
+    free_bytes,
+    share_on_host,
+)
+
+__all__ = ["LEAST_SLOTS", "Arena", "Window", "open_arena", "open_window", "ring_slots"]
+
+LEAST_SLOTS = 4
+# Total size of the slots of a host. Writing to memory that another core has in its cache is far
+# slower unless the cores share that cache, so a slot should have left the caches before its reuse.
+RING_BYTES = 64 << 20
+HEADER_BYTES = 4096
+MAP_FIXED = 0x10  # of mmap(2) on Linux
+
+
+def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
+    """Return the number of slots per rank: as many as fit into ``RING_BYTES``, but at least four.
+
+    Args:
+        local_size: Number of ranks on the host. One more set of slots holds the results.
+        chunk_bytes: Size of a slot.
+        free: Free bytes of shared memory, or None if unknown. At most half of it is used, except
+            for the minimum of four slots.
+        away: Number of chunks that should be in transfer between hosts at a time.
+    """
+    turn_bytes = (local_size + 1) * chunk_bytes
+    slots = max(LEAST_SLOTS + away, RING_BYTES // turn_bytes)
+    if free is not None and slots * turn_bytes > free // 2:
+        return LEAST_SLOTS
+    return slots
+
+
+class Window:
+    """Shared memory with a header of words and slots for each rank, and slots for results.
+
+    Window ranks are the initial ranks on the host. The memory of a lost rank stays unused.
+
+    Args:
+        memory: The part of each rank; the first part also has the result slots.
+        window_rank: This rank.
+        slots: Number of slots per rank.
+        chunk_bytes: Size of a slot.
+        mpi_window: The MPI window that owns the memory, if any.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[np.ndarray],
+        window_rank: int,
+        slots: int,
+        chunk_bytes: int,
+        mpi_window: Any = None,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._memory = list(memory)
+        self._mpi_window = mpi_window
+        self.slots = slots
+        self.words = [part[:HEADER_BYTES].data.cast("q") for part in memory]
+        self._memory[window_rank][:] = 0
+        self.sync()
+
+    def free(self) -> None:
+        """Free the memory, of which no views may exist; collective."""
+        self._memory.clear()
+        self.words.clear()
+        if self._mpi_window is not None:
+            self._mpi_window.Unlock_all()
+            self._mpi_window.Free()
+
+    def sync(self) -> None:
+        """Set a memory barrier for reads and writes."""
+        if self._mpi_window is not None:
+            self._mpi_window.Sync()
+
+    def clear_words(self, window_rank: int) -> None:
+        """Set the words of a rank to 0."""
+        self._memory[window_rank][:HEADER_BYTES] = 0
+
+    def slot(self, window_rank: int, number: int, dtype: np.dtype) -> np.ndarray:
+        """Return a slot of a rank, cut to a whole number of items."""
+        start = HEADER_BYTES + number * self._chunk_bytes
+        usable = self._chunk_bytes // dtype.itemsize * dtype.itemsize
+        return self._memory[window_rank][start : start + usable].view(dtype)
+
+    def result(self, number: int, dtype: np.dtype) -> np.ndarray:
+        """Return a result slot."""
+        return self.slot(0, self.slots + number, dtype)
+
+
+def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> Window | None:
+    """Allocate a window; None on all ranks of the host if that is impossible.
+
+    Args:
+        mpi: The ``mpi4py.MPI`` module.
+        host: The ranks of this host; collective.
+        chunk_bytes: Size of a slot.
+        away: See ``ring_slots``.
+    """
+    ranks = host.Get_size()
+    # Free memory changes: the first rank decides.
+    slots = int(host.bcast(ring_slots(ranks, chunk_bytes, free_bytes(), away), 0))
+    sizes = [HEADER_BYTES + slots * chunk_bytes] * ranks
+    sizes[0] += slots * chunk_bytes  # the results
+    mpi_window = None
+    file = share_on_host(mpi, host, sizes)
+    if file is not None:
+        memory = file.cut(sizes)
+    elif can_share_files():
+        return None
+    else:
+        mpi_window = _allocate_mpi_window(mpi, host, sizes)
+        if mpi_window is None:
+            return None
+        memory = [
+            np.frombuffer(mpi_window.Shared_query(rank)[0], np.uint8) for rank in range(ranks)
+        ]
+    window = Window(memory, host.Get_rank(), slots, chunk_bytes, mpi_window)
+    host.Barrier()
+    return window
+
+
+def _allocate_mpi_window(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> Any:
+    """Return an MPI window, or None on all ranks without enough memory."""
+    free = free_bytes()
+    if not host.allreduce(free is None or free >= sum(sizes), mpi.LAND):
+        return None
+    try:
+        window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
+    except mpi.Exception:
+        window = None
+    if not host.allreduce(window is not None, mpi.LAND):
+        return None
+    window.Lock_all()
+    return window
+
+
+def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
+    """Create the arena of a host; collective. None on all ranks if that is impossible.
+
+    All parts together may grow to half of the shared memory that is free now.
+    """
+    part_bytes = (free_bytes() or 0) // 2 // host.Get_size() // mmap.PAGESIZE * mmap.PAGESIZE
+    # The file needs address space for its maximum size.
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        part_bytes = 0
+    part_bytes = int(host.allreduce(part_bytes, mpi.MIN))
+    if part_bytes == 0:
+        return None
+    file = share_on_host(mpi, host, [part_bytes] * host.Get_size(), sparse=True)
+    if file is None:
+        return None
+    file.hide()
+    return Arena(file, host.Get_rank(), part_bytes)
+
+
+class Arena:
+    """Shared memory for results: each rank writes its share to the results of all ranks.
+
+    This saves each rank a copy of every result, a quarter of the time of an allreduce. The arena is
+    a sparse file with one part for each rank, from which it takes its buffers.
+
+    Forked children don't inherit the file, because they would see what other ranks write later.
+    They get private copies of the buffers in use at the same addresses.
+
+    Args:
+        file: The file, mapped by all ranks.
+        window_rank: This rank.
+        part_bytes: Size of a part, a multiple of the page size.
+
+    Attributes:
+        pool: Hands out and reuses buffers.
+    """
+
+    def __init__(self, file: SharedFile, window_rank: int, part_bytes: int) -> None:
+        self._file = file
+        self._part_start = window_rank * part_bytes
+        self._part_bytes = part_bytes
+        self._address = file.array(self._part_start, 1).ctypes.data
+        self._sizes: dict[int, int] = {}  # of buffers, by position
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
+        self.pool = BufferPool(empty=self.empty, drop=self.drop)
+        # These can't be unregistered.
+        os.register_at_fork(
+            before=_weakly(self._copy_buffers),
+            after_in_parent=_weakly(self._forget_copies),
+            after_in_child=_weakly(self._restore_buffers),
+        )
+
+    def empty(self, nbytes: int) -> np.ndarray:
+        """Allocate a buffer as a flat uint8 array.
+
+        Raises:
+            MemoryError: There is no space for it.
+        """
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        place = self._find_gap(size)
+        if place is None or not self._file.claim(self._part_start + place, size):
+            raise MemoryError(f"The arena has no space for {nbytes} bytes.")
+        self._sizes[place] = size
+        return self._file.array(self._part_start + place, nbytes)
+
+    def drop(self, buffer: np.ndarray) -> None:
+        """Free a buffer."""
+        place = self.place(buffer)
+        self._file.release(self._part_start + place, self._sizes.pop(place))
+
+    def drop_part(self, window_rank: int) -> None:
+        """Free all buffers of a lost rank."""
+        self._file.release(window_rank * self._part_bytes, self._part_bytes)
+
+    def place(self, array: np.ndarray) -> int:
+        """Return the position of an array in this rank's part, or -1 if it is elsewhere."""
+        place = array.ctypes.data - self._address
+        return place if 0 <= place < self._part_bytes else -1
+
+    def at(self, window_rank: int, place: int, nbytes: int) -> np.ndarray:
+        """Return the memory at a position in a rank's part as a flat uint8 array."""
+        return self._file.array(window_rank * self._part_bytes + place, nbytes)
+
+    def _find_gap(self, nbytes: int) -> int | None:
+        """Return the first unused position with enough space."""
+        place = 0
+        for start, size in sorted(self._sizes.items()):
+            if start - place >= nbytes:
+                return place
+            place = start + size
+        return place if place + nbytes <= self._part_bytes else None
+
+    def _copy_buffers(self) -> None:
+        self._copies = [(buffer, buffer.copy()) for buffer in self.pool.held()]
+
+    def _restore_buffers(self) -> None:
+        for buffer, copy in self._copies:
+            _map_private(buffer.ctypes.data, self._sizes[self.place(buffer)])
+            buffer[:] = copy
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        self._copies = []
+
+
+def _map_private(address: int, nbytes: int) -> None:
+    """Map private memory at an address."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    if libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address:
+        raise MemoryError(
+            f"Allocating {nbytes} bytes for a result failed: {os.strerror(ctypes.get_errno())}."
+        )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a method as long as its object exists."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call

@@ -1,0 +1,170 @@
+"""Waiting for other ranks, with time-outs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from hvdtrain.collectives.failure_detector import FailureDetector
+from hvdtrain.errors import CollectiveTimeoutError
+
+__all__ = ["SpinWait", "Watchdog"]
+
+logger = logging.getLogger(__package__)
+
+# Ranks in step arrive within this time.
+SPIN_S = 100e-6
+FIRST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 100e-6
+# Back off in proportion to the time already waited: this delays the wait by one percent at most,
+# and leaves the cores to ranks that trace or load data.
+PAUSE_PER_WAITED = 0.01
+LAST_PAUSE_S = 10e-3
+CHECK_INTERVAL_S = 5e-3
+WARNING_INTERVAL_S = 60.0
+
+# Waits with a time-out of their own have given up by then.
+WATCHDOG_MARGIN_S = 10.0
+WATCHDOG_INTERVAL_S = 1.0
+EXIT_CODE = 1
+
+_REASONS = {
+    "MPI": (
+        ", which all ranks had started: one of them, or the network, stopped in the middle of it."
+    ),
+    "Horovod": (
+        ": another rank does not call it, or the network has stopped. If the work may take that "
+        "long, raise HVDTRAIN_TIMEOUT_S."
+    ),
+}
+
+
+class SpinWait:
+    """Waits for other ranks: spins, then sleeps and checks for failures until a time-out.
+
+    Args:
+        detector: Checked during long waits.
+        timeout_s: Seconds until the wait fails.
+        spins: Whether each rank has a core of its own; otherwise spinning would slow other ranks.
+        needs_all: See ``FailureDetector.check``.
+
+    Attributes:
+        patient: Whether waits have no time-out, and are logged periodically instead.
+        is_waiting: Whether this rank waits here now, after spinning.
+        waited_until_s: When the last wait ended, on the monotonic clock.
+        waited_s: Total seconds waited, not counting waits that ended while spinning.
+    """
+
+    def __init__(
+        self, detector: FailureDetector, timeout_s: float, spins: bool, needs_all: bool = False
+    ) -> None:
+        self._detector = detector
+        self._timeout_s = timeout_s
+        self._needs_all = needs_all
+        self._spin_s = SPIN_S if spins else 0.0
+        self.patient = False
+        self.is_waiting = False
+        self.waited_until_s = 0.0
+        self.waited_s = 0.0
+
+    def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
+        """Return once ``ready()`` is true.
+
+        Raises:
+            PeerFailedError: Another rank failed or exited.
+            CollectiveTimeoutError: The wait took too long.
+        """
+        start_s = now_s = time.monotonic()
+        while now_s - start_s <= self._spin_s:
+            if ready():
+                self.waited_until_s = now_s
+                return
+            now_s = time.monotonic()
+        self.is_waiting = True
+        try:
+            self._wait(ready, waiting_in)
+        finally:
+            self.waited_until_s = time.monotonic()
+            self.waited_s += self.waited_until_s - start_s
+            self.is_waiting = False
+
+    def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:
+        start = time.monotonic()
+        next_check = start + CHECK_INTERVAL_S
+        next_warning = start + min(self._timeout_s, WARNING_INTERVAL_S)
+        pause = FIRST_PAUSE_S
+        while not ready():
+            # Sleeping releases the core and the interpreter lock.
+            time.sleep(pause)
+            now = time.monotonic()
+            late = min((now - start) * PAUSE_PER_WAITED, LAST_PAUSE_S)
+            pause = max(min(pause * 1.25, LONGEST_PAUSE_S), late)
+            if now >= next_check:
+                next_check = now + CHECK_INTERVAL_S
+                self._detector.check(waiting_in, self._needs_all)
+                if self.patient:
+                    if now >= next_warning:
+                        next_warning = now + min(self._timeout_s, WARNING_INTERVAL_S)
+                        self._detector.warn_of_wait(waiting_in, now - start)
+                elif now - start > self._timeout_s:
+                    self._detector.time_out(waiting_in, self._timeout_s)
+
+
+class Watchdog:
+    """Ends a process that hangs inside a call of MPI or Horovod, from a thread of its own.
+
+    hvdtrain's own waits have time-outs, but collective calls of MPI, such as those that create a
+    communicator, return only once all ranks have made them, and can't be interrupted. All calls of
+    Horovod are like that.
+
+    Args:
+        inside: Returns the start time of the current call on the monotonic clock and the
+            operation, or None if there is no call or it has a time-out of its own.
+        rank: This rank, for the error.
+        size: Number of ranks, for the error.
+        timeout_s: How long a call may take; some seconds are added.
+        library: ``"MPI"`` or ``"Horovod"``.
+    """
+
+    def __init__(
+        self,
+        inside: Callable[[], tuple[float, str] | None],
+        rank: int,
+        size: int,
+        timeout_s: float,
+        library: str = "MPI",
+    ) -> None:
+        self._inside = inside
+        self._library = library
+        self._rank = f"rank {rank} of {size}"
+        self._limit_s = timeout_s + WATCHDOG_MARGIN_S
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._watch, name="hvdtrain watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCHDOG_INTERVAL_S):
+            inside = self._inside()
+            if inside is not None and time.monotonic() - inside[0] > self._limit_s:
+                self._exit(inside[1])
+
+    def _exit(self, operation: str) -> NoReturn:
+        logger.error(
+            f"{self._rank} failed: {CollectiveTimeoutError.__name__}: it was "
+            f"{self._limit_s:.0f} s inside {self._library} in {operation}"
+            f"{_REASONS[self._library]} Start the job again."
+        )
+        sys.stdout.flush()
+        # Neither an exception nor the end of the interpreter would interrupt the call.
+        os._exit(EXIT_CODE)
