@@ -1,13 +1,14 @@
-"""hvdtrain beside MPI, Horovod, PyTorch, TensorFlow's ring, and one process, all in the same run.
+"""Compare hvdtrain with MPI, Horovod, PyTorch, TensorFlow's ring and one process.
 
     make environments NAMES="torch horovod-optimised"
     make bench
     python benchmarks/against_peers.py --quick
     python benchmarks/against_peers.py --what allreduce startup --where host --repeat 5
 
-Each way is a job of its own, and ways take turns: A B C, A B C. Tables have medians, and from the
-least to the most. What this machine does not have is named, with how to get it. The cluster is
-that of the tests, on this machine: it needs root, and the packages of tests/testbed/packages.txt.
+Each candidate ("way") runs in its own jobs, and candidates take turns: A B C, A B C. Tables show
+medians and ranges. Missing candidates are listed with the command that installs them. The cluster
+is the test cluster on this machine, which needs root and the packages of
+tests/testbed/packages.txt.
 """
 
 from __future__ import annotations
@@ -35,54 +36,58 @@ QUEUE_MS = 20
 
 
 def main() -> int:
-    """Run what was asked for, print tables, and write what was asked for."""
-    asked = parse(sys.argv[1:])
-    names = [name for name in WAYS if name in asked.ways]
-    ways, not_there = find_ways(names, missing_environment)
-    wheres = list(asked.where)
+    """Run the comparison, and print and write its tables."""
+    arguments = parse(sys.argv[1:])
+    names = [name for name in WAYS if name in arguments.ways]
+    ways, unavailable = find_ways(names, missing_environment)
+    wheres = list(arguments.where)
     if "cluster" in wheres and (reason := missing_requirements()):
-        say(f"no cluster here: {reason}")
+        say(f"the test cluster is not available: {reason}")
         wheres.remove("cluster")
-    for reason in not_there.values():
+    for reason in unavailable.values():
         say(f"not measured: {reason}")
-    sizes = quick_sizes() if asked.quick else full_sizes()
-    repeat = 1 if asked.quick else asked.repeat
-    plan = make_plan(asked.what, wheres, ways, repeat, sizes)
+    sizes = quick_sizes() if arguments.quick else full_sizes()
+    repeat = 1 if arguments.quick else arguments.repeat
+    plan = make_plan(arguments.what, wheres, ways, repeat, sizes)
     machine = describe_machine()
     say(machine_line(machine))
-    begun_s = time.monotonic()
-    # The job under way ends, too.
+    start_s = time.monotonic()
+    # sys.exit also ends the running job.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    entries = run_plan(plan, asked.rate, QUEUE_MS, HOSTS, say)
-    links = f"{HOSTS} hosts with a rank each, links of {asked.rate}"
-    text = report(asked.what, wheres, ways, not_there, entries, sizes, RANKS, links)
-    jobs = "One job of each way." if repeat == 1 else f"Medians of {repeat} jobs (least to most)."
+    entries = run_plan(plan, arguments.rate, QUEUE_MS, HOSTS, say)
+    links = f"{HOSTS} hosts with a rank each, links of {arguments.rate}"
+    text = report(arguments.what, wheres, ways, unavailable, entries, sizes, RANKS, links)
+    jobs = (
+        "One job of each candidate."
+        if repeat == 1
+        else f"Medians of {repeat} jobs (least to most)."
+    )
     head = f"{machine_line(machine)}\n\n{jobs}"
-    if asked.quick:
-        head += " A quick run: its figures mean little."
-    whole = f"{head}\n\n{text}\n"
-    print(f"\n{whole}")
-    say(f"{len(entries)} jobs in {(time.monotonic() - begun_s) / 60:.1f} minutes")
-    if asked.markdown:
-        asked.markdown.write_text(whole)
-    if asked.json:
+    if arguments.quick:
+        head += " A quick run, whose figures are not meaningful."
+    document = f"{head}\n\n{text}\n"
+    print(f"\n{document}")
+    say(f"{len(entries)} jobs in {(time.monotonic() - start_s) / 60:.1f} minutes")
+    if arguments.markdown:
+        arguments.markdown.write_text(document)
+    if arguments.json:
         content = {
             "machine": machine,
-            "asked": {name: value for name, value in vars(asked).items() if name in FLAGS},
+            "arguments": {name: value for name, value in vars(arguments).items() if name in FLAGS},
             "sizes": dataclasses.asdict(sizes),
             "ways": {name: dataclasses.asdict(way) for name, way in ways.items()},
-            "not_there": not_there,
+            "unavailable": unavailable,
             "repetitions": entries,
         }
-        asked.json.write_text(json.dumps(content, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     return 1 if any("error" in entry for entry in entries) else 0
 
 
 FLAGS = ("what", "where", "ways", "repeat", "rate", "quick")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,19 +96,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--where", nargs="+", choices=places, default=list(places))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument(
-        "--repeat", type=whole_number, default=3, help="jobs of each way; default %(default)s"
+        "--repeat", type=whole_number, default=3, help="jobs of each candidate; default %(default)s"
     )
     parser.add_argument(
-        "--rate", default="200mbit", help="of the cluster's links; default %(default)s"
+        "--rate", default="200mbit", help="speed of the cluster's links; default %(default)s"
     )
-    parser.add_argument("--quick", action="store_true", help="one small job of each way")
-    parser.add_argument("--json", type=Path, help="write every job's figures there")
-    parser.add_argument("--markdown", type=Path, help="write the tables there, too")
-    return parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="one small job of each candidate")
+    parser.add_argument("--json", type=Path, help="write the figures of every job to this file")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    return parser.parse_args(argv)
 
 
 def say(line: str) -> None:
-    """Tell what goes on, apart from the tables."""
+    """Print progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A call between hosts beside MPI's own, Horovod's, and what plain TCP makes of the links.
+"""Compare a call between hosts with MPI, Horovod and plain TCP.
 
     python benchmarks/between_hosts.py
     python benchmarks/between_hosts.py --call broadcast --bytes 104857600
@@ -6,14 +6,11 @@
     python benchmarks/between_hosts.py --bytes 4 1024 16384 65536 --horovod
     python benchmarks/between_hosts.py --bytes 4 4096 65536 --round-trip-ms 1
 
-Hosts are those of the tests, on this machine: it needs root, and the packages of
-tests/testbed/packages.txt. Links are shaped by tbf in both directions, and on request a program
-keeps what is sent for half a round trip. Each way takes its turn,
-with float32 of so many bytes as a result, above 1 MiB in 40 arrays; TCP moves as many bytes as
-leave a host at least, 2 (n - 1) / n of them for an allreduce of n hosts and all
-for a broadcast, to the next host and from the one before at the same time.
-Horovod runs in jobs of its own between the others', in the environment that the tests use
-(make environments NAMES=horovod).
+The program uses the test cluster on this machine, which needs root and the packages of
+tests/testbed/packages.txt. tbf shapes the links in both directions; --round-trip-ms adds a delay.
+Candidates take turns with float32 arrays of --bytes in total, above 1 MiB in 40 arrays. TCP moves
+the bytes that must leave a host, 2 (n - 1) / n of an allreduce on n hosts and all of a broadcast,
+around a ring. Horovod runs in separate jobs (make environments NAMES=horovod).
 """
 
 from __future__ import annotations
@@ -27,76 +24,87 @@ from cluster_jobs import HOROVOD, HVDTRAIN, run_on_hosts, shaped_cluster
 
 WORKER = Path(__file__).with_name("link_calls.py")
 
-Found = dict[str, dict[int, list[float]]]
+Times = dict[str, dict[int, list[float]]]
 
 
 def main() -> None:
-    """Run the comparison, and print a table for each size."""
+    """Run the comparison and print a table for each size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--call", default="allreduce", choices=("allreduce", "broadcast"))
     parser.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="default %(default)s")
-    parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
-    parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")
+    parser.add_argument("--rate", default="200mbit", help="speed of each link; default %(default)s")
     parser.add_argument(
-        "--round-trip-ms", type=float, default=0, help="that links add; for small arrays; default 0"
+        "--queue-ms", type=int, default=20, help="queue of each link; default %(default)s"
     )
     parser.add_argument(
-        "--bytes", type=int, nargs="+", default=[64 << 20], help="of arrays; default %(default)s"
+        "--round-trip-ms",
+        type=float,
+        default=0,
+        help="additional round-trip time, for small arrays; default 0",
+    )
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        nargs="+",
+        default=[64 << 20],
+        help="sizes of arrays; default %(default)s",
     )
     parser.add_argument(
         "--compression",
         nargs="+",
         default=[],
         choices=("fp16", "bf16", "int8"),
-        help="try an allreduce in these forms, too",
+        help="also measure allreduce with these compressions",
     )
-    parser.add_argument("--runs", type=int, default=5, help="of a way in a job; default 5")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs of each candidate per job; default 5"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="default %(default)s")
-    parser.add_argument("--horovod", action="store_true", help="compare with Horovod, too")
-    asked = parser.parse_args()
-    if asked.compression and asked.call != "allreduce":
-        parser.error("--compression is of an allreduce")
-    found = run(asked)
+    parser.add_argument("--horovod", action="store_true", help="also compare with Horovod")
+    arguments = parser.parse_args()
+    if arguments.compression and arguments.call != "allreduce":
+        parser.error("--compression requires --call allreduce")
+    results = run(arguments)
     print(
-        f"{asked.call}: {asked.hosts} hosts, {asked.ranks_per_host} ranks each, "
-        f"links of {asked.rate}, queues of {asked.queue_ms} ms, "
-        f"{asked.round_trip_ms:g} ms added to a round trip"
+        f"{arguments.call}: {arguments.hosts} hosts, {arguments.ranks_per_host} ranks each, "
+        f"links of {arguments.rate}, queues of {arguments.queue_ms} ms, "
+        f"{arguments.round_trip_ms:g} ms added to a round trip"
     )
-    for size in asked.bytes:
-        print_table(size, {way: times[size] for way, times in found.items() if size in times})
+    for size in arguments.bytes:
+        print_table(size, {way: times[size] for way, times in results.items() if size in times})
 
 
-def print_table(size: int, found: dict[str, list[float]]) -> None:
-    """The times of all ways, and how many times as fast as TCP and MPI they are."""
-    others = [way for way in found if way == "TCP" or way.startswith("MPI")]
+def print_table(size: int, times_by_way: dict[str, list[float]]) -> None:
+    """Print the times of all candidates, and their speed relative to TCP and MPI."""
+    others = [way for way in times_by_way if way == "TCP" or way.startswith("MPI")]
     print(f"\n{size} bytes\n")
-    print("| way | median of runs | shortest to longest |", *(f"speed of {o} |" for o in others))
+    print("| candidate | median | range |", *(f"speed of {o} |" for o in others))
     print("|---|---|---|" + "---|" * len(others))
-    for way, times in found.items():
+    for way, times in times_by_way.items():
         middle = median(times)
-        cells = [f"{median(found[other]) / middle:.0%} |" for other in others]
+        cells = [f"{median(times_by_way[other]) / middle:.0%} |" for other in others]
         spread = f"{min(times) * 1e3:.3f} to {max(times) * 1e3:.3f} ms"
         print(f"| {way} | {middle * 1e3:.3f} ms | {spread} |", *cells)
 
 
-def run(asked: argparse.Namespace) -> Found:
-    """Build the hosts, and run the jobs on them; seconds of each run by way and size."""
+def run(arguments: argparse.Namespace) -> Times:
+    """Run the jobs on the test cluster, and return seconds per run by candidate and size."""
     names = ("call", "bytes", "runs", "hosts", "compression")
-    job = json.dumps({name: getattr(asked, name) for name in names})
-    libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
-    found: Found = {}
-    links = (asked.rate, asked.queue_ms, asked.round_trip_ms)
-    with shaped_cluster(asked.hosts, *links) as hosts:
-        for library in libraries * asked.jobs:
+    job = json.dumps({name: getattr(arguments, name) for name in names})
+    libraries = [HVDTRAIN, HOROVOD] if arguments.horovod else [HVDTRAIN]
+    times_by_way: Times = {}
+    links = (arguments.rate, arguments.queue_ms, arguments.round_trip_ms)
+    with shaped_cluster(arguments.hosts, *links) as hosts:
+        for library in libraries * arguments.jobs:
             program = [WORKER, library, job]
-            by_way = run_on_hosts(*hosts, library, program, asked.ranks_per_host)
+            by_way = run_on_hosts(*hosts, library, program, arguments.ranks_per_host)
             for way, by_size in by_way.items():
                 for size, times in by_size.items():
-                    found.setdefault(way, {}).setdefault(int(size), []).extend(times)
-    return found
+                    times_by_way.setdefault(way, {}).setdefault(int(size), []).extend(times)
+    return times_by_way
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Running programs of benchmarks on the hosts of the tests."""
+"""Jobs of benchmarks on the test cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mpirun_between(
     """Return the mpirun command for ranks on hosts, and the changes of its environment.
 
     Args:
-        hosts: Their names.
+        hosts: Names of the hosts.
         ranks_per_host: The number of ranks on each.
         horovods: Whether to use the system's Open MPI, which Horovod was built with, instead of
             the one next to hvdtrain.
@@ -60,8 +60,8 @@ def run_on_hosts(
 
     Args:
         cluster: The test cluster.
-        environ: Changes of the environment of programs there.
-        library: ``HVDTRAIN``, or ``HOROVOD`` for the environment with that.
+        environ: Changes of the environment.
+        library: ``HVDTRAIN``, or ``HOROVOD`` for the environment with Horovod.
         program: A script and its arguments.
         ranks_per_host: The number of ranks on each host.
     """
@@ -73,18 +73,20 @@ def run_on_hosts(
     argv += map(str, (python, *program))
     done = cluster.run(argv, env={**environ, **changes}, timeout_s=JOB_TIMEOUT_S)
     if done.returncode:
-        raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
-    *lines, found = done.stdout.splitlines()
+        raise SystemExit(
+            f"{done.stdout}{done.stderr}\nthe ranks failed with exit code {done.returncode}"
+        )
+    *lines, results = done.stdout.splitlines()
     for line in lines:
         print(line, flush=True)
-    return json.loads(found)
+    return json.loads(results)
 
 
 @contextmanager
 def shaped_cluster(
     count: int, rate: str, queue_ms: int = QUEUE_MS, round_trip_ms: float = 0
 ) -> Iterator[tuple[Any, dict[str, str | None]]]:
-    """Provide the test cluster, and the environment for programs there."""
+    """Start the test cluster, and yield it with the environment for its programs."""
     sys.path.insert(0, str(REPOSITORY))
     from tests.launch.jobs import ON_CLUSTER
     from tests.testbed.cluster import Cluster

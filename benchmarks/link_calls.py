@@ -1,10 +1,10 @@
-"""One rank's part of between_hosts.py: the seconds of a call of each way, by the size of arrays.
+"""A rank of between_hosts.py: seconds of a call by candidate and size.
 
     mpirun ... python link_calls.py hvdtrain \
         '{"call": "allreduce", "bytes": [4, 67108864], "runs": 5, "hosts": 4}'
 
-Under ``hvdtrain`` it times plain TCP, MPI's own call and hvdtrain's in turn; under ``horovod``, in
-an environment that has that, Horovod. The chief prints what it found as one line of JSON.
+With ``hvdtrain`` it times plain TCP, MPI and hvdtrain; with ``horovod``, in an environment that
+contains it, Horovod. The chief prints the times as one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from typing import Any
 import numpy as np
 
 TCP_PORT = 45454
-# For one read or write of a socket, and for the other host to connect.
+# Limit for reads, writes and connections.
 LINK_TIMEOUT_S = 60.0
 ROUND_TRIPS = 50
-# Above, as gradients come: in several arrays.
+# Larger data is divided into several arrays, like gradients.
 ONE_ARRAY_BYTES = 1 << 20
 ARRAYS = 40
-# So many calls make one measurement of something small.
-MOST_CALLS = 100
+# Calls per measurement of small arrays.
+MAX_CALLS = 100
 BYTES_PER_RUN = 2 << 20
 
 Way = Callable[..., object]
 NAMES_OF_MPI = {"allreduce": "MPI_Allreduce", "broadcast": "MPI_Bcast"}
-Found = dict[str, dict[int, list[float]]]
+Times = dict[str, dict[int, list[float]]]
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print the times."""
     library, job = sys.argv[1], json.loads(sys.argv[2])
     measure = {"hvdtrain": measure_hvdtrain, "horovod": measure_horovod}[library]
-    found = measure(job)
-    if found:
-        print(json.dumps(found), flush=True)
+    times = measure(job)
+    if times:
+        print(json.dumps(times), flush=True)
 
 
-def measure_hvdtrain(job: dict[str, Any]) -> Found:
-    """Take part in what runs in hvdtrain's environment; empty but on the chief."""
+def measure_hvdtrain(job: dict[str, Any]) -> Times:
+    """Measure TCP, MPI and hvdtrain; the result is empty except on the chief."""
     from hvdtrain.cluster.topology import read_topology
     from hvdtrain.collectives import create
     from hvdtrain.collectives.mpi_start import start_mpi
@@ -60,7 +60,7 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
     world = start_mpi(topology).COMM_WORLD
     engine: Any = create(topology, read_settings(os.environ))
     link = Link(world, topology.local_rank, topology.local_size, hosts)
-    found: Found = {}
+    times: Times = {}
     round_trip_s = link.round_trip_s()
     if engine.rank == 0:
         print(f"a byte to the next host and one back: {round_trip_s * 1e3:.3f} ms", flush=True)
@@ -70,20 +70,20 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
         for form in job["compression"]:
             ways[f"hvdtrain, {form}"] = functools.partial(of_hvdtrain, wire=form)
         if size > ONE_ARRAY_BYTES:
-            # What leaves a host at least.
+            # The bytes that must leave a host.
             moved = size if call == "broadcast" else 2 * (hosts - 1) * size // hosts
             ways = {"TCP": functools.partial(link.move, moved), **ways}
             count_bytes(ways, size, world, topology.local_rank)
-        time_ways(ways, size, runs, world.Barrier, found)
+        time_ways(ways, size, runs, world.Barrier, times)
         results: Any = of_hvdtrain()
         if not np.allclose(np.concatenate(results), total, rtol=1e-4):
-            raise SystemExit("hvdtrain's results are not MPI's")
+            raise SystemExit("the results of hvdtrain differ from MPI's")
     engine.transport.leave()
-    return found if engine.rank == 0 else {}
+    return times if engine.rank == 0 else {}
 
 
 def ways_of(call: str, size: int, world: Any, engine: Any) -> tuple[Way, Way, np.ndarray]:
-    """Return a call of MPI, on one array, and of hvdtrain, on several, and the result of MPI's."""
+    """Return MPI's call on one array, hvdtrain's on several, and the array of MPI's result."""
     arrays = arrays_of(size, engine.rank)
     flat = np.concatenate(arrays)
     total = np.empty_like(flat)
@@ -102,14 +102,14 @@ def ways_of(call: str, size: int, world: Any, engine: Any) -> tuple[Way, Way, np
     return of_mpi, functools.partial(engine.grouped_allreduce, arrays, name="arrays"), total
 
 
-def measure_horovod(job: dict[str, Any]) -> Found:
-    """Take part in Horovod's; empty but on its first rank."""
+def measure_horovod(job: dict[str, Any]) -> Times:
+    """Measure Horovod; the result is empty except on rank 0."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     hvd.init()
     call, runs = job["call"], job["runs"]
-    found: Found = {}
+    times: Times = {}
     for size in job["bytes"]:
         tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
         allreduce = functools.partial(hvd.grouped_allreduce, tensors, op=hvd.Sum, name="arrays")
@@ -121,17 +121,17 @@ def measure_horovod(job: dict[str, Any]) -> Found:
         def barrier() -> None:
             hvd.allreduce(tf.zeros([1]), name="barrier")
 
-        time_ways({"Horovod": ways[call]}, size, runs, barrier, found)
-    return found if hvd.rank() == 0 else {}
+        time_ways({"Horovod": ways[call]}, size, runs, barrier, times)
+    return times if hvd.rank() == 0 else {}
 
 
 def broadcast_all(hvd: Any, tensors: list[Any]) -> list[Any]:
-    """Broadcast tensors from rank 0, one after the other."""
+    """Broadcast tensors from rank 0 one by one."""
     return [hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)]
 
 
 def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) -> None:
-    """Print, on the chief, how many bytes left the host that sent most, in a call of each way."""
+    """Print the most bytes that a host sends in a call of each candidate, on the chief."""
     for name, way in ways.items():
         world.Barrier()
         before = bytes_sent()
@@ -143,41 +143,41 @@ def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) ->
 
 
 def bytes_sent() -> int:
-    """What this host has sent over its link since it was built, with all headers."""
+    """Return the bytes that this host has sent over its link, including headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":
             return int(numbers.split()[8])
-    raise SystemExit("there is no eth0")
+    raise SystemExit("the interface eth0 does not exist")
 
 
 def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
-    """Return float32 of so many bytes in all, in ``count`` arrays; 0: in several if it is large."""
+    """Return float32 arrays of ``size`` bytes in total; with 0, the count depends on the size."""
     count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
-    chance = np.random.default_rng(rank)
-    return [chance.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
+    generator = np.random.default_rng(rank)
+    return [generator.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 
 
 def time_ways(
-    ways: dict[str, Way], size: int, runs: int, barrier: Callable[[], object], found: Found
+    ways: dict[str, Way], size: int, runs: int, barrier: Callable[[], object], times: Times
 ) -> None:
-    """Add the seconds of a call of each way to what was found; the first run is thrown away."""
-    calls = max(1, min(MOST_CALLS, BYTES_PER_RUN // size))
+    """Add the seconds of a call of each candidate to ``times``, after a warm-up run."""
+    calls = max(1, min(MAX_CALLS, BYTES_PER_RUN // size))
     for run in range(runs + 1):
         for name, way in ways.items():
             barrier()
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             for _ in range(calls):
                 way()
             if calls == 1:
                 barrier()
-            taken_s = (time.perf_counter() - begun_s) / calls
+            call_s = (time.perf_counter() - start_s) / calls
             if run:
-                found.setdefault(name, {}).setdefault(size, []).append(taken_s)
+                times.setdefault(name, {}).setdefault(size, []).append(call_s)
 
 
 class Link:
-    """A connection to the next host and one from the host before, for one rank of each host."""
+    """Connections to the next and from the previous host, for one rank of each host."""
 
     def __init__(self, world: Any, local_rank: int, local_size: int, hosts: int) -> None:
         self._idle = local_rank > 0
@@ -195,20 +195,20 @@ class Link:
             listener.close()
 
     def round_trip_s(self) -> float:
-        """The time of a byte to the next host and an answer, by two such steps around the ring."""
+        """Return the round-trip time of a byte, as two steps around the ring."""
         if self._idle:
             return 0.0
         times = []
         for _ in range(ROUND_TRIPS):
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             for _ in range(2):
                 self._out.sendall(b"?")
                 self._in.recv(1)
-            times.append(time.perf_counter() - begun_s)
+            times.append(time.perf_counter() - start_s)
         return statistics.median(times)
 
     def move(self, nbytes: int) -> None:
-        """Send so many bytes, and receive as many."""
+        """Send and receive ``nbytes``."""
         if self._idle:
             return
         sender = threading.Thread(target=self._out.sendall, args=[bytes(nbytes)])
@@ -218,7 +218,7 @@ class Link:
         while left:
             received = self._in.recv_into(buffer, min(left, len(buffer)))
             if not received:
-                raise ConnectionError(f"The host before closed its link, {left} bytes too early.")
+                raise ConnectionError(f"the previous host closed its link {left} bytes too early")
             left -= received
         sender.join(LINK_TIMEOUT_S)
 

@@ -1,13 +1,13 @@
-"""What a job of a thousand ranks costs the launcher, and how quickly it learns and tells.
+"""Measure the launcher of jobs with thousands of ranks.
 
     python benchmarks/many_ranks.py
     python benchmarks/many_ranks.py --ranks 100 1000 10000 --seconds 10
 
-The launcher is the real one, with its server, its screen (written to nowhere), its watch for
-hangs, and the job's folder; mpirun and the agents are simulated by one process, whose time is not
-counted. Each rank prints 20 lines as it starts, reports its step and its waits once a second, and
-prints a line of its own and tells of its memory every five. At the end the last rank fails, and the
-launcher ends the others.
+The launcher is the real one, with its server, console (written to /dev/null), hang detection and
+job folder. One process, whose time is not counted, simulates mpirun and the agents. Each rank
+prints 20 lines at its start, reports its step and waits once a second, and prints a line and
+reports its memory every five seconds. At the end the last rank fails, and the launcher stops the
+others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 SAMPLE_S = 0.1
 RANKS_PER_HOST = 8
 LINE_EVERY = 5
-STARTS = [f"what each rank prints as it starts, line {number}" for number in range(20)]
+STARTS = [f"output of each rank at its start, line {number}" for number in range(20)]
 
 
 class Agents:
@@ -56,10 +56,10 @@ class Agents:
         self._selector = selectors.DefaultSelector()
         self._connections: list[socket.socket] = []
         self.left = set(range(ranks))
-        self.told: dict[int, float] = {}
+        self.stopped: dict[int, float] = {}
 
     def connect(self) -> None:
-        """All of them, one after the other."""
+        """Connect all ranks, one by one."""
         addresses = parse_addresses(os.environ[LAUNCHER])
         for rank in sorted(self.left):
             connection = connect(addresses)
@@ -71,32 +71,32 @@ class Agents:
                 self.send(rank, "line", stream="stderr", text=text)
 
     def send(self, sender: int, kind: str, **fields: object) -> None:
-        """One message of a rank."""
+        """Send a message of a rank."""
         self._connections[sender].sendall(encode(kind, **fields))
 
     def report(self, step: int) -> None:
-        """What every rank tells once a second."""
+        """Send the reports of all ranks for one second."""
         for rank in sorted(self.left):
-            told = {"step": step, "epoch": 0, "phase": "training", "waited_s": 0.1 * step}
-            told |= {"input_s": 0.01 * step, "reduced_bytes": step << 27}
-            self.send(rank, "report", pid=rank, **told)
+            fields = {"step": step, "epoch": 0, "phase": "training", "waited_s": 0.1 * step}
+            fields |= {"input_s": 0.01 * step, "reduced_bytes": step << 27}
+            self.send(rank, "report", pid=rank, **fields)
             if step % 5 == rank % 5:
-                taken = {"rss_bytes": 1 << 30, "cpu": 0.9, "gpu": 80.0, "gpu_bytes": 30 << 30}
-                self.send(rank, "usage", **taken)
+                usage = {"rss_bytes": 1 << 30, "cpu": 0.9, "gpu": 80.0, "gpu_bytes": 30 << 30}
+                self.send(rank, "usage", **usage)
             if step % LINE_EVERY == 0:
                 text = f"step {step} of rank {rank}"
                 self.send(rank, "line", stream="stdout", text=text)
 
-    def take(self, timeout_s: float) -> None:
-        """Do what the launcher says, for as long."""
+    def handle(self, timeout_s: float) -> None:
+        """Handle messages of the launcher for ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while self.left and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 rank, decoder = key.data
                 messages = receive(self._connections[rank], decoder)
                 for message in messages or ():
-                    if message["kind"] == "stop" and rank not in self.told:
-                        self.told[rank] = time.monotonic()
+                    if message["kind"] == "stop" and rank not in self.stopped:
+                        self.stopped[rank] = time.monotonic()
                         self.send(rank, "end", code=128 + signal.SIGTERM, kills=None)
                     elif message["kind"] == "bye":
                         messages = None
@@ -107,9 +107,9 @@ class Agents:
 
 
 def simulate_agents(ranks: int, seconds: int, path: Path) -> None:
-    """Stand for mpirun and the agents of all ranks, from the start of the job to its end.
+    """Simulate mpirun and the agents of all ranks for a complete job.
 
-    Writes the moments, in seconds of the machine's monotonic clock, as JSON.
+    Writes times, in seconds of the monotonic clock, as JSON.
     """
     moments = {"start": time.monotonic()}
     agents = Agents(ranks)
@@ -117,17 +117,17 @@ def simulate_agents(ranks: int, seconds: int, path: Path) -> None:
     for step in range(seconds):
         began = time.monotonic()
         agents.report(step)
-        agents.take(began + 1.0 - time.monotonic())
+        agents.handle(began + 1.0 - time.monotonic())
     moments["failed"] = time.monotonic()
     agents.send(ranks - 1, "end", code=7, kills=None)
-    agents.take(60.0)
-    moments["told"] = max(agents.told.values(), default=moments["failed"])
+    agents.handle(60.0)
+    moments["notified"] = max(agents.stopped.values(), default=moments["failed"])
     moments["ended"] = time.monotonic()
     path.write_text(json.dumps({**moments, "left": len(agents.left)}))
 
 
 class Watch:
-    """Processor time of this process, and when all agents have come; noted by a thread."""
+    """A thread that records processor time and the moment when all agents are connected."""
 
     def __init__(self, server: AgentServer) -> None:
         self._server = server
@@ -149,20 +149,20 @@ class Watch:
                 self.complete_at = self._samples[-1][0]
 
     def stop(self) -> None:
-        """No more is noted."""
+        """Stop recording."""
         self._over.set()
         self._thread.join(10 * SAMPLE_S)
         self._samples.append(self._now())
 
     def between(self, start: float, end: float) -> float:
-        """Seconds of a core used from one moment to another."""
+        """Return the core seconds used between two times."""
         before = [used for moment, used in self._samples if moment <= start] or [0.0]
         until = [used for moment, used in self._samples if moment <= end] or [0.0]
         return until[-1] - before[-1]
 
 
 def run(ranks: int, seconds: int) -> dict[str, float]:
-    """One job; what each part of it took."""
+    """Run one job and return the durations of its parts."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         console = Console(
             nowhere, nowhere, ranks=ranks, with_host=True, chief_only=False, collapse=True
@@ -174,11 +174,11 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
                 AgentServer(ranks, console, local=True, heard=recorder.line)
             ) as server,
         ):
-            words = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
+            variables = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
             argv = (sys.executable, __file__, "--agents", *map(str, (ranks, seconds, times)))
             hosts = {rank: f"node{rank // RANKS_PER_HOST}" for rank in range(ranks)}
             supervisor = Supervisor(
-                Command(argv=argv, environ={**os.environ, **words}),
+                Command(argv=argv, environ={**os.environ, **variables}),
                 server,
                 console,
                 hosts=hosts,
@@ -190,23 +190,23 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
             outcome = supervisor.run()
             watch.stop()
         if outcome.code != 7:
-            raise RuntimeError(f"the job ended otherwise: {outcome}")
-        found = json.loads(times.read_text())
-    if found["left"]:
-        raise RuntimeError(f"{found['left']} agents were not let go")
-    start, failed = found["start"], found["failed"]
+            raise RuntimeError(f"expected exit code 7, got {outcome}")
+        moments = json.loads(times.read_text())
+    if moments["left"]:
+        raise RuntimeError(f"{moments['left']} agents were not released")
+    start, failed = moments["start"], moments["failed"]
     complete = watch.complete_at
     return {
         "starting_s": complete - start,
         "starting_core_s": watch.between(start, complete),
         "running_core": watch.between(complete, failed) / (failed - complete),
-        "to_tell_all_s": found["told"] - failed,
-        "to_end_s": found["ended"] - failed,
+        "to_notify_all_s": moments["notified"] - failed,
+        "to_end_s": moments["ended"] - failed,
     }
 
 
 def main() -> None:
-    """Run the jobs, and print a table."""
+    """Run the jobs and print a table."""
     if sys.argv[1:2] == ["--agents"]:
         ranks, seconds, path = sys.argv[2:]
         simulate_agents(int(ranks), int(seconds), Path(path))
@@ -215,15 +215,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1000], help="default 64 1000")
-    parser.add_argument("--seconds", type=int, default=15, help="of training; default %(default)s")
-    asked = parser.parse_args()
-    print("| ranks | start | of a core | running, of a core | a failure is known to all | ended |")
+    parser.add_argument(
+        "--seconds", type=int, default=15, help="seconds of training; default %(default)s"
+    )
+    arguments = parser.parse_args()
+    print("| ranks | connected | core time | running, of a core | failure known to all | ended |")
     print("|---|---|---|---|---|---|")
-    for ranks in asked.ranks:
-        figures = run(ranks, asked.seconds)
+    for ranks in arguments.ranks:
+        figures = run(ranks, arguments.seconds)
         print(
             f"| {ranks} | {figures['starting_s']:.2f} s | {figures['starting_core_s']:.2f} s "
-            f"| {figures['running_core']:.1%} | {figures['to_tell_all_s']:.2f} s "
+            f"| {figures['running_core']:.1%} | {figures['to_notify_all_s']:.2f} s "
             f"| {figures['to_end_s']:.2f} s |",
             flush=True,
         )

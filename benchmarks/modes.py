@@ -1,11 +1,11 @@
-"""What each mode makes of the same samples, and of one slow worker.
+"""Compare the accuracy and speed of all modes, also with a slow worker.
 
     python benchmarks/modes.py
     python benchmarks/modes.py --modes allreduce local-sgd diloco
 
-Three workers learn handwritten digits with the network of examples/mnist.py and SGD. Then each of
-their steps sleeps instead of computing, so that workers that share cores have speeds of their own:
-once all alike, and once with one of them four times slower.
+Three workers train on handwritten digits with the network of examples/mnist.py and SGD. Then each
+step sleeps instead of computing, so that workers on shared cores have independent speeds: once all
+equal, and once with one worker four times slower.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ LEARNING_RATE = 0.005
 STEP_S = 0.1
 STEPS = 60
 TIMES_SLOWER = 4
-# Compiling the step is not measured.
+# Steps before timing starts.
 WARMUP_STEPS = 5
 
 
 def main() -> None:
-    """Run all modes, and print a table."""
+    """Run all modes and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,16 +60,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank:
         what, folder = arguments.rank
-        found = learn_digits() if what == "digits" else keep_pace(slow=what == "slow")
-        if found:
-            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(found))
+        results = learn_digits() if what == "digits" else keep_pace(slow=what == "slow")
+        if results:
+            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(results))
         return
-    print("| mode | accuracy | seconds | reduced by a rank | speed beside a slow worker |")
+    print("| mode | accuracy | seconds | bytes reduced per rank | speed with a slow worker |")
     print("|---|---|---|---|---|")
     for name in arguments.modes:
         label, servers, _ = MODES[name]
         (chief,) = train(name, "digits")
-        # What servers and workers send each other is no reduction.
+        # Servers and workers exchange gradients without a reduction.
         reduced = "" if servers else f"{chief['bytes'] / 1e6:.1f} MB"
         cells = [f"{chief['accuracy']:.2%}", f"{chief['seconds']:.1f}", reduced]
         own, others = (
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def train(name: str, what: str) -> list[dict[str, Any]]:
-    """Run this program in a mode, and return what its ranks wrote."""
+    """Run this program in a mode, and return the results of its ranks."""
     _, servers, flags = MODES[name]
     examples = Path(__file__).resolve().parents[1] / "examples"
     path = os.pathsep.join([str(examples), os.environ.get("PYTHONPATH", "")])
@@ -97,12 +97,12 @@ def train(name: str, what: str) -> list[dict[str, Any]]:
             check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{done.stdout}\n{name} ended with {done.returncode}")
+            raise SystemExit(f"{done.stdout}\n{name} failed with exit code {done.returncode}")
         return [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
 
 
 def learn_digits() -> dict[str, float]:
-    """Train, and return the figures on the chief."""
+    """Train on digits, and return the results on the chief."""
     import keras
     from mnist import build_model
     from mnist_data import load_digits
@@ -124,28 +124,28 @@ def learn_digits() -> dict[str, float]:
     images, labels = digits.train_images[..., None], digits.train_labels
     test = digits.test_images[..., None], digits.test_labels
     reduced_bytes = count_bytes(world.collectives())
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     model.fit(images, labels, batch_size=BATCH_SIZE, epochs=EPOCHS, validation_data=test, verbose=0)
-    found = {"seconds": time.perf_counter() - begun_s, "bytes": reduced_bytes()}
-    found["accuracy"] = model.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
-    return found if hvdtrain.is_chief() else {}
+    results = {"seconds": time.perf_counter() - start_s, "bytes": reduced_bytes()}
+    results["accuracy"] = model.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
+    return results if hvdtrain.is_chief() else {}
 
 
 def count_bytes(collectives: Any) -> Callable[[], int]:
-    """Return a function that returns how many bytes this rank has reduced since now."""
-    given: list[int] = []
-    plain = collectives.grouped_allreduce
+    """Return a function that returns the bytes this rank has reduced from now on."""
+    sizes: list[int] = []
+    original = collectives.grouped_allreduce
 
     def grouped_allreduce(arrays: Any, *args: Any, **options: Any) -> Any:
-        given.extend(array.nbytes for array in arrays)
-        return plain(arrays, *args, **options)
+        sizes.extend(array.nbytes for array in arrays)
+        return original(arrays, *args, **options)
 
     vars(collectives)["grouped_allreduce"] = grouped_allreduce
-    return lambda: sum(given)
+    return lambda: sum(sizes)
 
 
 def keep_pace(*, slow: bool) -> dict[str, float]:
-    """Train with steps that sleep, and return this worker's steps a second."""
+    """Train with steps that sleep, and return this worker's steps per second."""
     import keras
 
     import hvdtrain

@@ -1,11 +1,11 @@
-"""How fast the page of hvdtrain serve is with many jobs, long logs and many ranks.
+"""Measure the page of hvdtrain serve with many jobs, long logs and many ranks.
 
     python benchmarks/page_speed.py
     python benchmarks/page_speed.py --jobs 1000 --folder /dev/shm/jobs
 
-A folder of jobs is made, and one job in it is large: its log, its ranks and its metrics. Then the
-page is asked as its scripts ask it, and shown in Chromium where playwright and that are installed.
-A folder that was made by an earlier call is used again.
+The program creates a folder of jobs, one of them with a large log, many ranks and many metrics,
+sends the requests of the page's scripts, and opens the page in Chromium if playwright is installed.
+An existing folder is used again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hvdtrain.jobs.log import LogLine, LogWriter
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-MOST_MS = 200
+MAX_MS = 200
 REPEATS = 9
 _LARGE = "large-20260101-000000"
-# In the page: when there is the first of what is waited for.
+# Runs in the page: records when the first expected element appears.
 _WATCH = """new MutationObserver((_, watcher) => {
   if (!document.querySelector(%s)) return;
   window.shownAt = performance.now();
@@ -44,14 +44,14 @@ _WATCH = """new MutationObserver((_, watcher) => {
 def _write_job(
     folder: Path, name: str, created_s: float, rng: random.Random, **state: Any
 ) -> JobFolder:
-    """A job as hvdtrain leaves it, without waiting for the disk each time."""
+    """Write a job as hvdtrain does, without syncing the disk."""
     job = JobFolder(folder / name)
     job.path.mkdir()
     program = ("python", "train.py", "--learning-rate", f"{rng.random():.3g}")
     spec = JobSpec(options=("-np", "8"), program=program, folder="/", created_s=created_s)
     (job.path / "spec.json").write_text(json.dumps(spec.to_json()))
-    known = JobState(**{"phase": "ended", "attempt": 1, "since_s": created_s + 600, **state})
-    (job.path / "state.json").write_text(json.dumps(known.to_json()))
+    job_state = JobState(**{"phase": "ended", "attempt": 1, "since_s": created_s + 600, **state})
+    (job.path / "state.json").write_text(json.dumps(job_state.to_json()))
     return job
 
 
@@ -74,7 +74,7 @@ def _metrics(steps: int, begin_s: float, rng: random.Random) -> list[dict[str, A
 
 
 def make_jobs(folder: Path, jobs: int, ranks: int, log_mb: int) -> None:
-    """Fill a folder."""
+    """Fill a folder with jobs."""
     rng = random.Random(0)
     now_s = time.time()
     hosts = {f"node{number:04}": 8 for number in range(-(-ranks // 8))}
@@ -96,9 +96,9 @@ def make_jobs(folder: Path, jobs: int, ranks: int, log_mb: int) -> None:
     with large.ranks.open("w") as file:
         for number in range(900):
             own_s = [round(0.1 + rng.random() / 100, 4) for _ in range(ranks)]
-            taken = {"rss_mb": [1234] * ranks, "cpu": [0.97] * ranks}
-            told = {"time": now_s - 90_000 + number * 100, **row, "own_s": own_s, **taken}
-            file.write(json.dumps(told, separators=(",", ":")) + "\n")
+            usage = {"rss_mb": [1234] * ranks, "cpu": [0.97] * ranks}
+            record = {"time": now_s - 90_000 + number * 100, **row, "own_s": own_s, **usage}
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
     writer = LogWriter(large.log)
     text = "step 1234: loss = 0.1234, accuracy = 0.9876 (1,234 samples/s) " * 3
     for begin in range(0, log_mb * 5000, 1000):
@@ -112,27 +112,29 @@ def make_jobs(folder: Path, jobs: int, ranks: int, log_mb: int) -> None:
 
 
 class Server:
-    """hvdtrain serve, and how fast it answers."""
+    """A running hvdtrain serve."""
 
     def __init__(self, folder: Path) -> None:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         argv = [sys.executable, "-m", "hvdtrain", "serve", "--port", "0", "--jobs-dir", str(folder)]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.url = self.process.stderr.readline().split()[-1].rstrip("/")
         self.token = (folder / ".serve-token").read_text().strip()
         self.get("/api/jobs")
-        self.start_s = time.perf_counter() - began
+        self.start_s = time.perf_counter() - start_s
 
     def get(self, path: str) -> Any:
-        """The answer to somebody who has the token."""
+        """Return the response to an authorized request."""
         headers = {"authorization": f"Bearer {self.token}"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers)) as it:
-            body = it.read()
-        return json.loads(body) if it.headers["content-type"] == "application/json" else body
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, headers=headers)
+        ) as response:
+            body = response.read()
+        return json.loads(body) if response.headers["content-type"] == "application/json" else body
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self.process.terminate()
         self.process.wait(timeout=20)
 
@@ -140,32 +142,32 @@ class Server:
 def _times_ms(act: Callable[..., object], *arguments: object) -> list[float]:
     times = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         act(*arguments)
-        times.append((time.perf_counter() - began) * 1e3)
+        times.append((time.perf_counter() - start_s) * 1e3)
     return times
 
 
 def requests_of(server: Server) -> dict[str, list[float]]:
-    """What each request takes, in milliseconds."""
+    """Return the milliseconds of each request."""
     job = f"/api/jobs/{_LARGE}"
     paths = {
         "the list": "/api/jobs?count=50",
-        "the list, 100 jobs further on": "/api/jobs?begin=5000&count=100",
-        "the list, what fits a text": "/api/jobs?q=0.123&count=50",
+        "the list, the next 100": "/api/jobs?begin=5000&count=100",
+        "the list, a search": "/api/jobs?q=0.123&count=50",
         "metrics for Prometheus": "/metrics",
         "the large job": job,
         "its curves": f"{job}/metrics?count=1000",
         "its ranks": f"{job}/ranks?count=240",
         "the end of its log": f"{job}/log?count=400",
         "its log, one rank": f"{job}/log?count=400&ranks=3",
-        "its log, a text": f"{job}/log?count=400&grep=no+such+text",
+        "its log, a search": f"{job}/log?count=400&grep=no+such+text",
     }
     return {name: _times_ms(server.get, path) for name, path in paths.items()}
 
 
 def _shown_ms(page: Any, address: str) -> list[float]:
-    """From where a browser begins to ask for a view until it has what is waited for."""
+    """Return the milliseconds from navigation until the expected element is shown."""
     times = []
     for _ in range(REPEATS):
         page.goto("about:blank")
@@ -177,23 +179,23 @@ def _shown_ms(page: Any, address: str) -> list[float]:
 
 
 def views_of(server: Server) -> dict[str, list[float]]:
-    """What each view takes in a browser until it shows its jobs, in milliseconds."""
+    """Return the milliseconds until a browser shows each view."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         chromium = None
     if chromium is None:
-        print("no views: these need playwright and Chromium")
+        print("views skipped: install playwright and Chromium")
         return {}
     views = {
-        # What any page takes here.
+        # The empty page, for comparison.
         "view: the login": ("login", "#token"),
         "view: the list": ("#/", "tbody tr"),
         "view: the large job": (f"#/jobs/{_LARGE}", ".log .line"),
         "view: two jobs compared": ("#/compare?jobs=train-000001,train-000002", "canvas"),
     }
-    found = {}
+    times = {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (address, sign) in views.items():
@@ -202,41 +204,41 @@ def views_of(server: Server) -> dict[str, list[float]]:
             page = context.new_page()
             page.request.post(f"{server.url}/login", form={"token": server.token})
             page.goto(f"{server.url}/")
-            found[name] = _shown_ms(page, f"{server.url}/{address}")
+            times[name] = _shown_ms(page, f"{server.url}/{address}")
             context.close()
         browser.close()
-    return found
+    return times
 
 
 def main() -> None:
-    """Make jobs, and print what was measured."""
+    """Create jobs, measure, and print the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=10_000, help="default %(default)s")
     parser.add_argument("--ranks", type=int, default=1_000, help="default %(default)s")
     parser.add_argument("--log-mb", type=int, default=100, help="default %(default)s")
-    parser.add_argument("--folder", type=Path, help="for the jobs; default: one that is removed")
-    asked = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="folder for the jobs; default: a temporary one")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = asked.folder or Path(scratch, "jobs")
+        folder = arguments.folder or Path(scratch, "jobs")
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
-            make_jobs(folder, asked.jobs, asked.ranks, asked.log_mb)
+            make_jobs(folder, arguments.jobs, arguments.ranks, arguments.log_mb)
         server = Server(folder)
         try:
-            print(f"{server.start_s:.2f} s until the first answer")
-            began = time.perf_counter()
-            while server.get("/api/jobs?count=1")["found"] < asked.jobs:
+            print(f"{server.start_s:.2f} s until the first response")
+            start_s = time.perf_counter()
+            while server.get("/api/jobs?count=1")["found"] < arguments.jobs:
                 time.sleep(0.1)
-            print(f"{time.perf_counter() - began:.2f} s more until all jobs were read")
+            print(f"{time.perf_counter() - start_s:.2f} s more until all jobs are listed")
             times = requests_of(server) | views_of(server)
         finally:
             server.close()
     for name, values in times.items():
         print(f"{name:<30} {statistics.median(values):6.0f} ms, at most {max(values):6.0f} ms")
-    slow = [name for name, values in times.items() if statistics.median(values) > MOST_MS]
-    print(f"over {MOST_MS} ms: {', '.join(slow) or 'none'}")
+    slow = [name for name, values in times.items() if statistics.median(values) > MAX_MS]
+    print(f"over {MAX_MS} ms: {', '.join(slow) or 'none'}")
 
 
 if __name__ == "__main__":

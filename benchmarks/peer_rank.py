@@ -2,9 +2,8 @@
 
     python peer_rank.py '{"program": "allreduce", "library": "torch", "result": "/tmp/x.json", ...}'
 
-The module of ``peers.ranks`` that the job names measures; the first rank writes what it found as
-JSON. No variable of a launcher is needed for what all ranks are to have in their environment: the
-job has it.
+Runs the module of ``peers.ranks`` that the job names; rank 0 writes its results as JSON. The job
+also contains the environment variables of all ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Measure, and write."""
+    """Measure, and write the results."""
     job = json.loads(sys.argv[1])
     os.environ.update(job["environ"])
-    # hvdtrain's models and measurements, which environments of others do not have installed.
+    # hvdtrain, which other environments don't contain.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
-    found = importlib.import_module(f"peers.ranks.{job['program']}").measure(job)
-    if found is not None:
-        result = Path(job["result"])
-        written = result.with_suffix(".part")
-        written.write_text(json.dumps(found))
-        written.rename(result)
+    results = importlib.import_module(f"peers.ranks.{job['program']}").measure(job)
+    if results is not None:
+        path = Path(job["result"])
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps(results))
+        draft.rename(path)
 
 
 if __name__ == "__main__":

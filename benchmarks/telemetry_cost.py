@@ -1,11 +1,11 @@
-"""What it costs a training to report how far it is.
+"""Measure the cost of progress reports.
 
     hvdtrain run -np 2 -- python benchmarks/telemetry_cost.py
     hvdtrain run -np 2 -- python benchmarks/telemetry_cost.py --epochs 60 --batch-size 16
 
-LeNet on random images. Every other epoch the ranks are mute: they neither read the loss, nor time
-their input, nor tell the launcher anything, so that both are measured in the same minute on the
-same machine. Medians of the epochs are compared; the first two, which compile, don't count.
+Trains LeNet on random images. In every other epoch, ranks don't read the loss, don't time their
+input and don't report, so that both cases are measured at the same time. The medians of the epochs
+are compared, without the first two, which compile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hvdtrain.monitor import report
 WARM_UP = 2
 
 
-class Turns(keras.callbacks.Callback):
-    """Lets this rank report in every other epoch, and times all of them."""
+class AlternatingReports(keras.callbacks.Callback):
+    """A callback that enables reports in every other epoch, and times all epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,36 +46,43 @@ class Turns(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Train, and print what was measured."""
+    """Train, and print the cost."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=42, help="default %(default)s")
-    parser.add_argument("--steps", type=int, default=60, help="in an epoch; default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=16, help="per rank; default %(default)s")
-    asked = parser.parse_args()
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps per epoch; default %(default)s"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="samples per rank and step; default %(default)s"
+    )
+    arguments = parser.parse_args()
     hvdtrain.init()
     if not report.is_heard():
-        raise SystemExit("nobody listens: start it with hvdtrain run")
+        raise SystemExit("start this program with hvdtrain run, which receives the reports")
     model = build_model("lenet")
-    images, labels = synthetic_data(model, asked.steps * asked.batch_size * hvdtrain.size())
+    images, labels = synthetic_data(model, arguments.steps * arguments.batch_size * hvdtrain.size())
     hvdtrain.distribute(model)
-    turns = Turns()
+    alternating = AlternatingReports()
     model.fit(
         images,
         labels,
-        batch_size=asked.batch_size,
-        epochs=asked.epochs,
+        batch_size=arguments.batch_size,
+        epochs=arguments.epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[turns],
+        callbacks=[alternating],
     )
     if not hvdtrain.is_chief():
         return
-    told, mute = (statistics.median(turns.seconds[way]) for way in (True, False))
-    step_ms = {"reporting": told / asked.steps * 1e3, "mute": mute / asked.steps * 1e3}
-    print(f"a step takes {step_ms['reporting']:.3f} ms, and mute {step_ms['mute']:.3f} ms")
-    print(f"reporting costs {told / mute - 1:+.2%} (at most 1 %)")
+    reporting, silent = (
+        statistics.median(alternating.seconds[reports]) for reports in (True, False)
+    )
+    per_step_ms = 1e3 / arguments.steps
+    print(f"a step with reports takes {reporting * per_step_ms:.3f} ms")
+    print(f"a step without reports takes {silent * per_step_ms:.3f} ms")
+    print(f"reports cost {reporting / silent - 1:+.2%} (target: at most 1 %)")
 
 
 if __name__ == "__main__":

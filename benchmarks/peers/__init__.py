@@ -1,6 +1,5 @@
-"""hvdtrain beside its peers: which ways there are, which jobs run, and what is shown of them.
+"""The comparison of hvdtrain with its peers: candidates, jobs and tables.
 
-``against_peers.py`` is the command, and ``peer_rank.py`` what each rank of a job runs, with the
-modules of ``ranks``. ``ways``, ``commands``, ``plan`` and ``summary`` decide and touch nothing;
-``running`` starts jobs, and ``plots`` draws.
+``against_peers.py`` is the command; each rank of a job runs ``peer_rank.py`` with a module of
+``ranks``. ``ways``, ``commands``, ``plan`` and ``summary`` are pure; ``running`` starts jobs.
 """

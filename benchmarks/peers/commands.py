@@ -1,4 +1,4 @@
-"""The command of a job on this host, as lists of words; nothing is started here."""
+"""Commands of jobs, as argument lists."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from peers.ways import Way
 
 __all__ = ["Command", "command_on_cluster", "command_on_host", "python_of"]
 
-# The words, and what changes in the environment: None takes a variable away.
+# Arguments, and changes of the environment; None removes a variable.
 Command = tuple[list[str], dict[str, str | None]]
 
 
 def python_of(way: Way, own: Path, folder_of: Callable[[str], Path]) -> Path:
-    """The Python that has what ranks of a way need.
+    """Return the Python of a candidate's environment.
 
     Args:
-        way: The way.
-        own: hvdtrain's own Python.
-        folder_of: Where an environment of the tests is.
+        way: The candidate.
+        own: hvdtrain's Python.
+        folder_of: Returns the folder of an environment.
     """
     return folder_of(way.environment) / "bin" / "python" if way.environment else own
 
@@ -32,14 +32,14 @@ def python_of(way: Way, own: Path, folder_of: Callable[[str], Path]) -> Path:
 def command_on_host(
     way: Way, ranks: int, program: Sequence[str], python: Path, mpirun: Mpirun | None
 ) -> Command:
-    """What starts ranks on this host.
+    """Return the command that starts ranks on this host.
 
     Args:
-        way: How.
-        ranks: So many; of one process there is one.
+        way: The candidate.
+        ranks: Number of ranks.
         program: A script and its arguments.
         python: The Python that runs it.
-        mpirun: The one beside hvdtrain; only the launcher ``mpirun`` needs it.
+        mpirun: hvdtrain's mpirun, for the launcher ``mpirun``.
     """
     run = [str(python), *program]
     if way.launcher == "hvdtrain":
@@ -50,14 +50,14 @@ def command_on_host(
         argv, extra = bare_command(mpirun, ranks)
         return [*argv, *run], {**extra}
     if way.launcher == "horovodrun":
-        # Its mpirun is the system's.
+        # horovodrun uses the system's mpirun.
         path = os.pathsep.join([str(python.parent), os.defpath])
         argv = [str(python.with_name("horovodrun")), *way.flags, "-np", str(ranks)]
         return [*argv, "-H", f"localhost:{ranks}", *run], {**AS_ROOT, "PATH": path}
     if way.launcher == "torchrun":
-        # The same as torchrun, whose own first line may name another Python.
+        # Equivalent to torchrun, whose shebang may name another Python.
         argv = [str(python), "-m", "torch.distributed.run", "--standalone"]
-        # Without it ranks of torch 2.13 that are started again wait for those that are gone.
+        # Without it, restarted ranks of torch 2.13 wait for the dead ones.
         environ: dict[str, str | None] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [*argv, "--nproc-per-node", str(ranks), *way.flags, *program], environ
     return run, {}
@@ -66,10 +66,10 @@ def command_on_host(
 def command_on_cluster(
     way: Way, hosts: Sequence[str], program: Sequence[str], python: Path
 ) -> Command:
-    """What starts a rank on each host, from where ssh reaches them all.
+    """Return the command that starts a rank on each host.
 
-    Horovod is started by its own command, or by the Open MPI that it was built with; all others
-    by the one beside hvdtrain.
+    Horovod is started by horovodrun, or by the Open MPI that it was built with; all others by the
+    Open MPI next to hvdtrain.
     """
     run = [str(python), *program]
     argv, environ = mpirun_between(hosts, 1, horovods=way.library == "horovod")

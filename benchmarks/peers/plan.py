@@ -1,4 +1,4 @@
-"""Which jobs a comparison is made of, and in which order they run."""
+"""The jobs of a comparison and their order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["MODELS_OF_TORCH", "Sizes", "Task", "full_sizes", "make_plan", "quick
 Where = Literal["host", "cluster"]
 RANKS = 2
 MODELS_OF_TORCH = ("lenet", "mlp")
-# A rank dies when it has made so many steps, of more.
+# Steps before and after a rank dies.
 DIES_AFTER = 20
 STEPS_AFTER = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured.
+    """The amount of work of each measurement.
 
     Attributes:
-        cases: Of allreduce: bytes and number of arrays, by name.
-        runs: Of each case in a job.
-        models: Batch of a rank and steps of the ``fit`` that counts, by name.
-        cluster_models: The same of what trains on the cluster.
-        warmup_steps: Of the ``fit`` before it.
+        cases: Bytes and number of arrays of each allreduce, by name.
+        runs: Runs of each case per job.
+        models: Samples per rank and step, and number of timed steps, by model.
+        cluster_models: The same on the cluster.
+        warmup_steps: Steps before timing starts.
     """
 
     cases: Mapping[str, tuple[int, int]]
@@ -38,7 +38,7 @@ class Sizes:
 
 
 def full_sizes() -> Sizes:
-    """What figures are made of."""
+    """Return the sizes for real measurements."""
     return Sizes(
         cases={
             "4 B": (4, 1),
@@ -55,7 +55,7 @@ def full_sizes() -> Sizes:
 
 
 def quick_sizes() -> Sizes:
-    """Enough to see each way work; its figures mean little."""
+    """Return small sizes, to test that each candidate works."""
     return Sizes(
         cases={"4 B": (4, 1), "1 MiB": (1 << 20, 1), "4 MiB in 40 arrays": (4 << 20, 40)},
         runs=2,
@@ -71,11 +71,11 @@ class Task:
 
     Attributes:
         what: ``allreduce``, ``training``, ``startup`` or ``recovery``.
-        where: On this host, or on the hosts of the test cluster, a rank on each.
-        way: How.
-        repetition: From 1 on.
-        ranks: On this host.
-        job: What ranks are told.
+        where: This host, or the test cluster with one rank per host.
+        way: The candidate.
+        repetition: Number of the repetition, from 1.
+        ranks: Number of ranks on this host.
+        job: Parameters of the ranks.
     """
 
     what: str
@@ -87,7 +87,7 @@ class Task:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """A description for progress messages."""
         place = "four hosts" if self.where == "cluster" else "this host"
         return f"{self.what} on {place}, {self.way.label}, repetition {self.repetition}"
 
@@ -99,17 +99,17 @@ def make_plan(
     repetitions: int,
     sizes: Sizes,
 ) -> list[Task]:
-    """All jobs; ways take turns, so that whatever else the machine does meets all of them alike.
+    """Return all jobs; candidates take turns, so that other load affects all of them equally.
 
-    Memory is that of the jobs that train, which run once for both. On the cluster allreduce and
-    training are compared, of what runs on several hosts.
+    Memory is measured by the training jobs. The cluster compares allreduce and training of
+    candidates that run on several hosts.
 
     Args:
         whats: Names of ``MEASURES``.
-        wheres: Of ``host`` and ``cluster``.
-        ways: Those that are there, by name.
-        repetitions: Jobs of each way.
-        sizes: How much each of them measures.
+        wheres: ``host``, ``cluster`` or both.
+        ways: Available candidates by name.
+        repetitions: Jobs of each candidate.
+        sizes: Sizes of the measurements.
     """
     plan: list[Task] = []
     for what in dict.fromkeys("training" if what == "memory" else what for what in whats):
@@ -137,13 +137,13 @@ def make_plan(
 def _places(what: str, whats: Sequence[str], wheres: Sequence[str]) -> Iterable[Where]:
     if "host" in wheres:
         yield "host"
-    # The jobs that train may be there for their memory alone.
+    # Training jobs may run only to measure memory.
     if "cluster" in wheres and what in ON_CLUSTER and what in whats:
         yield "cluster"
 
 
 def _job(what: str, where: Where, way: Way, whats: Sequence[str], sizes: Sizes) -> dict[str, Any]:
-    """What ranks of a way are told; ``environ`` and ``result`` come with the place it runs at."""
+    """Return the parameters of a candidate's ranks, without ``environ`` and ``result``."""
     job: dict[str, Any] = {"program": "allreduce", "library": way.library}
     if what == "allreduce":
         return {**job, "cases": dict(sizes.cases), "runs": sizes.runs}
@@ -158,7 +158,7 @@ def _job(what: str, where: Where, way: Way, whats: Sequence[str], sizes: Sizes) 
             models = {"lenet": models["lenet"]}
         if way.library == "torch":
             models = {name: models[name] for name in models if name in MODELS_OF_TORCH}
-        # On several hosts what is combined can hide behind other operations; TensorFlow has 2 here.
+        # Two threads allow overlap of reduction and computation between hosts.
         threads = 1 if where == "host" else 2
         return {
             **job,

@@ -1,4 +1,4 @@
-"""Running the jobs of a plan one after another, each to its end; nothing of it is left behind."""
+"""Execution of the jobs of a plan, one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["JOB_TIMEOUT_S", "Entry", "run_plan"]
 
 PROGRAM = REPOSITORY / "benchmarks" / "peer_rank.py"
 JOB_TIMEOUT_S = 400.0
-# A rank has one core's worth of threads, whatever computes in it.
+# One thread per rank, for all libraries.
 THREADS = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
@@ -38,9 +38,9 @@ THREADS = {
 }
 LAST_LINES = 12
 
-# What, where, way, repetition, seconds of the job; ``found`` by figure, or the ``error``.
+# what, where, way, repetition, job_s, and found (results by figure) or error.
 Entry = dict[str, Any]
-# The cluster, and what programs are to have in their environment there.
+# The cluster, and the environment for its programs.
 Shaped = tuple[Any, Mapping[str, str | None]]
 
 
@@ -51,14 +51,14 @@ def run_plan(
     hosts: int,
     say: Callable[[str], None],
 ) -> list[Entry]:
-    """What each job found, or how it failed.
+    """Run all jobs and return their results or errors.
 
     Args:
-        plan: The jobs; the cluster is there for those that need it.
-        rate: Of the cluster's links, as tc writes it.
-        queue_ms: Before each link.
-        hosts: Of the cluster.
-        say: Is told what goes on.
+        plan: The jobs.
+        rate: Speed of the cluster's links, as for tc.
+        queue_ms: Queue of each link.
+        hosts: Number of hosts of the cluster.
+        say: Prints progress.
     """
     entries: list[Entry] = []
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def _run(task: Task, folder: Path, cluster: Shaped | None) -> Entry:
         "way": task.way.name,
         "repetition": task.repetition,
     }
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         if task.where == "cluster":
             assert cluster is not None
@@ -92,41 +92,41 @@ def _run(task: Task, folder: Path, cluster: Shaped | None) -> Entry:
             ranks = task.ranks
             done, result = _on_host(task, folder)
     except TimeoutError as error:
-        # Of the cluster; on this host the end of a job tells.
+        # Raised on the cluster; on this host ``timed_out`` is set.
         return entry | {"error": _last_lines(str(error))}
-    entry["job_s"] = time.monotonic() - begun_s
+    entry["job_s"] = time.monotonic() - start_s
     if done.returncode or not result.exists():
-        how = "timed out" if done.timed_out else f"exit code {done.returncode}"
-        entry["error"] = f"{how}\n{_last_lines(done.stdout + done.stderr)}"
+        reason = "timed out" if done.timed_out else f"exit code {done.returncode}"
+        entry["error"] = f"{reason}\n{_last_lines(done.stdout + done.stderr)}"
     else:
-        found = json.loads(result.read_text())
+        results = json.loads(result.read_text())
         result.unlink()
-        entry["versions"] = found.pop("versions", {})
+        entry["versions"] = results.pop("versions", {})
         try:
-            entry["found"] = read_found(found, begun_s, ranks)
+            entry["found"] = parse_results(results, start_s, ranks)
         except ValueError as error:
             entry["error"] = str(error)
     return entry
 
 
-def read_found(found: Mapping[str, Any], begun_s: float, ranks: int) -> dict[str, float]:
-    """Figures by name: seconds from the command on in place of moments, and of a loss what counts.
+def parse_results(results: Mapping[str, Any], start_s: float, ranks: int) -> dict[str, float]:
+    """Return figures by name, with durations since the command instead of times.
 
     Args:
-        found: What a rank wrote, or ``hvdtrain bench recovery``.
-        begun_s: When the command was given, by the clock that ranks on this machine have, too.
-        ranks: So many were started.
+        results: Results of a rank or of ``hvdtrain bench recovery``.
+        start_s: Time of the command on the machine's monotonic clock.
+        ranks: Number of started ranks.
 
     Raises:
-        ValueError: They did not find each other: each worked alone.
+        ValueError: The ranks did not find each other.
     """
-    if "losses" in found:
-        return {"kill_to_next_step_s": found["losses"][0]["next_step_s"]}
-    figures = dict(found)
-    if (met := figures.pop("ranks")) != ranks:
-        raise ValueError(f"rank 0 was one of {met}, and {ranks} had been started")
+    if "losses" in results:
+        return {"kill_to_next_step_s": results["losses"][0]["next_step_s"]}
+    figures = dict(results)
+    if (size := figures.pop("ranks")) != ranks:
+        raise ValueError(f"expected {ranks} ranks, got {size}")
     if "first_step_at_s" in figures:
-        figures["first_step_s"] = figures.pop("first_step_at_s") - begun_s
+        figures["first_step_s"] = figures.pop("first_step_at_s") - start_s
     return figures
 
 
@@ -154,7 +154,7 @@ def _on_cluster(
     program = [str(PROGRAM), _job_text(task, result)]
     python = python_of(task.way, Path(sys.executable), folder_of)
     argv, changes = command_on_cluster(task.way, cluster.hosts, program, python)
-    # horovodrun --gloo looks on its own host for the interface that all others have.
+    # horovodrun --gloo looks for the common network interface on its own host.
     host = cluster.hosts[0] if "--gloo" in task.way.flags else None
     done = cluster.run(argv, host=host, env={**environ, **changes}, timeout_s=JOB_TIMEOUT_S)
     return done, result

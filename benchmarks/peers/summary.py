@@ -1,4 +1,4 @@
-"""Medians and spreads of what jobs found, as tables in Markdown."""
+"""Medians and ranges of the results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from peers.ways import MEASURES, NOT_MEASURED, ON_CLUSTER, Way
 __all__ = ["collect", "report", "show_values", "table"]
 
 Show = Callable[[float], str]
-# Values of all repetitions, by way and figure.
+# Values of all repetitions, by candidate and figure.
 Values = dict[str, dict[str, list[float]]]
 
 TITLES = {
     "allreduce": "Allreduce of float32, by size",
-    "training": "Training, samples a second by the clock around `fit` or the loop",
+    "training": "Training, samples per second by the clock around `fit` or the loop",
     "startup": "From the command to the end of the first step",
-    "memory": "Memory of rank 0 at its peak, LeNet",
+    "memory": "Peak memory of rank 0, LeNet",
     "recovery": "From the kill of a rank to the end of the next step, LeNet",
 }
 NOTES = {
-    "allreduce": "hvdtrain, MPI and torch add up arrays in their memory; MPI gets a call for each "
-    "array; Horovod, hvdtrain.tensorflow and the ring add up tensors of TensorFlow.",
-    "training": "Efficiency is that over the same number of single processes of the same "
-    "framework, each with one thread. Keras trains by `fit`, with its metrics; Horovod in a loop "
-    "over a tf.function; torch in a loop over the same layers written in torch. On four hosts "
-    "TensorFlow has two threads for operations beside each other, and one elsewhere.",
-    "startup": "A model that computes next to nothing; imports, tracing and all else included.",
-    "memory": "The largest resident set (VmHWM), memory that ranks share included.",
-    "recovery": "With a restart all ranks begin anew, without a checkpoint here.",
+    "allreduce": "hvdtrain, MPI and torch add up arrays in their memory, MPI with one call per "
+    "array; Horovod, hvdtrain.tensorflow and the ring add up TensorFlow tensors.",
+    "training": "Efficiency is relative to the same number of independent processes of the same "
+    "framework, each with one thread. Keras trains with `fit` and metrics; Horovod in a loop over "
+    "a tf.function; torch in a loop over the same layers in torch. TensorFlow has two inter-op "
+    "threads on four hosts, and one elsewhere.",
+    "startup": "A tiny model, including imports and tracing.",
+    "memory": "The peak resident set (VmHWM), including memory shared by ranks.",
+    "recovery": "A restart starts all ranks again, here without a checkpoint.",
 }
 MODELS = {
     "lenet": "LeNet, batch 64",
@@ -44,7 +44,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Of a table: the figure's name in what was found, what stands above it, how it is written."""
+    """A table column: figure, heading and format."""
 
     figure: str
     head: str
@@ -52,49 +52,49 @@ class Column:
 
 
 def collect(entries: Sequence[Mapping[str, Any]], what: str, where: str) -> Values:
-    """The values of one measure, in the order of the repetitions."""
+    """Return the values of one measure, in the order of the repetitions."""
     values: Values = {}
     for entry in entries:
         if (entry["what"], entry["where"]) == (what, where):
-            of_way = values.setdefault(entry["way"], {})
+            figures = values.setdefault(entry["way"], {})
             for figure, value in entry.get("found", {}).items():
-                of_way.setdefault(figure, []).append(value)
+                figures.setdefault(figure, []).append(value)
     return values
 
 
 def show_values(values: Sequence[float], show: Show) -> str:
-    """The median, and from the least to the most where they differ."""
+    """Format the median, and the range if values differ."""
     if not values:
         return ""
-    middle, least, most = (show(value) for value in (median(values), min(values), max(values)))
-    return middle if least == most else f"{middle} ({least} to {most})"
+    middle, lowest, highest = (show(value) for value in (median(values), min(values), max(values)))
+    return middle if lowest == highest else f"{middle} ({lowest} to {highest})"
 
 
 def table(labels: Mapping[str, str], values: Values, columns: Sequence[Column]) -> str:
-    """A row for each way that ran; one whose jobs all failed says so."""
-    rows = ["| way | " + " | ".join(column.head for column in columns) + " |"]
+    """Return a table with a row for each candidate, also if all of its jobs failed."""
+    rows = ["| candidate | " + " | ".join(column.head for column in columns) + " |"]
     rows.append("|---" * (len(columns) + 1) + "|")
-    for way, found in values.items():
-        cells = [show_values(found.get(column.figure, []), column.show) for column in columns]
-        if not found:
+    for way, figures in values.items():
+        cells = [show_values(figures.get(column.figure, []), column.show) for column in columns]
+        if not figures:
             cells[0] = "failed"
         rows.append(f"| {labels[way]} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def with_efficiency(values: Values, ways: Mapping[str, Way], ranks: int) -> Values:
-    """The same with the efficiency of each model in percent, of ways that are compared with one.
+    """Add the efficiency of each model in percent.
 
-    Of each repetition, held against the median of the single processes.
+    It is relative to the median of the candidate's single processes.
     """
-    result = {name: dict(found) for name, found in values.items()}
-    for name, found in values.items():
+    result = {name: dict(figures) for name, figures in values.items()}
+    for name, figures in values.items():
         single = values.get(ways[name].alone, {})
-        for figure, speeds in found.items():
+        for figure, speeds in figures.items():
             model, _, unit = figure.partition(" ")
             if unit == "samples_per_s" and single.get(figure):
-                most = ranks * median(single[figure])
-                result[name][f"{model} percent"] = [100 * speed / most for speed in speeds]
+                limit = ranks * median(single[figure])
+                result[name][f"{model} percent"] = [100 * speed / limit for speed in speeds]
     return result
 
 
@@ -102,23 +102,23 @@ def report(
     whats: Sequence[str],
     wheres: Sequence[str],
     ways: Mapping[str, Way],
-    not_there: Mapping[str, str],
+    unavailable: Mapping[str, str],
     entries: Sequence[Mapping[str, Any]],
     sizes: Sizes,
     ranks: int,
     links: str,
 ) -> str:
-    """All tables, each with what is not in it and why.
+    """Return all tables, with notes about missing candidates.
 
     Args:
-        whats: Measures.
-        wheres: Of ``host`` and ``cluster``.
-        ways: Those that ran.
-        not_there: Why others did not.
-        entries: What all jobs found.
-        sizes: How much they measured.
-        ranks: On this host.
-        links: Of the cluster, in words.
+        whats: Names of measures.
+        wheres: ``host``, ``cluster`` or both.
+        ways: Candidates that ran.
+        unavailable: Reasons of missing candidates.
+        entries: Results of all jobs.
+        sizes: Sizes of the measurements.
+        ranks: Number of ranks on this host.
+        links: Description of the cluster.
     """
     labels = {name: _label(way, entries) for name, way in ways.items()}
     parts = []
@@ -132,10 +132,10 @@ def report(
                 values = with_efficiency(values, ways, ranks)
             place = f"{ranks} ranks on one host" if where == "host" else links
             columns = columns_of(what, sizes)
-            # On the cluster there is not all of it.
-            there = [one for one in columns if any(one.figure in row for row in values.values())]
-            shown = table(labels, values, there or columns[:1])
-            missing = [not_there[name] for name in MEASURES[what] if name in not_there]
+            # The cluster measures some of the figures.
+            present = [c for c in columns if any(c.figure in row for row in values.values())]
+            shown = table(labels, values, present or columns[:1])
+            missing = [unavailable[name] for name in MEASURES[what] if name in unavailable]
             missing += NOT_MEASURED.get(what, ())
             notes = [NOTES[what], *(f"Not measured: {reason}" for reason in missing)]
             lines = "\n".join(f"- {note}" for note in notes)
@@ -144,7 +144,7 @@ def report(
 
 
 def columns_of(what: str, sizes: Sizes) -> list[Column]:
-    """What stands in the table of a measure."""
+    """Return the columns of a measure's table."""
     if what == "allreduce":
         return [Column(figure=name, head=name, show=format_seconds) for name in sizes.cases]
     if what == "startup":
@@ -167,7 +167,7 @@ def _mebibytes(nbytes: float) -> str:
 
 
 def _label(way: Way, entries: Sequence[Mapping[str, Any]]) -> str:
-    """A way's label, with the versions that its ranks told."""
+    """Return a candidate's label with the versions of its libraries."""
     for entry in entries:
         if entry["way"] == way.name and entry.get("versions"):
             names = ", ".join(f"{name} {text}" for name, text in entry["versions"].items())

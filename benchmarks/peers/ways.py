@@ -1,4 +1,4 @@
-"""The ways that are compared, and which of them this machine has."""
+"""The candidates of the comparison, called ways."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ HOROVOD = "horovod-optimised"
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to do what is measured.
+    """A candidate.
 
     Attributes:
-        name: As ``--ways`` and JSON have it.
-        label: As tables have it.
-        launcher: What starts its ranks; ``alone`` for one process.
-        library: What ranks call, as the modules of ``ranks`` know it.
-        environment: Of ``tests.environments``; empty for the one that hvdtrain is in.
-        flags: Of the launcher.
-        alone: The name of the way that trains in one process of the same framework.
+        name: Name in ``--ways`` and JSON.
+        label: Name in tables.
+        launcher: Launcher of its ranks; ``alone`` for one process.
+        library: Library of its ranks, as named in the modules of ``ranks``.
+        environment: Environment of ``tests.environments``; empty for hvdtrain's own.
+        flags: Flags of the launcher.
+        alone: Name of the candidate with one process of the same framework.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _ways() -> dict[str, Way]:
         ),
         Way(
             name="elastic",
-            label="hvdtrain run --elastic: the other rank goes on",
+            label="hvdtrain run --elastic: the other rank continues",
             launcher="alone",
             library="bench",
         ),
@@ -127,7 +127,7 @@ def _ways() -> dict[str, Way]:
 WAYS: Mapping[str, Way] = _ways()
 _TOGETHER = ("hvdtrain", "horovod-mpi", "horovod-gloo", "torch")
 _TRAINING = ("hvdtrain", "ring", *_TOGETHER[1:], "keras", "horovods-tensorflow", "torch-alone")
-# Which ways each measure compares.
+# Candidates of each measure.
 MEASURES: Mapping[str, tuple[str, ...]] = {
     "allreduce": ("hvdtrain", "hvdtrain-tensors", "ring", "mpi", *_TOGETHER[1:]),
     "training": _TRAINING,
@@ -135,12 +135,12 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "memory": _TRAINING,
     "recovery": ("elastic", "restart", "torch-restart"),
 }
-# Which are compared on the cluster as well.
+# Measures that also run on the cluster.
 ON_CLUSTER = ("allreduce", "training")
-# What is not compared, and why.
+# Missing comparisons with the reason.
 NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
     "recovery": (
-        "Horovod's elastic mode: it takes the whole host out with a worker that died, so on one "
+        "Horovod's elastic mode: it removes the whole host of a dead worker, so on one "
         "host its job ends (horovod/runner/elastic/registration.py, `_on_workers_recorded`).",
     ),
 }
@@ -149,20 +149,20 @@ NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
 def find_ways(
     names: list[str], missing: Callable[[str], str | None]
 ) -> tuple[dict[str, Way], dict[str, str]]:
-    """Divide ways into those that can be measured, and the others with how to get them.
+    """Return the available candidates, and the reasons of the unavailable ones.
 
     Args:
-        names: Of ``WAYS``.
-        missing: Returns why an environment of the tests can't be used; None where it can.
+        names: Names of ``WAYS``.
+        missing: Returns the reason why an environment is unavailable, or None.
     """
-    found: dict[str, Way] = {}
-    not_there: dict[str, str] = {}
+    available: dict[str, Way] = {}
+    unavailable: dict[str, str] = {}
     for name in names:
         way = WAYS[name]
         reason = missing(way.environment) if way.environment else None
         if reason is None:
-            found[name] = way
+            available[name] = way
         else:
-            how = f"make environments NAMES={way.environment}"
-            not_there[name] = f"{way.label}: {reason.partition(';')[0]}; get it with: {how}"
-    return found, not_there
+            command = f"make environments NAMES={way.environment}"
+            unavailable[name] = f"{way.label}: {reason.partition(';')[0]}; install it: {command}"
+    return available, unavailable

@@ -1,4 +1,4 @@
-"""Which ways are compared with hvdtrain, how their jobs are started, and what tables show."""
+"""Candidates, commands, plans and tables of the comparison with peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from peers.commands import command_on_cluster, command_on_host, python_of
 from peers.plan import full_sizes, make_plan, quick_sizes
-from peers.running import read_found
+from peers.running import parse_results
 from peers.summary import Column, collect, report, show_values, table, with_efficiency
 from peers.ways import MEASURES, WAYS, find_ways
 
@@ -17,19 +17,19 @@ MPIRUN = Mpirun(path=Path("/own/bin/mpirun"), family="openmpi5")
 PYTHON = Path("/own/bin/python")
 
 
-def test_every_measure_and_every_single_process_names_a_way() -> None:
+def test_measures_name_existing_candidates() -> None:
     named = {name for names in MEASURES.values() for name in names}
     assert named == set(WAYS)
     assert {way.alone for way in WAYS.values()} - {""} <= set(WAYS)
 
 
-def test_what_is_not_there_is_named_with_how_to_get_it() -> None:
-    found, not_there = find_ways(
-        ["mpi", "torch"], lambda name: f"there is no /x/{name}; make it with: something long"
+def test_unavailable_candidates_are_listed_with_the_remedy() -> None:
+    available, unavailable = find_ways(
+        ["mpi", "torch"], lambda name: f"/x/{name} does not exist; run: a long command"
     )
-    assert list(found) == ["mpi"]
-    assert not_there["torch"].endswith(
-        "there is no /x/torch; get it with: make environments NAMES=torch"
+    assert list(available) == ["mpi"]
+    assert unavailable["torch"].endswith(
+        "/x/torch does not exist; install it: make environments NAMES=torch"
     )
 
 
@@ -74,7 +74,7 @@ def test_commands_on_the_cluster(name: str, program: str, end: str) -> None:
     assert environ["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
 
 
-def test_ways_take_turns() -> None:
+def test_candidates_take_turns() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "mpi")}
     plan = make_plan(["allreduce"], ["host", "cluster"], ways, 2, quick_sizes())
     order = [(task.where, task.repetition, task.way.name) for task in plan]
@@ -86,7 +86,7 @@ def test_ways_take_turns() -> None:
     ]
 
 
-def test_memory_is_that_of_the_jobs_that_train() -> None:
+def test_training_jobs_measure_memory() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "torch")}
     both = make_plan(["training", "memory"], ["host"], ways, 1, full_sizes())
     assert [list(task.job["models"]) for task in both] == [
@@ -100,7 +100,7 @@ def test_memory_is_that_of_the_jobs_that_train() -> None:
     ]
 
 
-def test_what_trains_alone_is_not_on_the_cluster() -> None:
+def test_single_processes_do_not_run_on_the_cluster() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "keras")}
     plan = make_plan(["training", "startup"], ["cluster"], ways, 1, full_sizes())
     assert [(task.what, task.way.name, list(task.job["models"])) for task in plan] == [
@@ -108,7 +108,7 @@ def test_what_trains_alone_is_not_on_the_cluster() -> None:
     ]
 
 
-def test_one_process_is_one_rank() -> None:
+def test_a_single_process_has_one_rank() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "keras")}
     assert [task.ranks for task in make_plan(["training"], ["host"], ways, 1, quick_sizes())] == [
         2,
@@ -116,29 +116,29 @@ def test_one_process_is_one_rank() -> None:
     ]
 
 
-def test_moments_become_seconds_from_the_command_on() -> None:
-    told = {"first_step_at_s": 12.5, "x": 1.0, "ranks": 2}
-    assert read_found(told, 10.0, 2) == {"first_step_s": 2.5, "x": 1.0}
+def test_times_become_durations_since_the_command() -> None:
+    results = {"first_step_at_s": 12.5, "x": 1.0, "ranks": 2}
+    assert parse_results(results, 10.0, 2) == {"first_step_s": 2.5, "x": 1.0}
     losses = {"benchmark": "recovery", "losses": [{"next_step_s": 0.5}, {"next_step_s": 9.0}]}
-    assert read_found(losses, 10.0, 2) == {"kill_to_next_step_s": 0.5}
+    assert parse_results(losses, 10.0, 2) == {"kill_to_next_step_s": 0.5}
 
 
-def test_ranks_that_each_worked_alone_have_no_figures() -> None:
-    with pytest.raises(ValueError, match="rank 0 was one of 1, and 4 had been started"):
-        read_found({"x": 1.0, "ranks": 1}, 10.0, 4)
+def test_ranks_that_did_not_find_each_other_are_an_error() -> None:
+    with pytest.raises(ValueError, match="expected 4 ranks, got 1"):
+        parse_results({"x": 1.0, "ranks": 1}, 10.0, 4)
 
 
-def entry(way: str, **found: float) -> dict[str, object]:
-    return {"what": "training", "where": "host", "way": way, "found": found}
+def entry(way: str, **figures: float) -> dict[str, object]:
+    return {"what": "training", "where": "host", "way": way, "found": figures}
 
 
-def test_medians_and_spreads() -> None:
+def test_medians_and_ranges() -> None:
     assert show_values([3.0, 1.0, 2.5], "{:.1f} s".format) == "2.5 s (1.0 s to 3.0 s)"
     assert show_values([2.0], "{:.0f}".format) == "2"
     assert show_values([], "{:.0f}".format) == ""
 
 
-def test_a_table_has_a_row_for_each_way_and_says_who_failed() -> None:
+def test_a_table_has_a_row_for_each_candidate() -> None:
     entries = [
         entry("a", x=1.0),
         {"what": "training", "where": "host", "way": "b", "error": "exit code 1"},
@@ -152,7 +152,7 @@ def test_a_table_has_a_row_for_each_way_and_says_who_failed() -> None:
     ]
     labels = {"a": "A", "b": "B", "c": "C"}
     assert table(labels, collect(entries, "training", "host"), columns).splitlines() == [
-        "| way | of x | of y |",
+        "| candidate | of x | of y |",
         "|---|---|---|",
         "| A | 2 (1 to 3) |  |",
         "| B | failed |  |",
@@ -160,22 +160,22 @@ def test_a_table_has_a_row_for_each_way_and_says_who_failed() -> None:
     ]
 
 
-def test_efficiency_is_held_against_a_process_of_the_same_framework() -> None:
+def test_efficiency_is_relative_to_a_process_of_the_same_framework() -> None:
     speed = "lenet samples_per_s"
     values = {
         "hvdtrain": {speed: [150.0, 180.0]},
         "torch": {speed: [90.0]},
         "keras": {speed: [80.0, 100.0, 120.0]},
     }
-    found = with_efficiency(values, WAYS, 2)
-    assert found["hvdtrain"]["lenet percent"] == [75.0, 90.0]
-    # Of torch no single process was measured.
-    assert "lenet percent" not in found["torch"]
-    assert "lenet percent" not in found["keras"]
+    result = with_efficiency(values, WAYS, 2)
+    assert result["hvdtrain"]["lenet percent"] == [75.0, 90.0]
+    # No single process of torch was measured.
+    assert "lenet percent" not in result["torch"]
+    assert "lenet percent" not in result["keras"]
 
 
-def test_the_report_names_what_is_not_in_it() -> None:
-    ways, not_there = find_ways(["elastic", "torch-restart"], lambda name: "there is none")
+def test_the_report_lists_missing_candidates() -> None:
+    ways, unavailable = find_ways(["elastic", "torch-restart"], lambda name: "not installed")
     entries = [
         {
             "what": "recovery",
@@ -185,8 +185,8 @@ def test_the_report_names_what_is_not_in_it() -> None:
             "found": {"kill_to_next_step_s": 0.5},
         }
     ]
-    text = report(["recovery"], ["host"], ways, not_there, entries, quick_sizes(), 2, "")
+    text = report(["recovery"], ["host"], ways, unavailable, entries, quick_sizes(), 2, "")
     assert "LeNet: 2 ranks on one host" in text.splitlines()[0]
-    assert "| hvdtrain run --elastic: the other rank goes on (keras 3) | 0.50 |" in text
-    assert "- Not measured: torchrun --max-restarts 1 (another framework): there is none;" in text
+    assert "| hvdtrain run --elastic: the other rank continues (keras 3) | 0.50 |" in text
+    assert "- Not measured: torchrun --max-restarts 1 (another framework): not installed;" in text
     assert "- Not measured: Horovod's elastic mode: " in text

@@ -1,4 +1,4 @@
-"""What ranks do: a module for each program, whose ``measure`` gives the first rank's findings.
+"""Programs of the ranks; ``measure`` of each module returns the results on rank 0.
 
-Each runs in the environment of the library that it measures, so that they import it when called.
+Each runs in the environment of its library, and imports the library when it is called.
 """

@@ -1,4 +1,4 @@
-"""Seconds of an allreduce by size and number of arrays, in one library."""
+"""Allreduce by size and number of arrays, with one library."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ CALL_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks as a library knows them.
+    """The ranks of a library.
 
     Attributes:
-        rank: This one.
-        ranks: How many there are.
-        reducer: Makes, for arrays, the call that adds them up over all ranks, and returns when
-            that is done.
+        rank: This rank.
+        ranks: Number of ranks.
+        reducer: Returns a blocking function that sums the given arrays over all ranks.
         barrier: Waits for all ranks.
-        leave: Called in the end.
+        leave: Called at the end.
     """
 
     rank: int
@@ -40,17 +39,17 @@ class Group:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
-    """The median of some runs for each case, by its name."""
+    """Return the median seconds of each case by its name."""
     library = job["library"]
     group = GROUPS[library](job)
-    found: dict[str, Any] = {"ranks": group.ranks}
+    results: dict[str, Any] = {"ranks": group.ranks}
     for name, (nbytes, count) in job["cases"].items():
         call = group.reducer(arrays_of(nbytes, group.rank, count))
         times: dict[str, dict[int, list[float]]] = {}
         time_ways({library: call}, nbytes, job["runs"], group.barrier, times)
-        found[name] = median(times[library][nbytes])
+        results[name] = median(times[library][nbytes])
     group.leave()
-    return found if group.rank == 0 else None
+    return results if group.rank == 0 else None
 
 
 def _of_hvdtrain(job: dict[str, Any]) -> Group:
@@ -90,7 +89,7 @@ def _of_ring(job: dict[str, Any]) -> Group:
         def reduce() -> tf.Tensor:
             return tf.stack([total[0] for total in devices.allreduce(tensors, "sum", name="all")])
 
-        # These are on the host only when all is done.
+        # Reading the values waits for the reduction.
         return lambda: reduce().numpy()
 
     return Group(
@@ -121,7 +120,7 @@ def _of_mpi(job: dict[str, Any]) -> Group:
 
 
 def _of_names(module: str) -> Callable[[dict[str, Any]], Group]:
-    """Of Horovod, and of what has its names."""
+    """Return the group of Horovod, or of a module with its API."""
 
     def make(job: dict[str, Any]) -> Group:
         import tensorflow as tf
@@ -150,7 +149,7 @@ def _of_torch(job: dict[str, Any]) -> Group:
     rank, ranks = join(job)
 
     def reducer(arrays: Arrays) -> Callable[[], object]:
-        # It adds up in place; sums of zeros stay what they are however often.
+        # Sums are in place; zeros stay zeros in repeated calls.
         tensors = [torch.from_numpy(np.zeros_like(array)) for array in arrays]
 
         def call() -> None:

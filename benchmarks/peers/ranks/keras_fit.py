@@ -1,4 +1,4 @@
-"""Training by Keras' ``fit``: in one process, with hvdtrain, and with its ring of TensorFlow."""
+"""Training with Keras' ``fit``: in one process, with hvdtrain, or with TensorFlow's ring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["measure"]
 
 
 class _Steps(keras.callbacks.Callback):
-    """Tells a clock of each step."""
+    """A callback that counts steps in a clock."""
 
     def __init__(self, clock: StepClock) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class _Steps(keras.callbacks.Callback):
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Samples a second by the clock around ``fit``, and memory; after some steps that trace."""
+    """Measure samples per second of ``fit`` and memory, after a warm-up."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(job.get("inter_op_threads", 1))
     rank, size = 0, 1
-    together = job["library"] != "keras"
-    if together:
+    distributed = job["library"] != "keras"
+    if distributed:
         if job["library"] == "ring":
             os.environ["HVDTRAIN_BACKEND"] = "nccl"
         import hvdtrain
@@ -41,16 +41,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         rank, size = hvdtrain.rank(), hvdtrain.size()
     clock = StepClock(rank, job)
     versions = {"tensorflow": tf.__version__, "keras": keras.version()}
-    found: dict[str, Any] = {"versions": versions, "ranks": size}
+    results: dict[str, Any] = {"versions": versions, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         model = build_model(name)
-        if together:
+        if distributed:
             hvdtrain.distribute(model)
         x, y = synthetic_data(model, batch * steps * size)
         warm_up = batch * job["warmup_steps"] * size
-        given = {"batch_size": batch, "verbose": 0}
-        model.fit(x[:warm_up], y[:warm_up], callbacks=[_Steps(clock)], **given)
-        begun_s = time.perf_counter()
-        model.fit(x, y, **given)
-        found |= figures_of(name, len(x), time.perf_counter() - begun_s)
-    return {**found, **clock.figures()} if rank == 0 else None
+        arguments = {"batch_size": batch, "verbose": 0}
+        model.fit(x[:warm_up], y[:warm_up], callbacks=[_Steps(clock)], **arguments)
+        start_s = time.perf_counter()
+        model.fit(x, y, **arguments)
+        results |= figures_of(name, len(x), time.perf_counter() - start_s)
+    return {**results, **clock.figures()} if rank == 0 else None

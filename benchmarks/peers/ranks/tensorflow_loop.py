@@ -1,4 +1,4 @@
-"""Training by a loop over a ``tf.function``, as Horovod's guides have it; with it, or alone."""
+"""Training with a loop over a ``tf.function``, as in Horovod's guides, or in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Samples a second by the clock around the loop, and memory; after some steps that trace."""
+    """Measure samples per second of the loop and memory, after a warm-up."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(job.get("inter_op_threads", 1))
     hvd: Any = None
@@ -29,25 +29,25 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         rank, size = hvd.rank(), hvd.size()
         versions["horovod"] = importlib.metadata.version("horovod")
     clock = StepClock(rank, job)
-    found: dict[str, Any] = {"versions": versions, "ranks": size}
+    results: dict[str, Any] = {"versions": versions, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         training = _Training(name, hvd)
         whole = synthetic_data(training.model, batch * steps * size)
         x, y = (array[rank::size] for array in whole)
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).prefetch(1)
         training.run(data.take(job["warmup_steps"]), clock)
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         training.run(data)
-        found |= figures_of(name, batch * steps * size, time.perf_counter() - begun_s)
-    return {**found, **clock.figures()} if rank == 0 else None
+        results |= figures_of(name, batch * steps * size, time.perf_counter() - start_s)
+    return {**results, **clock.figures()} if rank == 0 else None
 
 
 class _Training:
-    """A model, and its step.
+    """A model and its training step.
 
     Args:
-        name: Of the model.
-        hvd: ``horovod.tensorflow``; None for a process that trains alone.
+        name: Name of the model.
+        hvd: ``horovod.tensorflow``, or None in one process.
     """
 
     def __init__(self, name: str, hvd: Any) -> None:
@@ -58,7 +58,7 @@ class _Training:
         self._step = tf.function(self._compute)
 
     def run(self, data: tf.data.Dataset, clock: StepClock | None = None) -> None:
-        """Train on batches; a clock is told of each, and ranks begin with the same weights."""
+        """Train on batches, count them in ``clock``, and broadcast the initial weights."""
         for number, (x, y) in enumerate(data):
             loss = self._step(x, y)
             if clock is not None:

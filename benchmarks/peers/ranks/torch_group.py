@@ -1,4 +1,4 @@
-"""The ranks of a job as ``torch.distributed`` knows them, over Gloo."""
+"""Initialization of ``torch.distributed`` with Gloo."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["join"]
 
 
 def join(job: dict[str, Any]) -> tuple[int, int]:
-    """This rank and how many there are; 0 and 1 in a process that trains alone, without a group."""
+    """Join the process group and return rank and size; 0 and 1 in one process."""
     if "RANK" in os.environ:
-        # torchrun says how they meet.
+        # Started by torchrun.
         distributed.init_process_group("gloo")
     elif "OMPI_COMM_WORLD_SIZE" in os.environ:
-        # Started by mpirun; the ranks meet in a file that they share.
+        # Started by mpirun: ranks find each other through a shared file.
         distributed.init_process_group(
             "gloo",
             init_method=Path(job["result"]).with_suffix(".meeting").as_uri(),

@@ -1,4 +1,4 @@
-"""Training by a loop in PyTorch: one process, or DistributedDataParallel over Gloo."""
+"""Training with a PyTorch loop: one process, or DistributedDataParallel with Gloo."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ CLASSES = 10
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Samples a second by the clock around the loop, and memory; after some steps."""
+    """Measure samples per second of the loop and memory, after a warm-up."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     rank, size = join(job)
     clock = StepClock(rank, job)
-    found: dict[str, Any] = {"versions": {"torch": torch.__version__}, "ranks": size}
+    results: dict[str, Any] = {"versions": {"torch": torch.__version__}, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         make, shape = MODELS[name]
         torch.manual_seed(SEED)
         model = make()
         if size > 1:
             model = nn.parallel.DistributedDataParallel(model)
-        chance = np.random.default_rng(SEED)
-        x = torch.from_numpy(chance.random((batch * steps, *shape), np.float32))
-        y = torch.from_numpy(chance.integers(0, CLASSES, len(x)))
+        generator = np.random.default_rng(SEED)
+        x = torch.from_numpy(generator.random((batch * steps, *shape), np.float32))
+        y = torch.from_numpy(generator.integers(0, CLASSES, len(x)))
         optimizer = torch.optim.SGD(model.parameters(), 0.001)
         _run(model, optimizer, x, y, batch, job["warmup_steps"], clock.step_ended)
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         _run(model, optimizer, x, y, batch, steps, lambda: None)
-        found |= figures_of(name, len(x) * size, time.perf_counter() - begun_s)
+        results |= figures_of(name, len(x) * size, time.perf_counter() - start_s)
     if size > 1:
         distributed.destroy_process_group()
-    return {**found, **clock.figures()} if rank == 0 else None
+    return {**results, **clock.figures()} if rank == 0 else None
 
 
 def _run(
@@ -82,7 +82,7 @@ def _small() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
-# Those of hvdtrain.bench.models that have few layers, and the shape of a sample.
+# The small models of hvdtrain.bench.models, with the shape of a sample.
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lenet": (_lenet, (1, 28, 28)),
     "mlp": (_mlp, (784,)),
