@@ -112,7 +112,7 @@ def _set_up_devices(
     if topology.size > 1:
         _check_compression(choice, settings)
         if collectives.bucket_bytes and device_collectives is None:
-            devices.compute_beside_buckets()
+            devices.reserve_thread_for_buckets()
         if topology.is_chief:
             _log_choice(choice, collectives, settings)
             if settings.compression != "none" and max(hosts) == 0:

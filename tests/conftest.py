@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,14 @@ def log() -> Iterator[None]:
     configure_log("info")
     yield
     LOGGER.handlers.clear()
+
+
+@pytest.fixture(params=["eager", "graph"])
+def in_mode(request) -> Callable[..., Any]:
+    """A function that returns its argument as it is or as a ``tf.function``."""
+    import tensorflow as tf
+
+    return tf.function if request.param == "graph" else lambda function: function
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def allreduce(
     by ``prescale``, and what comes out by ``postscale``; for ``before`` and ``after`` see
     ``DeviceCollectives.allreduce``. Otherwise ``on_host`` gets arrays, and does all of this itself.
     """
-    if on_devices is None or op == "adasum" or not on_devices.takes(tensors):
+    if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
     results: list[Any] = list(tensors)
     for places in by_type(tensors):

@@ -186,7 +186,7 @@ class GradientReducer:
         found, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
         if found is None and on_devices is not None:
-            return on_devices.error_behind(error)
+            return on_devices.cause_of(error)
         return found
 
     @contextmanager

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError
-from hvdtrain.tensorflow.variable_names import counted_anew
+from hvdtrain.tensorflow.variable_names import renumbered
 
 __all__ = ["Signature", "Signatures"]
 
@@ -35,7 +35,7 @@ class Signature:
     @classmethod
     def of(cls, names: Sequence[str], gradients: Sequence[Any]) -> Signature:
         """Describe gradients: tensors, ``tf.IndexedSlices`` or None."""
-        return cls(tuple(counted_anew(names)), tuple(map(_kind_of, gradients)))
+        return cls(tuple(renumbered(names)), tuple(map(_kind_of, gradients)))
 
     @property
     def lacking(self) -> str:

@@ -1,5 +1,4 @@
-"""Horovod's API, made of the same reducer as ``hvdtrain.distribute``.
+"""Horovod's API on top of the gradient reducer of ``hvdtrain.distribute``.
 
-Scripts find it under Horovod's own paths: ``hvdtrain.tensorflow``, ``hvdtrain.tensorflow.keras``
-and ``hvdtrain.keras``.
+Scripts import it as ``hvdtrain.tensorflow``, ``hvdtrain.tensorflow.keras`` or ``hvdtrain.keras``.
 """

@@ -1,4 +1,4 @@
-"""Variables and Python objects between ranks, under Horovod's names."""
+"""Horovod's functions that broadcast and gather variables and Python objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.exchange_ops import broadcast
+from hvdtrain.horovod.collective_ops import broadcast
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 from hvdtrain.tensorflow.variable_names import variable_label
@@ -30,16 +30,16 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Give every rank the values that ``root_rank`` has; in a tf.function or a graph, too.
+    """Assign the values of ``root_rank`` to the variables of every rank.
 
     Args:
-        variables: The same on every rank.
-        root_rank: Whose values they get.
-        process_set: The ranks that take part; all of them if not given.
-        inplace: Has no effect.
+        variables: Variables, the same on every rank.
+        root_rank: Rank whose values are assigned.
+        process_set: Participating ranks; default all.
+        inplace: Ignored.
 
     Returns:
-        In a graph what does it, for a session to run; None where it is done.
+        In a graph, the operation that assigns the values; None in eager execution.
 
     Raises:
         MismatchError: Shapes or types differ between ranks.
@@ -48,9 +48,8 @@ def broadcast_variables(
     check_mode("tensorflow.broadcast_variables", gradients=False)
     assigned = []
     for variable in variables:
-        name = variable_label(variable)
-        given = broadcast(variable, root_rank, name, process_set=process_set)
-        assigned.append(variable.assign(given))
+        value = broadcast(variable, root_rank, variable_label(variable), process_set=process_set)
+        assigned.append(variable.assign(value))
     return None if tf.executing_eagerly() else tf.group(assigned)
 
 
@@ -61,18 +60,18 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every rank an object of ``root_rank``; it travels by pickle.
+    """Return the object of ``root_rank`` on every rank; it is sent as a pickle.
 
     Args:
-        obj: Anything that pickle takes; looked at on ``root_rank`` alone.
-        root_rank: Whose object it is.
-        session: None: there are no sessions in TensorFlow 2.
-        name: For errors; the same on all ranks.
-        process_set: The ranks that take part; all of them if not given.
+        obj: Any object that can be pickled; ignored on other ranks than ``root_rank``.
+        root_rank: Rank whose object is returned.
+        session: Ignored.
+        name: Name in error messages, the same on all ranks.
+        process_set: Participating ranks; default all.
     """
     with raise_as_in_tensorflow():
         return process_set.collectives().broadcast_object(
-            obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
+            obj, process_set.group_rank(root_rank), name=name or "object", codec="pickle"
         )
 
 
@@ -82,7 +81,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function of an object that calls ``broadcast_object`` with these arguments."""
+    """Return a function that calls ``broadcast_object`` on its argument with these options."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -92,38 +91,35 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The objects of all ranks, in rank order; they travel by pickle. See ``broadcast_object``."""
+    """Return the objects of all ranks in rank order; options as for ``broadcast_object``."""
     with raise_as_in_tensorflow():
         collectives = process_set.collectives()
         return collectives.allgather_object(obj, name=name or "object", codec="pickle")
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """An operation that gives every rank the global variables that ``root_rank`` has.
-
-    Args:
-        root_rank: Whose values they get.
+    """Return the operation that assigns the global variables of ``root_rank`` on every rank.
 
     Raises:
-        ModelError: There is no graph: eagerly TensorFlow keeps no list of variables.
+        ModelError: Eager execution, in which TensorFlow does not list variables.
     """
     if tf.executing_eagerly():
         raise ModelError(
-            "broadcast_global_variables is for graphs of TensorFlow 1; eagerly there is no list of "
-            "all variables. Use broadcast_variables(model.variables, root_rank)."
+            "broadcast_global_variables requires a TensorFlow 1 graph: eager TensorFlow does not "
+            "list variables. Use broadcast_variables(model.variables, root_rank)."
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives every rank the global variables of ``root_rank`` when the session begins.
+    """Session hook that broadcasts the global variables when the session is created.
 
-    They have been initialized then, or restored from a checkpoint where there is one: one that
-    ``root_rank`` alone has is enough.
+    By then the variables are initialized or restored from a checkpoint, which only ``root_rank``
+    needs to have.
 
     Args:
-        root_rank: Whose values all get.
-        device: Where they are put together.
+        root_rank: Rank whose values are assigned on every rank.
+        device: Device of the broadcast operations.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -132,11 +128,11 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._broadcast: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Add the operation to the graph that is complete now."""
+        """Add the broadcast to the graph."""
         if self._broadcast is None or self._broadcast.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self._device or None):
                 self._broadcast = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the broadcast."""
         session.run(self._broadcast)

@@ -1,4 +1,4 @@
-"""Training that goes on without ranks that die, under Horovod's names.
+"""Horovod's elastic training, which continues when ranks are lost.
 
 ::
 
@@ -12,9 +12,8 @@
 
     train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0))
 
-The job has to be elastic (``hvdtrain run --elastic``), or a rank that dies ends it. Ranks are lost
-and never come back, so nobody has to be brought up to date but after an operation that could not
-be finished.
+Requires an elastic job (``hvdtrain run --elastic``); in others a lost rank ends the job. Ranks are
+lost and never added.
 """
 
 from __future__ import annotations
@@ -34,95 +33,25 @@ __all__ = [
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
-    "State",
     "TensorFlowKerasState",
     "TensorFlowState",
     "run",
 ]
 
-# What Horovod calls an operation that could not be finished, after which ranks may go on.
 HorovodInternalError = RanksLostError
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Ranks were lost; raised by ``State.commit`` on all that are left.
+    """Ranks were lost; raised by ``commit`` on all remaining ranks."""
+
+
+class ObjectState:
+    """Training state that consists of attributes, which are sent as a pickle.
 
     Args:
-        skip_sync: Whether all that are left have the same state.
-    """
-
-    def __init__(self, skip_sync: bool) -> None:
-        super().__init__("ranks were lost")
-        self.skip_sync = skip_sync
-
-
-class State:
-    """Holds what ranks that go on must have alike."""
-
-    def __init__(self) -> None:
-        self._generation = 0
-        self._reset_callbacks: list[Callable[[], Any]] = []
-
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Have functions called after ranks were lost; to scale the learning rate anew, say."""
-        self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Calls ``reset`` and the functions."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def commit(self) -> None:
-        """Call ``save``, then ``check_host_updates``; collective."""
-        self.save()
-        self.check_host_updates()
-
-    def check_host_updates(self) -> None:
-        """Interrupt ``run``'s function on all ranks if any was lost; collective.
-
-        Raises:
-            HostsUpdatedInterrupt: Since the last time some were.
-            TooFewRanksError: Fewer are left than ``--min-np`` asks for.
-        """
-        too_few = world.collectives().too_few
-        if too_few is not None:
-            raise too_few
-        if self.learn_losses():
-            raise HostsUpdatedInterrupt(skip_sync=False)
-
-    def learn_losses(self) -> bool:
-        """Whether ranks were lost since the last time; the same on all ranks, collective."""
-        collectives = world.collectives()
-        if not collectives.survives_losses:
-            return False
-        mine, before = np.array(collectives.generation), self._generation
-        self._generation = int(collectives.allreduce(mine, "max", name="elastic state"))
-        return self._generation > before
-
-    def save(self) -> None:
-        """Keep a copy of the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to the last copy."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Take the state of rank 0; collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Do what is due after ranks were lost; nothing here, for classes of yours to override."""
-
-
-class ObjectState(State):
-    """Attributes of a state; they travel by pickle.
-
-    Args:
-        bcast_object: Has no effect; Horovod's classes pass it.
-        get_rank: Has no effect; Horovod's classes pass it.
-        attributes: By name; ``state.name`` is their value from then on.
+        bcast_object: Ignored.
+        get_rank: Ignored.
+        attributes: Attributes of the state and their initial values.
     """
 
     def __init__(
@@ -131,33 +60,77 @@ class ObjectState(State):
         get_rank: Callable[[], int] | None = None,
         **attributes: Any,
     ) -> None:
-        super().__init__()
+        self._generation = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
         self._saved = attributes
         self.restore()
 
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Add functions to call after a loss, such as to scale the learning rate."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call ``reset`` and the reset callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """Do nothing; subclasses may override it to react to lost ranks."""
+
+    def commit(self) -> None:
+        """Call ``save`` and ``check_host_updates``; collective."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise on all ranks if any was lost since the last check; collective.
+
+        Raises:
+            HostsUpdatedInterrupt: Ranks were lost.
+            TooFewRanksError: Fewer ranks than ``--min-np`` remain.
+        """
+        too_few = world.collectives().too_few
+        if too_few is not None:
+            raise too_few
+        if self._ranks_lost():
+            raise HostsUpdatedInterrupt("ranks were lost")
+
+    def _ranks_lost(self) -> bool:
+        """Return whether ranks were lost since the last call, the same on all ranks; collective."""
+        collectives = world.collectives()
+        if not collectives.survives_losses:
+            return False
+        current, before = np.array(collectives.generation), self._generation
+        self._generation = int(collectives.allreduce(current, "max", name="elastic state"))
+        return self._generation > before
+
     def save(self) -> None:
+        """Copy the state in memory."""
         self._saved = {name: getattr(self, name) for name in self._saved}
 
     def restore(self) -> None:
+        """Restore the last copy."""
         for name, value in self._saved.items():
             setattr(self, name, value)
 
     def sync(self) -> None:
+        """Take the state of rank 0; collective."""
         self.save()
         self._saved = broadcast_object(self._saved, name="elastic state")
         ObjectState.restore(self)
 
 
 class TensorFlowState(ObjectState):
-    """Holds variables, and attributes as ``ObjectState`` does.
+    """Training state that consists of variables and attributes.
 
     Args:
-        variables: The variables; the same on all ranks.
-        session: None: there are no sessions in TensorFlow 2.
-        attributes: By name; see ``ObjectState``.
+        variables: Variables, the same on all ranks.
+        session: Ignored.
+        attributes: Attributes of the state and their initial values.
 
     Raises:
-        ValueError: No variables are given: TensorFlow 2 keeps no list of all.
+        ValueError: ``variables`` is missing.
     """
 
     def __init__(
@@ -165,8 +138,7 @@ class TensorFlowState(ObjectState):
     ) -> None:
         if variables is None:
             raise ValueError(
-                "TensorFlowState received no variables, and TensorFlow 2 keeps no list of all: "
-                "pass those of the model and of the optimizer."
+                "TensorFlowState requires variables; pass [*model.variables, *optimizer.variables]."
             )
         self.variables = list(variables)
         self._values: list[np.ndarray] = []
@@ -174,27 +146,30 @@ class TensorFlowState(ObjectState):
         self.save()
 
     def save(self) -> None:
+        """Copy the state in memory."""
         self._values = [np.array(variable.numpy()) for variable in self.variables]
         super().save()
 
     def restore(self) -> None:
+        """Restore the last copy."""
         for variable, value in zip(self.variables, self._values):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
+        """Take the state of rank 0; collective."""
         broadcast_variables(self.variables, root_rank=0)
         super().sync()
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """A Keras model with its optimizer, and attributes.
+    """Training state that consists of a Keras model, its optimizer, and attributes.
 
     Args:
-        model: Built.
-        optimizer: The one that it is compiled with if not given.
-        backend: Has no effect.
-        attributes: By name; see ``ObjectState``.
+        model: Built model.
+        optimizer: Optimizer; default ``model.optimizer``.
+        backend: Ignored.
+        attributes: Attributes of the state and their initial values.
 
     Raises:
         ValueError: The model is not built.
@@ -205,8 +180,7 @@ class TensorFlowKerasState(TensorFlowState):
     ) -> None:
         if not model.built:
             raise ValueError(
-                f"The model {model.name!r} is not built, so there are no weights to keep. Call "
-                "model.build(input_shape) first."
+                f"Model {model.name!r} is not built; call model.build(input_shape) first."
             )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else model.optimizer
@@ -216,33 +190,29 @@ class TensorFlowKerasState(TensorFlowState):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function again whenever ranks were lost, until it returns.
+    """Decorate a training function so that it is called again when ranks are lost.
 
-    Before each call the ranks that are left take the state of rank 0.
+    Before each call the remaining ranks take the state of rank 0.
 
     Args:
-        func: Takes a ``State``, and what else it is called with. It trains, goes on from where
-            the state says, and calls ``state.commit()`` now and then.
+        func: Function whose first argument is the state. It trains from where the state stands, and
+            calls ``state.commit()`` regularly.
     """
 
     @functools.wraps(func)
-    def train(state: State, *args: Any, **more: Any) -> Any:
-        skip_sync = False
+    def train(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
         while True:
             try:
-                if not skip_sync:
-                    state.learn_losses()
-                    state.sync()
-                return func(state, *args, **more)
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
+                state._ranks_lost()
+                state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt:
+                pass
             except (RanksLostError, tf.errors.UnknownError) as error:
-                # In a graph TensorFlow turns the loss of ranks into an error of its own.
-                lost = isinstance(error, RanksLostError) or RanksLostError.__name__ in str(error)
-                if not lost:
+                # From a graph TensorFlow raises UnknownError with the original error as text.
+                if not isinstance(error, RanksLostError) and "RanksLostError" not in str(error):
                     raise
                 state.restore()
-                skip_sync = False
             state.on_reset()
 
     return train

@@ -1,6 +1,6 @@
-"""Gradient tapes whose gradients are those of all ranks, under Horovod's names.
+"""Horovod's distributed gradient tapes.
 
-``hvdtrain.DistributedGradientTape`` is the one for new programs: it compares ranks more closely.
+New programs should use ``hvdtrain.DistributedGradientTape``, which checks more between ranks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reducer_arguments import reducer_for, trainable_weights_of
+from hvdtrain.horovod.reduction_arguments import (
+    Average,
+    ReduceOp,
+    make_reducer,
+    trainable_weights,
+)
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _HorovodTape(tape.DistributedGradientTape):
-    """A distributed tape whose methods take what those of Horovod's tapes take."""
+    """Distributed tape whose methods take the arguments of Horovod's tapes."""
 
     def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:
         self._hvdtrain_reducer = reducer
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
+        """Exclude the gradient of a variable from the reduction."""
         self._hvdtrain_reducer.keep_local(source)
 
-    def gradient(  # type: ignore[override]  # Horovod counts arguments by their places, too
+    def gradient(  # type: ignore[override]  # Horovod's arguments are positional
         self,
         target: Any,
         sources: Any,
@@ -41,10 +45,9 @@ class _HorovodTape(tape.DistributedGradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Compute what ``tf.GradientTape.gradient`` does, combined over all ranks.
+        """Return ``tf.GradientTape.gradient``, reduced over all ranks.
 
-        ``sources`` are the same on all ranks. ``use_generic_names`` has no effect: what is
-        combined goes by its order.
+        ``sources`` must be the same on all ranks; ``use_generic_names`` is ignored.
         """
         return super().gradient(
             target,
@@ -60,7 +63,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """``gradient``, as pairs of source and gradient: of local sources, and of all others."""
+        """Return (source, gradient) pairs of the local sources and of all other sources."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients))
         is_local = self._hvdtrain_reducer.is_local
@@ -81,21 +84,18 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape whose ``gradient`` returns the gradients of all ranks combined.
+    """Return a tape whose ``gradient`` reduces gradients over all ranks.
 
-    Args:
-        gradtape: The tape that recorded the loss; it stays as it is.
-        op: How gradients are combined; any ``ReduceOp``.
-
-    All other arguments are those of ``hvdtrain.keras.DistributedOptimizer``.
+    ``gradtape`` recorded the loss and remains usable, and ``op`` is any reduction. For the other
+    arguments see ``hvdtrain.keras.DistributedOptimizer``.
 
     Raises:
-        ValueError: What was asked for does not fit together.
+        ValueError: The arguments contradict each other.
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
     check_mode("tensorflow.DistributedGradientTape")
-    return _HorovodTape(gradtape, reducer_for(arguments))
+    return _HorovodTape(gradtape, make_reducer(arguments))
 
 
 def PartialDistributedGradientTape(
@@ -112,20 +112,16 @@ def PartialDistributedGradientTape(
     local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedGradientTape``, but for layers that each rank has for itself.
-
-    Args:
-        local_layers: One or more layers whose gradients are not combined.
-
-    All other arguments are those of ``DistributedGradientTape``.
+    """Return a ``DistributedGradientTape`` that does not reduce the gradients of ``local_layers``.
 
     Raises:
-        ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
+        ValueError: ``local_layers`` contains something other than layers, or the arguments
+            contradict each other.
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
     check_mode("tensorflow.PartialDistributedGradientTape")
-    reducer = reducer_for(arguments)
-    for variable in trainable_weights_of(local_layers):
+    reducer = make_reducer(arguments)
+    for variable in trainable_weights(local_layers):
         reducer.keep_local(variable)
     return _HorovodTape(gradtape, reducer)

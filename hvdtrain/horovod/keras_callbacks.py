@@ -1,7 +1,4 @@
-"""Horovod's callbacks, for ``fit`` of models whose ranks each train on data of their own.
-
-A model that ``hvdtrain.distribute`` has seen needs none of them.
-"""
+"""Horovod's callbacks for ``fit``; models of ``hvdtrain.distribute`` do not need them."""
 
 from __future__ import annotations
 
@@ -27,17 +24,17 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Lets all ranks begin with the weights and the optimizer's state of one.
+    """Callback that broadcasts the variables of the model and the optimizer from one rank.
 
-    That is when training begins, or after its first step where there are no weights before.
+    It does so when training begins, or after the first step if the model is not built by then.
 
     Args:
-        root_rank: The rank whose they are.
-        device: Has no effect.
-        local_variables: One or more that each rank keeps for itself.
+        root_rank: Rank whose values are assigned on every rank.
+        device: Ignored.
+        local_variables: Variable or sequence of variables to exclude.
 
     Raises:
-        ValueError: ``local_variables`` are no variables.
+        ValueError: ``local_variables`` contains something other than variables.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -45,48 +42,54 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.broadcast_done = False
         self._local: list[Any] = []
-        given = local_variables if isinstance(local_variables, Sequence) else [local_variables]
-        for variable in () if local_variables is None else given:
+        if local_variables is None:
+            local_variables = []
+        for variable in (
+            local_variables if isinstance(local_variables, Sequence) else [local_variables]
+        ):
             if not hasattr(variable, "assign"):
                 raise ValueError(
-                    f"Received {type(variable).__name__} among local_variables; expected variables."
+                    f"local_variables must be variables, got {type(variable).__name__}."
                 )
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Let each rank keep a variable for itself."""
+        """Exclude a variable from the broadcast."""
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast if model and optimizer are built."""
         if self.model.built and self.model.optimizer.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step if it was not possible before."""
         self._broadcast()
 
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
         local = {id(variable) for variable in self._local}
-        everything = [*self.model.variables, *self.model.optimizer.variables]
-        broadcast_variables([v for v in everything if id(v) not in local], self.root_rank)
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        broadcast_variables([v for v in variables if id(v) not in local], self.root_rank)
         self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Makes the results of an epoch means over all ranks, for the callbacks after it.
+    """Callback that averages the results of an epoch over all ranks, for later callbacks.
 
-    Each rank counts as much as any other, however many samples it has; ``hvdtrain.distribute``
-    makes results those of all samples.
+    Ranks count equally, even with different numbers of samples; ``hvdtrain.distribute`` computes
+    results over all samples.
 
     Args:
-        device: Has no effect.
+        device: Ignored.
     """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the results in ``logs`` by their averages."""
         if not logs:
             return
         names = sorted(logs)
@@ -96,22 +99,23 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Multiplies the learning rate, from some epoch to another.
+    """Callback that sets the learning rate to ``initial_lr`` times a multiplier.
 
     Args:
-        initial_lr: What is multiplied.
-        multiplier: A function of the epoch; or a number that is raised to the power of epochs
-            since ``start_epoch``.
-        start_epoch: The first epoch of which the rate is set.
-        end_epoch: The first of which it no longer is; None for none.
-        staircase: Set it once an epoch; otherwise before each step, for parts of epochs.
-        momentum_correction: Has no effect: momentum is a constant of Keras 3's optimizers.
-        steps_per_epoch: For steps within an epoch; found out if not given.
+        initial_lr: Learning rate to multiply.
+        multiplier: Function from epoch to factor; or a number, which is raised to the power of the
+            epochs since ``start_epoch``.
+        start_epoch: First epoch whose learning rate is set.
+        end_epoch: First epoch whose learning rate is no longer set; default no limit.
+        staircase: Set the learning rate once per epoch instead of before each step, for fractions
+            of epochs.
+        momentum_correction: Ignored: momentum is constant in Keras 3.
+        steps_per_epoch: Number of steps per epoch if ``staircase`` is False; default from ``fit``.
 
     Raises:
         ValueError: ``initial_lr`` is None.
-        ModelError: When training begins, if the optimizer follows a schedule of its own, or
-            nobody knows how many steps an epoch has.
+        ModelError: In ``fit``, the optimizer has a learning rate schedule, or the number of steps
+            per epoch is unknown.
     """
 
     def __init__(
@@ -126,9 +130,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("Received initial_lr=None; expected the learning rate to multiply.")
+            raise ValueError("initial_lr must be a number, got None.")
         self.initial_lr = initial_lr
-        self.multiplier = multiplier if callable(multiplier) else self._power_of(multiplier)
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
@@ -136,44 +143,39 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Check that the learning rate can be set."""
         for plain in plain_optimizers(self.model.optimizer):
             if not isinstance(rate_of(plain), keras.Variable):
                 raise ModelError(
-                    f"{type(self).__name__} sets the learning rate, and the optimizer computes its "
-                    "own. Pass the optimizer a plain number, or leave the callback out."
+                    f"{type(self).__name__} can't set the learning rate of an optimizer with a "
+                    "schedule; pass the optimizer a number, or leave the callback out."
                 )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ModelError(
-                    f"{type(self).__name__} can't tell how many steps an epoch has; pass "
+                    f"{type(self).__name__} does not know the number of steps per epoch; pass "
                     "steps_per_epoch."
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Store the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        late = self.end_epoch is not None and self._epoch >= self.end_epoch
-        if self._epoch < self.start_epoch or late:
+        """Set the learning rate."""
+        ended = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or ended or (self.staircase and batch > 0):
             return
-        if self.staircase:
-            if batch == 0:
-                self._set_rate(self._epoch)
-        else:
-            self._set_rate(self._epoch + batch / float(self.steps_per_epoch or 1))
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs["lr"] = self._rate()
-
-    def _power_of(self, factor: float) -> Callable[[float], float]:
-        return lambda epoch: factor ** (epoch - self.start_epoch)
-
-    def _set_rate(self, epoch: float) -> None:
-        rate = self.initial_lr * self.multiplier(epoch)
+        fraction = 0.0 if self.staircase else batch / float(self.steps_per_epoch or 1)
+        rate = self.initial_lr * self.multiplier(self._epoch + fraction)
         for plain in plain_optimizers(self.model.optimizer):
             plain.learning_rate = rate
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the learning rate to the results of the epoch."""
+        if logs is not None:
+            logs["lr"] = self._rate()
 
     def _rate(self) -> float:
         (first, *_) = plain_optimizers(self.model.optimizer)
@@ -181,17 +183,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from that of one rank to ``initial_lr`` over the first epochs.
+    """Callback that raises the learning rate from ``initial_lr / size()`` to ``initial_lr``.
 
-    Goyal et al. (2017), "Accurate, Large Minibatch SGD", section 2.2. With n ranks and e epochs,
-    the rate is ``initial_lr / n * (epoch * (n - 1) / e + 1)``, where epoch counts in steps.
+    Goyal et al. (2017), "Accurate, Large Minibatch SGD", section 2.2. With n ranks, e warmup epochs
+    and fractional epochs, the learning rate is ``initial_lr / n * (epoch * (n - 1) / e + 1)``.
 
     Args:
-        initial_lr: The rate to reach, usually that of one rank times the number of ranks.
-        warmup_epochs: In how many epochs.
-        momentum_correction: As for ``LearningRateScheduleCallback``.
-        steps_per_epoch: As for ``LearningRateScheduleCallback``.
-        verbose: 1 to say when the rate is reached.
+        initial_lr: Final learning rate, usually one that is scaled by the number of ranks.
+        warmup_epochs: Number of warmup epochs.
+        momentum_correction: Ignored.
+        steps_per_epoch: Number of steps per epoch; default from ``fit``.
+        verbose: 1 to print when the warmup ends.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last step of an epoch has a round number, as Horovod has it.
+            # As in Horovod, the last step of an epoch counts as a whole epoch.
             epoch += 1.0 / float(self.steps_per_epoch or 1)
             ranks = world.size()
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
@@ -211,20 +213,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr,
             multiplier,
-            start_epoch=0,
             end_epoch=warmup_epochs,
             staircase=False,
-            momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the learning rate to the results, and print it at the end of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and world.is_chief():
+            rate = self._rate()
             print(
-                f"Epoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.",
-                flush=True,
+                f"Epoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.", flush=True
             )
 
 
@@ -232,7 +233,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """``keras.callbacks.ModelCheckpoint`` that keeps the best model.
 
     Args:
-        filepath: Where it is kept.
+        filepath: Path of the file.
         options: Other arguments of ``keras.callbacks.ModelCheckpoint``.
     """
 

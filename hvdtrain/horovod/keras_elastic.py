@@ -1,7 +1,4 @@
-"""Keras training that goes on without ranks that die, under Horovod's names.
-
-A model that ``hvdtrain.distribute`` has seen needs none of it: its ``fit`` goes on by itself.
-"""
+"""Horovod's elastic training with Keras; models of ``hvdtrain.distribute`` do not need it."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ run = elastic_state.run
 
 
 class KerasState(TensorFlowKerasState):
-    """A model with its optimizer, and attributes such as ``batch=0, epoch=0``.
+    """Training state that consists of a model, its optimizer, and attributes such as ``epoch=0``.
 
     Args:
-        model: Built.
-        optimizer: The one that it is compiled with if not given.
-        attributes: Become attributes of the state.
+        model: Built model.
+        optimizer: Optimizer; default ``model.optimizer``.
+        attributes: Attributes of the state and their initial values.
 
     Raises:
         ValueError: The model is not built.
@@ -41,18 +38,18 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, **attributes)
 
 
-class _OfState(keras.callbacks.Callback):
+class _StateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
 
 
-class CommitStateCallback(_OfState):
-    """Commits a state after every so many steps, and at the end of each epoch.
+class CommitStateCallback(_StateCallback):
+    """Callback that commits a state every few steps and at the end of each epoch.
 
     Args:
-        state: Which.
-        batches_per_commit: Each commit copies all weights, so once in a while is enough.
+        state: Training state.
+        batches_per_commit: Steps between commits; each commit copies all weights.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -61,39 +58,45 @@ class CommitStateCallback(_OfState):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Start counting steps."""
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit if ``batches_per_commit`` steps were made since the last time."""
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.batches_remaining = self.batches_per_commit
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
         self.state.commit()
 
 
-class UpdateBatchStateCallback(_OfState):
-    """Keeps the number of the last step of the epoch in ``state.batch``, and 0 between epochs.
+class UpdateBatchStateCallback(_StateCallback):
+    """Callback that sets ``state.batch`` to the last step of the epoch, and to 0 between epochs.
 
-    To do no more than the rest of an epoch, pass ``steps_per_epoch`` less it to ``fit``.
+    It does not shorten an interrupted epoch: pass ``steps_per_epoch`` minus ``state.batch`` to
+    ``fit``.
 
     Args:
-        state: With an attribute ``batch``.
+        state: Training state with an attribute ``batch``.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Store the step."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Store 0."""
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(_OfState):
-    """Keeps the number of complete epochs in ``state.epoch``, all calls of ``fit`` together.
+class UpdateEpochStateCallback(_StateCallback):
+    """Callback that counts complete epochs in ``state.epoch``, over all calls of ``fit``.
 
     Args:
-        state: With an attribute ``epoch``.
+        state: Training state with an attribute ``epoch``.
     """
 
     def __init__(self, state: Any) -> None:
@@ -101,7 +104,9 @@ class UpdateEpochStateCallback(_OfState):
         self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Continue counting from ``state.epoch``."""
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Store the number of epochs."""
         self.state.epoch = self.initial_epoch + epoch + 1

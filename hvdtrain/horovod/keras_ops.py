@@ -1,4 +1,4 @@
-"""Horovod's collectives on anything that makes a tensor, as its modules for Keras have them."""
+"""Horovod's collectives for Keras, which take anything that converts to a tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.horovod import exchange_ops, reduction_ops
-from hvdtrain.horovod.op_constants import Average, ReduceOp
+from hvdtrain.horovod import collective_ops
+from hvdtrain.horovod.reduction_arguments import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 
@@ -22,8 +22,8 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> tf.Tensor:
-    """Combine the values of all ranks; as ``hvdtrain.tensorflow.allreduce``."""
-    return reduction_ops.allreduce(
+    """Reduce the values of all ranks; see ``hvdtrain.tensorflow.allreduce``."""
+    return collective_ops.allreduce(
         tf.convert_to_tensor(value),
         average,
         compression=compression,
@@ -35,15 +35,15 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
-    """The values of all ranks, one after the other; as ``hvdtrain.tensorflow.allgather``."""
-    return exchange_ops.allgather(value, name)
+    """Concatenate the values of all ranks; see ``hvdtrain.tensorflow.allgather``."""
+    return collective_ops.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """The value of one rank; as ``hvdtrain.tensorflow.broadcast``."""
-    return exchange_ops.broadcast(value, root_rank, name)
+    """Return the value of ``root_rank``; see ``hvdtrain.tensorflow.broadcast``."""
+    return collective_ops.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
-    """This rank's share of the combined values; as ``hvdtrain.tensorflow.reducescatter``."""
-    return reduction_ops.reducescatter(value, op=op, name=name)
+    """Return this rank's share of the sum; see ``hvdtrain.tensorflow.reducescatter``."""
+    return collective_ops.reducescatter(value, op=op, name=name)

@@ -1,6 +1,6 @@
-"""Optimizers that combine the gradients of all ranks, under Horovod's names.
+"""Horovod's distributed optimizers for Keras.
 
-``hvdtrain.DistributedOptimizer`` is the one for new programs: it compares ranks more closely.
+New programs should use ``hvdtrain.DistributedOptimizer``, which checks more between ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reducer_arguments import optimizer_reducer, trainable_weights_of
+from hvdtrain.horovod.reduction_arguments import (
+    Average,
+    ReduceOp,
+    Sum,
+    make_reducer,
+    trainable_weights,
+)
 from hvdtrain.keras.optimizer_patch import (
     FiniteCheckMixin,
     GradientAveragingMixin,
@@ -29,16 +34,16 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(GradientAveragingMixin):
-    """A mixin for the class of a plain optimizer; saved as the plain class."""
+    """Mixin for the class of a plain optimizer, which is saved as the plain class."""
 
     _hvdtrain_sums = False
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
+        """Exclude the gradient of a variable from the reduction."""
         self._hvdtrain_reducer.keep_local(var)
 
     def _clip_gradients(self, grads: Any) -> Any:
-        # After those of several steps have been accumulated, of which Keras takes the mean.
+        # Keras passes the mean of the accumulated gradients.
         if self._hvdtrain_sums:
             grads = [gradient * self.gradient_accumulation_steps for gradient in grads]  # type: ignore[attr-defined]
         return super()._clip_gradients(grads)
@@ -60,43 +65,42 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Let an optimizer combine the gradients of all ranks before it clips and applies them.
+    """Make an optimizer reduce gradients over all ranks before it clips and applies them.
 
     Args:
-        optimizer: One of Keras 3.
-        name: Has no effect.
-        device_dense: Where combined gradients are to be.
-        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
-        compression: The type in which gradients travel; one of ``Compression``.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
-            of the number of ranks afterwards.
+        optimizer: Keras 3 optimizer; it is changed and returned.
+        name: Ignored.
+        device_dense: Device of reduced gradients.
+        device_sparse: Device of reduced gradients that are ``tf.IndexedSlices``.
+        compression: Type in which gradients are sent, from ``Compression``.
+        sparse_as_dense: Convert ``tf.IndexedSlices`` to tensors first.
+        gradient_predivide_factor: With Average, divide by this factor before the sum and by the
+            number of ranks over this factor after it.
         op: Average or Sum.
-        backward_passes_per_step: Add up the gradients of so many steps first.
-        average_aggregated_gradients: Take the mean of the gradients of several steps instead.
-        num_groups: The older name of ``groups``.
-        groups: Combine gradients in so many groups, or those of each list of variables together;
-            None for all at once.
-        process_set: The ranks that take part; all of them if not given.
+        backward_passes_per_step: Number of steps whose gradients are summed before the reduction.
+        average_aggregated_gradients: Average these gradients instead of summing them.
+        num_groups: Deprecated; use ``groups``.
+        groups: Number of groups in which gradients are reduced, or a list of variables for each
+            group; default one group.
+        process_set: Participating ranks; default all.
         scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Returns:
         The same optimizer, which is saved and loaded as the plain one.
 
     Raises:
-        ModelError: It is none of Keras 3, has accumulated gradients already, or some ranks are
-            parameter servers.
-        ValueError: What was asked for does not fit together.
+        ModelError: ``optimizer`` is not a Keras 3 optimizer or already accumulates gradients, or
+            some ranks are parameter servers.
+        ValueError: The arguments contradict each other.
     """
     arguments = locals()
     check_mode("keras.DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
-            f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
-            "tf_keras, tf.compat.v1.train or keras.optimizers.legacy must be replaced by those of "
-            "keras.optimizers."
+            f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}; import "
+            "it from keras.optimizers, not tf_keras, tf.compat.v1.train or keras.optimizers.legacy."
         )
-    reducer = optimizer_reducer(arguments)
+    reducer = make_reducer(arguments, ops=(Average, Sum))
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mix_in(optimizer, FiniteCheckMixin, reducer)
     check_inner_optimizers(optimizer)
@@ -107,9 +111,8 @@ def DistributedOptimizer(
             steps = plain.gradient_accumulation_steps
             if plain.built or steps:
                 raise ModelError(
-                    f"Received backward_passes_per_step={backward_passes_per_step} for an "
-                    f"optimizer that has been used, or has gradient_accumulation_steps={steps}; "
-                    "expected a new one without."
+                    f"backward_passes_per_step={backward_passes_per_step} requires a new "
+                    f"optimizer, got one that was used or has gradient_accumulation_steps={steps}."
                 )
             plain.gradient_accumulation_steps = backward_passes_per_step
         mix_in(plain, _HorovodOptimizer, reducer)
@@ -131,24 +134,22 @@ def PartialDistributedOptimizer(
     local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedOptimizer``, but for layers that each rank has for itself.
+    """Make an optimizer reduce all gradients except of ``local_layers``, which must be built.
 
-    Args:
-        local_layers: One or more layers, built, whose gradients are not combined.
-
-    All other arguments are those of ``DistributedOptimizer``.
+    For the other arguments see ``DistributedOptimizer``.
 
     Raises:
         ModelError: As for ``DistributedOptimizer``.
-        ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
+        ValueError: ``local_layers`` contains something other than layers, or the arguments
+            contradict each other.
     """
     arguments = locals()
-    local = trainable_weights_of(arguments.pop("local_layers"))
-    distributed = DistributedOptimizer(**arguments)
-    for plain in plain_optimizers(distributed):
-        for variable in local:
+    local_variables = trainable_weights(arguments.pop("local_layers"))
+    DistributedOptimizer(**arguments)
+    for plain in plain_optimizers(optimizer):
+        for variable in local_variables:
             plain.register_local_var(variable)
-    return distributed
+    return optimizer
 
 
 def load_model(
@@ -158,22 +159,20 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model and let its optimizer combine the gradients of all ranks.
+    """Load a model whose optimizer reduces gradients over all ranks.
 
     Args:
-        filepath: Where the saved model is.
-        custom_optimizers: Classes of optimizers that Keras doesn't know.
-        custom_objects: Other things that it doesn't know, by name.
-        compression: The type in which gradients travel; one of ``Compression``.
-        legacy_opts: Must be False: Keras 3 has no legacy optimizers.
+        filepath: Path of the saved model.
+        custom_optimizers: Optimizer classes that are unknown to Keras.
+        custom_objects: Other objects that are unknown to Keras, by name.
+        compression: Type in which gradients are sent, from ``Compression``.
+        legacy_opts: Must be False.
 
     Raises:
-        ModelError: Legacy optimizers were asked for.
+        ModelError: ``legacy_opts`` is True.
     """
     if legacy_opts:
-        raise ModelError(
-            "Received legacy_opts=True; Keras 3 has no legacy optimizers. Leave it out."
-        )
+        raise ModelError("legacy_opts must be False, got True: Keras 3 removed legacy optimizers.")
     known = {kind.__name__: kind for kind in custom_optimizers or ()}
     model = keras.saving.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if model.compiled:

@@ -1,4 +1,4 @@
-"""Process sets: collectives among some of the ranks, under Horovod's names; and ``init``."""
+"""Horovod's process sets, which run collectives on some of the ranks, and ``init``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
-from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow, refusal
+from hvdtrain.tensorflow.tf_errors import argument_error, raise_as_in_tensorflow
 
 __all__ = [
     "ProcessSet",
@@ -23,89 +23,94 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some of the ranks, to be passed as ``process_set``.
+    """A subset of the ranks, to be passed as ``process_set``.
 
-    It can be used after ``add_process_set``, or where it was passed to ``init``; until then, and
-    after ``remove_process_set``, ``size`` and ``rank`` return None.
+    It is usable after ``add_process_set``, or if it was passed to ``init``. Before that, and after
+    ``remove_process_set``, ``size`` and ``rank`` return None.
 
     Args:
-        ranks_or_comm: Numbers of ranks in the job; or a communicator of mpi4py that holds them.
+        ranks_or_comm: Ranks of the job, or an mpi4py communicator that contains them.
 
     Attributes:
-        process_set_id: Its number, the same on all ranks; None if it can't be used.
+        process_set_id: Number of the set, the same on all ranks; None if it is not usable.
 
     Raises:
-        ValueError: They are neither.
+        ValueError: ``ranks_or_comm`` is neither.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        chosen = _ranks_of(ranks_or_comm)
-        if chosen is None or any(type(rank) is not int for rank in chosen):
+        mpi: Any = sys.modules.get("mpi4py.MPI")  # imported if the caller has a communicator
+        if isinstance(ranks_or_comm, Iterable):
+            ranks = list(ranks_or_comm)
+        elif mpi is not None and isinstance(ranks_or_comm, mpi.Comm):
+            group = ranks_or_comm.Get_group()
+            ranks = list(group.Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
+        else:
+            ranks = [None]
+        if any(type(rank) is not int for rank in ranks):
             raise ValueError(
-                f"A ProcessSet takes numbers of ranks, or a communicator of mpi4py; received "
-                f"{ranks_or_comm!r}."
+                f"ranks_or_comm must be ranks or an mpi4py communicator, got {ranks_or_comm!r}."
             )
-        self._ranks = sorted(chosen)
+        self._ranks = sorted(ranks)
         self.process_set_id: int | None = None
-        self._whole: Engine | None = None
-        self._part: Engine | None = None
+        self._parent: Engine | None = None
+        self._collectives: Engine | None = None
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of its ranks in the job, in order."""
+        """Ranks of the job in this set, sorted."""
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """Return how many ranks it has; None if it can't be used."""
+        """Return the number of ranks; None if the set is not usable."""
         return len(self.ranks) if self._usable else None
 
     def rank(self) -> int | None:
-        """This rank's number among its ranks, from 0; None if it can't be used.
+        """Return this rank's index in ``ranks``; None if the set is not usable.
 
         Raises:
-            ConfigurationError: This rank is none of them.
+            ConfigurationError: The set does not include this rank.
         """
         return self.collectives().rank if self._usable else None
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank for this one to combine anything with."""
+        """Whether this rank needs no communication with other ranks."""
         return not self.included() or len(self.ranks) == 1
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Return whether the set includes this rank."""
         return world.collectives().rank in self.ranks
 
     def collectives(self) -> Engine:
-        """The engine of its ranks.
+        """Return the engine of the set.
 
         Raises:
-            ConfigurationError: It can't be used, or not by this rank.
+            ConfigurationError: The set is not usable, or does not include this rank.
         """
         if not self._usable:
-            raise refusal(
-                f"{self} can't be used yet, or no longer. Pass it to add_process_set on all ranks, "
-                "or to init."
+            raise argument_error(
+                f"{self} is not usable; pass it to init, or to add_process_set on all ranks."
             )
-        if self._part is None:
-            raise refusal(
-                f"Rank {world.collectives().rank} called a collective of {self}, to which it "
-                "doesn't belong. Call it where process_set.included() is true."
+        if self._collectives is None:
+            raise argument_error(
+                f"{self} does not include rank {world.collectives().rank}, which called one of its "
+                "collectives; check process_set.included() first."
             )
-        return self._part
+        return self._collectives
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return what combines its ranks' tensors where they are; None if nothing does."""
+        """Return None: process sets reduce on the host."""
         return None
 
-    def place_of(self, rank: int) -> int:
-        """The number that a rank of the job has in it.
+    def group_rank(self, rank: int) -> int:
+        """Return the index of a rank of the job in ``ranks``.
 
         Raises:
-            ConfigurationError: It doesn't belong to it.
+            ConfigurationError: The set does not include the rank.
         """
         if rank not in self.ranks:
-            raise refusal(f"Rank {rank} does not belong to {self}.")
+            raise argument_error(f"{self} does not include rank {rank}.")
         return self.ranks.index(rank)
 
     def __repr__(self) -> str:
@@ -113,22 +118,22 @@ class ProcessSet:
 
     @property
     def _usable(self) -> bool:
-        # After shutdown() and another init() the ranks have another engine.
-        return self._whole is not None and self._whole is world.collectives()
+        # After shutdown() and another init() there is another engine.
+        return self._parent is not None and self._parent is world.collectives()
 
-    def _open(self, number: int) -> None:
-        whole = world.collectives()
-        self._part = whole.subset(self.ranks)
-        self._whole, self.process_set_id = whole, number
+    def _open(self, process_set_id: int) -> None:
+        parent = world.collectives()
+        self._collectives = parent.subset(self.ranks)
+        self._parent, self.process_set_id = parent, process_set_id
 
     def _close(self) -> None:
-        if self._part is not None:
-            self._part.close()
-        self._whole = self._part = self.process_set_id = None
+        if self._collectives is not None:
+            self._collectives.close()
+        self._parent = self._collectives = self.process_set_id = None
 
 
-class _Everyone(ProcessSet):
-    """The process set of all ranks, which is always there."""
+class _GlobalProcessSet(ProcessSet):
+    """The process set of all ranks, usable from ``init`` on."""
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -147,36 +152,34 @@ class _Everyone(ProcessSet):
     def device_collectives(self) -> DeviceCollectives | None:
         return world.device_collectives()
 
-    def place_of(self, rank: int) -> int:
+    def group_rank(self, rank: int) -> int:
         return rank
 
 
-global_process_set: ProcessSet = _Everyone()
+global_process_set: ProcessSet = _GlobalProcessSet()
 _added: list[ProcessSet] = []
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Do what ``hvdtrain.init()`` does, and make process sets usable; further calls do nothing.
+    """Start the job as ``hvdtrain.init()`` does and add process sets; later calls do nothing.
 
     Args:
-        comm: None: a job has all ranks that its launcher started. A process set holds some.
-        process_sets: Those of the job; the same on every rank. "dynamic" asks for what is always
-            so: more can be added later.
+        comm: Must be None: a job always has all ranks that were started.
+        process_sets: Process sets, the same on every rank. "dynamic" is accepted and changes
+            nothing: sets can always be added later.
 
     Raises:
-        ConfigurationError: Some of the ranks were asked for, or what is no process set.
+        ConfigurationError: ``comm`` or ``process_sets`` is not supported.
     """
     if comm is not None:
         raise ConfigurationError(
-            f"Received comm={comm!r}; expected None: the job has all ranks that were started. Make "
-            "a ProcessSet of those that are to work together, and pass it to init or "
-            "add_process_set."
+            f"comm must be None, got {comm!r}: a job has all ranks that were started. For a subset "
+            "pass a ProcessSet to init or add_process_set."
         )
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigurationError(
-                f"Received process_sets={process_sets!r}; expected a list of ProcessSet, or "
-                '"dynamic".'
+                f'process_sets must be a list of ProcessSet or "dynamic", got {process_sets!r}.'
             )
         process_sets = None
     if world.is_initialized():
@@ -187,23 +190,21 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Let ranks use a process set; collective over all ranks.
+    """Make a process set usable; collective over all ranks.
 
     Args:
-        process_set: It, or its ranks; the same on every rank.
+        process_set: The set or its ranks, the same on every rank.
 
     Raises:
-        ConfigurationError: There are no such ranks.
-        MismatchError: Ranks passed different ones.
-        ValueError: There is one with these ranks already.
+        ConfigurationError: The job does not have these ranks.
+        MismatchError: Ranks passed different sets.
+        ValueError: A set with these ranks exists.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     _added[:] = [entry for entry in _added if entry._usable]
     if any(entry.ranks == process_set.ranks for entry in (global_process_set, *_added)):
-        raise ValueError(
-            f"There is a process set of the ranks {process_set.ranks} already; use that."
-        )
+        raise ValueError(f"A process set of ranks {process_set.ranks} already exists; use that.")
     with raise_as_in_tensorflow():
         process_set._open(1 + max((entry.process_set_id or 0 for entry in _added), default=0))
     _added.append(process_set)
@@ -211,7 +212,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a process set up; all ranks do. Returns whether there was one to give up."""
+    """Close a process set on all ranks and return whether it was usable."""
     if process_set is global_process_set or not process_set._usable:
         return False
     _added.remove(process_set)
@@ -220,24 +221,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def find_process_set(process_set_id: int) -> ProcessSet:
-    """The process set with this number.
+    """Return the process set with a number.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: No usable set has this number.
     """
     for entry in (global_process_set, *_added):
         if entry.process_set_id == process_set_id and entry._usable:
             return entry
-    raise refusal(
-        f"There is no process set with the number {process_set_id}; add_process_set gives numbers."
-    )
-
-
-def _ranks_of(given: Any) -> list[Any] | None:
-    """The numbers in the job that are given, or of the ranks of a communicator; None if neither."""
-    if isinstance(given, Iterable):
-        return list(given)
-    mpi: Any = sys.modules.get("mpi4py.MPI")  # who has a communicator has imported it
-    if mpi is None or not isinstance(given, mpi.Comm):
-        return None
-    return list(given.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
+    raise argument_error(f"process_set_id {process_set_id} is unknown; call add_process_set first.")

@@ -1,7 +1,6 @@
-"""``DistributedOptimizer`` with the arguments that ``horovod.tensorflow`` gives it.
+"""``DistributedOptimizer`` of ``horovod.tensorflow``, also for optimizers of TensorFlow 1.
 
-Optimizers of ``tf.compat.v1.train`` combine gradients in a session, eagerly, and in a tf.function,
-as far as they work there.
+Optimizers of ``tf.compat.v1.train`` reduce gradients in sessions, in a tf.function and eagerly.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.horovod import keras_optimizer
-from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reducer_arguments import optimizer_reducer
+from hvdtrain.horovod.reduction_arguments import Average, ReduceOp, Sum, make_reducer
 from hvdtrain.keras.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]
@@ -42,70 +40,67 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Let an optimizer combine the gradients of all ranks before it clips and applies them.
+    """Make an optimizer reduce gradients over all ranks before it clips and applies them.
 
-    Args:
-        optimizer: One of Keras 3, or of ``tf.compat.v1.train``: that one combines gradients in
-            ``compute_gradients``, and with it in ``minimize``.
-        use_locking: Has no effect.
-
-    All other arguments are those of ``hvdtrain.keras.DistributedOptimizer``.
+    ``optimizer`` is one of Keras 3 or of ``tf.compat.v1.train``; the latter reduces gradients in
+    ``compute_gradients``, which ``minimize`` calls. ``use_locking`` is ignored. For the other
+    arguments see ``hvdtrain.keras.DistributedOptimizer``.
 
     Returns:
         The same optimizer.
 
     Raises:
         ModelError: As for ``hvdtrain.keras.DistributedOptimizer``.
-        ValueError: What was asked for does not fit together.
+        ValueError: The arguments contradict each other.
     """
     arguments = locals()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         del arguments["use_locking"]
         return keras_optimizer.DistributedOptimizer(**arguments)
     check_mode("tensorflow.DistributedOptimizer")
-    reducer = optimizer_reducer(arguments)
-    passes = backward_passes_per_step
-    if passes < 1:
-        raise ValueError(f"Received backward_passes_per_step={passes}; expected 1 or more.")
-    mix_in(optimizer, _CombinesGradients, reducer)
-    optimizer._hvdtrain_accumulation = None
-    if passes > 1:
-        optimizer._hvdtrain_accumulation = _Accumulation(
-            passes, averages=average_aggregated_gradients, as_dense=sparse_as_dense
+    reducer = make_reducer(arguments, ops=(Average, Sum))
+    steps = backward_passes_per_step
+    if steps < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {steps}.")
+    mix_in(optimizer, _ReducesGradients, reducer)
+    optimizer._hvdtrain_accumulator = None
+    if steps > 1:
+        optimizer._hvdtrain_accumulator = _GradientAccumulator(
+            steps, average=average_aggregated_gradients, sparse_as_dense=sparse_as_dense
         )
-    optimizer._hvdtrain_has_combined = False
+    optimizer._hvdtrain_has_reduced = False
     return optimizer
 
 
-class _CombinesGradients:
-    """A mixin for the class of a plain optimizer: combines the gradients of all ranks."""
+class _ReducesGradients:
+    """Mixin for the class of a plain optimizer."""
 
     _hvdtrain_reducer: GradientReducer
-    _hvdtrain_accumulation: _Accumulation | None
-    _hvdtrain_has_combined: bool
+    _hvdtrain_accumulator: _GradientAccumulator | None
+    _hvdtrain_has_reduced: bool
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
+        """Exclude the gradient of a variable from the reduction."""
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Compute what the plain optimizer does, combined over all ranks.
+        """Return the gradients of the plain optimizer, reduced over all ranks.
 
-        Before the last of several steps that are accumulated, it is the sums so far of this rank
-        alone, which ``apply_gradients`` leaves aside.
+        While gradients are accumulated, these are the sums of this rank so far, which
+        ``apply_gradients`` ignores.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = map(list, zip(*pairs))
 
-        def combine(summed: Sequence[Any]) -> list[Any]:
-            return self._hvdtrain_reducer.average(summed, variables)
+        def reduce(values: Sequence[Any]) -> list[Any]:
+            return self._hvdtrain_reducer.average(values, variables)
 
-        if self._hvdtrain_accumulation is None:
-            combined = combine(gradients)
+        if self._hvdtrain_accumulator is None:
+            reduced = reduce(gradients)
         else:
-            combined = self._hvdtrain_accumulation.add(gradients, combine)
-        self._hvdtrain_has_combined = True
-        return list(zip(combined, variables))
+            reduced = self._hvdtrain_accumulator.add(gradients, reduce)
+        self._hvdtrain_has_reduced = True
+        return list(zip(reduced, variables))
 
     def apply_gradients(
         self,
@@ -113,135 +108,126 @@ class _CombinesGradients:
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """Apply gradients; ``global_step`` counts steps that are accumulated, too.
+        """Apply gradients; ``global_step`` also counts the steps that only accumulate.
 
         Raises:
-            ModelError: The gradients come from elsewhere than ``compute_gradients``.
+            ModelError: ``compute_gradients`` was never called, so the gradients are not reduced.
         """
-        if not self._hvdtrain_has_combined:
+        if not self._hvdtrain_has_reduced:
             raise ModelError(
-                "apply_gradients received gradients that compute_gradients of this optimizer has "
-                "not computed, so they may be those of one rank. Call compute_gradients instead of "
-                "tf.gradients; or combine them with a DistributedGradientTape or allreduce, and "
-                "leave DistributedOptimizer out."
+                "apply_gradients requires gradients that compute_gradients of this optimizer has "
+                "reduced. Call compute_gradients instead of tf.gradients, or drop "
+                "DistributedOptimizer and reduce with a DistributedGradientTape or allreduce."
             )
         pairs = list(grads_and_vars)
         apply: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
-        if self._hvdtrain_accumulation is None:
+        if self._hvdtrain_accumulator is None:
             return apply(pairs, global_step, name)
-        return self._hvdtrain_accumulation.when_complete(
+        return self._hvdtrain_accumulator.apply_if_complete(
             [gradient for gradient, _ in pairs if gradient is not None],
             lambda: apply(pairs, None, name),
             global_step,
         )
 
 
-class _Accumulation:
-    """Adds up gradients until those of so many steps are together.
+class _GradientAccumulator:
+    """Sums of the gradients of several steps.
 
-    The sums are local variables in a graph of TensorFlow 1: checkpoints don't hold them, as they
-    are each rank's own.
-
-    Args:
-        passes: How many steps belong together.
-        averages: Take the mean of their gradients instead of the sum.
-        as_dense: Make tensors of ``tf.IndexedSlices``.
+    In a TensorFlow 1 graph the sums are local variables: each rank has its own, so they are not
+    saved in checkpoints.
     """
 
-    def __init__(self, passes: int, *, averages: bool, as_dense: bool) -> None:
-        self._passes = passes
-        self._averages = averages
-        self._as_dense = as_dense
-        self._place: Any = None
+    def __init__(self, steps: int, *, average: bool, sparse_as_dense: bool) -> None:
+        self._steps = steps
+        self._factor = 1.0 / steps if average else 1.0
+        self._sparse_as_dense = sparse_as_dense
+        self._graph: Any = None
         self._sums: list[Any] = []
         self._count: Any = None
 
     def add(
-        self, gradients: Sequence[Any], combine: Callable[[Sequence[Any]], list[Any]]
+        self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]
     ) -> list[Any]:
-        """Add those of one step; the same ones are None in all steps.
+        """Add the gradients of one step and return the sums, reduced after the last step.
 
-        Returns what ``combine`` does, given complete sums (None stays None); before, the sums so
-        far.
+        Args:
+            gradients: Gradients of one step; None in the same places in every step.
+            reduce: Function from complete sums to reduced ones; None stays None.
 
         Raises:
-            ValueError: There are ``tf.IndexedSlices`` among them, and no tensors are made of them.
+            ValueError: A gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is off.
         """
         dense = [self._dense(gradient) for gradient in gradients if gradient is not None]
         self._make_variables(dense)
-        added = [kept.assign_add(gradient) for kept, gradient in zip(self._sums, dense)]
-        with tf.control_dependencies(_in_graph(added)):
-            # Read again: in a session an update of a variable and its value are two things.
+        added = [total.assign_add(gradient) for total, gradient in zip(self._sums, dense)]
+        with tf.control_dependencies(_dependencies(added)):
+            # In a session, the result of assign_add need not be the variable's value.
             count = self._count.assign_add(1)
-            sums = [kept.read_value() for kept in self._sums]
+            sums = [total.read_value() for total in self._sums]
 
         def complete() -> list[tf.Tensor]:
-            factor = 1.0 / self._passes if self._averages else 1.0
-            places = iter(sums)
-            summed = [None if gradient is None else next(places) for gradient in gradients]
-            combined = [entry for entry in combine(summed) if entry is not None]
-            with tf.control_dependencies(_in_graph([*sums, *combined])):
-                reset = [kept.assign(tf.zeros_like(kept)) for kept in self._sums]
+            remaining = iter(sums)
+            summed = [None if gradient is None else next(remaining) for gradient in gradients]
+            reduced = [entry for entry in reduce(summed) if entry is not None]
+            with tf.control_dependencies(_dependencies([*sums, *reduced])):
+                reset = [total.assign(tf.zeros_like(total)) for total in self._sums]
                 reset.append(self._count.assign(0))
-            with tf.control_dependencies(_in_graph(reset)):
-                return [tf.math.scalar_mul(factor, entry) for entry in combined]
+            with tf.control_dependencies(_dependencies(reset)):
+                return [tf.math.scalar_mul(self._factor, entry) for entry in reduced]
 
-        results = iter(tf.cond(tf.equal(count, self._passes), complete, lambda: list(sums)))
+        results = iter(tf.cond(tf.equal(count, self._steps), complete, lambda: list(sums)))
         return [None if gradient is None else next(results) for gradient in gradients]
 
-    def when_complete(
+    def apply_if_complete(
         self, gradients: Sequence[Any], apply: Callable[[], Any], global_step: Any
     ) -> Any:
-        """Call ``apply`` if the gradients are those that ``combine`` returned.
+        """Call ``apply`` if ``gradients`` are reduced, and count ``global_step`` in each step.
 
-        ``global_step`` is counted in each step, if given. In a graph, returns what does it.
+        Returns:
+            In a graph, the operation that does it; None in eager execution.
         """
 
         def applied() -> tf.Tensor:
-            with tf.control_dependencies(_in_graph([apply()])):
+            with tf.control_dependencies(_dependencies([apply()])):
                 return tf.constant(True)
 
-        with tf.control_dependencies(_in_graph(gradients)):
+        with tf.control_dependencies(_dependencies(gradients)):
             complete = tf.equal(self._count.read_value(), 0)
         done = tf.cond(complete, applied, lambda: tf.constant(False))
-        if global_step is None:
-            return _operation(done)
-        with tf.control_dependencies(_in_graph([done])):
-            return _operation(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
+        if global_step is not None:
+            with tf.control_dependencies(_dependencies([done])):
+                done = global_step.assign_add(tf.ones([], global_step.dtype.base_dtype))
+        return None if tf.executing_eagerly() else tf.group(done)
 
     def _dense(self, gradient: Any) -> tf.Tensor:
-        if isinstance(gradient, tf.IndexedSlices) and not self._as_dense:
+        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
             raise ValueError(
-                "Received tf.IndexedSlices where backward_passes_per_step adds up the gradients of "
-                "several steps; expected tensors. Pass sparse_as_dense=True."
+                "backward_passes_per_step can't accumulate tf.IndexedSlices; pass "
+                "sparse_as_dense=True."
             )
         return tf.convert_to_tensor(gradient)
 
     def _make_variables(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Make the variables once for all functions, and once in each graph of TensorFlow 1."""
+        """Create the variables once, or once in each TensorFlow 1 graph."""
+
+        def make(shape: Any, dtype: tf.DType, name: str) -> Any:
+            return tf.compat.v1.Variable(
+                lambda: tf.zeros(shape, dtype),
+                trainable=False,
+                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                name=f"accumulated_{name}",
+                use_resource=True,
+            )
+
         with tf.init_scope():
-            place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-            if self._count is not None and place is self._place:
+            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            if self._count is not None and graph is self._graph:
                 return
-            self._place = place
-            self._count = _local_variable([], tf.int32, "steps")
-            self._sums = [_local_variable(g.shape, g.dtype, "gradient") for g in gradients]
+            self._graph = graph
+            self._count = make([], tf.int32, "steps")
+            self._sums = [make(g.shape, g.dtype, "gradient") for g in gradients]
 
 
-def _local_variable(shape: Any, dtype: tf.DType, what: str) -> Any:
-    return tf.compat.v1.Variable(
-        lambda: tf.zeros(shape, dtype),
-        trainable=False,
-        collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-        name=f"accumulated_{what}",
-        use_resource=True,
-    )
-
-
-def _in_graph(things: Sequence[Any]) -> list[Any]:
-    """Return what can be waited for: nothing where it is eager, as all is done already."""
-    return [] if tf.executing_eagerly() else [thing for thing in things if thing is not None]
-
-
-def _operation(result: Any) -> Any:
-    return None if tf.executing_eagerly() else tf.group(result)
+def _dependencies(operations: Sequence[Any]) -> list[Any]:
+    """Return the control dependencies; eager operations are done already."""
+    return [] if tf.executing_eagerly() else [op for op in operations if op is not None]

@@ -10,13 +10,13 @@ Names are loaded when they are first used, TensorFlow with them.
 from __future__ import annotations
 
 from hvdtrain.lazy import lazy_names
-from hvdtrain.tensorflow import OF_JOB
+from hvdtrain.tensorflow import COMMON_NAMES
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        **OF_JOB,
-        "hvdtrain.horovod.op_constants": ("Adasum", "Average", "Sum"),
+        **COMMON_NAMES,
+        "hvdtrain.horovod.reduction_arguments": ("Adasum", "Average", "Sum"),
         "hvdtrain.horovod.keras_optimizer": (
             "DistributedOptimizer",
             "PartialDistributedOptimizer",

@@ -24,7 +24,7 @@ from hvdtrain.keras.model_parts import (
 from hvdtrain.keras.optimizer_patch import accumulator_variables
 from hvdtrain.keras.rank_random import seed_generators
 from hvdtrain.private_api.keras import flatten_layers
-from hvdtrain.tensorflow.variable_names import counted_anew
+from hvdtrain.tensorflow.variable_names import renumbered
 
 __all__ = [
     "broadcast_model",
@@ -134,9 +134,9 @@ def describe_model(model: keras.Model) -> dict[str, str]:
     Names and seeds are left out, because they may differ between ranks. A part without a
     configuration is described by its type.
     """
-    trainable = counted_anew([variable.path for variable in model.trainable_variables])
+    trainable = renumbered([variable.path for variable in model.trainable_variables])
     described = {"trainable order": "|".join(trainable)}
-    paths = counted_anew([variable.path for variable in model.variables])
+    paths = renumbered([variable.path for variable in model.variables])
     for index, (path, variable) in enumerate(zip(paths, model.variables)):
         described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
     described |= _describe_layers(model)
@@ -161,7 +161,7 @@ def describe_model(model: keras.Model) -> dict[str, str]:
 def _describe_layers(model: keras.Model) -> dict[str, str]:
     """Describe each layer by its configuration, and models by the connections of their layers."""
     layers = flatten_layers(model)
-    names = counted_anew([layer.name for layer in layers])
+    names = renumbered([layer.name for layer in layers])
     labels = {layer.name: name for layer, name in zip(layers, names)}
     constants = [
         np.size(constant.value)

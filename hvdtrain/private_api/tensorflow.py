@@ -47,8 +47,8 @@ __all__ = [
     "complete_functions",
     "connect",
     "control_flow_context",
-    "convert_nothing_of",
     "draws_anew",
+    "exclude_from_autograph",
     "function_body",
     "function_graphs",
     "global_seed",
@@ -60,7 +60,7 @@ __all__ = [
     "parts_of",
     "replace_session_methods",
     "reserve_port",
-    "run_turns_one_by_one",
+    "run_iterations_serially",
     "unfinalize",
     "variant_of",
     "yields_in_any_order",
@@ -224,7 +224,7 @@ def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
     operation._add_control_input(before)
 
 
-def run_turns_one_by_one(enter: tf.Operation) -> None:
+def run_iterations_serially(enter: tf.Operation) -> None:
     """Let a loop end each turn before the next; to be told by all operations that enter it.
 
     A session goes by the one that happens to be the first, and complains where they differ.
@@ -282,7 +282,7 @@ def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
         setattr(atomic_function, _REPLACED, True)
 
 
-def convert_nothing_of(package: str) -> None:
+def exclude_from_autograph(package: str) -> None:
     """Let functions of TensorFlow take the code of a package as it is written; once.
 
     AutoGraph otherwise translates each Python function that one of them calls, which takes longer

@@ -1,17 +1,32 @@
-"""Collectives inside TensorFlow's graphs, and Horovod's names for them.
+"""Collectives inside TensorFlow's graphs, and Horovod's API for TensorFlow.
 
 ::
 
     import hvdtrain.tensorflow as hvd
 
-Names are loaded when they are first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations
 
 from hvdtrain.lazy import lazy_names
 
-OF_JOB = {
+_BUILD_INFO = (
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+)
+
+COMMON_NAMES = {
     "hvdtrain.world": (
         "is_initialized",
         "local_rank",
@@ -22,20 +37,7 @@ OF_JOB = {
         "start_timeline",
         "stop_timeline",
     ),
-    "hvdtrain.horovod.build_info": (
-        "ccl_built",
-        "cross_rank",
-        "cross_size",
-        "cuda_built",
-        "ddl_built",
-        "gloo_built",
-        "gloo_enabled",
-        "mpi_built",
-        "mpi_enabled",
-        "mpi_threads_supported",
-        "nccl_built",
-        "rocm_built",
-    ),
+    "hvdtrain.horovod.build_info": _BUILD_INFO,
     "hvdtrain.horovod.process_sets": (
         "ProcessSet",
         "add_process_set",
@@ -43,17 +45,16 @@ OF_JOB = {
         "init",
         "remove_process_set",
     ),
-    "hvdtrain.horovod.op_constants": ("Average", "Sum"),
     "hvdtrain.gradients.compression": ("Compression",),
 }
-"""The names that the modules for Keras have as well."""
+"""Names that are also in ``hvdtrain.keras``, by module."""
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        **OF_JOB,
+        **COMMON_NAMES,
         "hvdtrain.horovod.build_info": (
-            *OF_JOB["hvdtrain.horovod.build_info"],
+            *_BUILD_INFO,
             "is_homogeneous",
             "local_rank_op",
             "local_size_op",
@@ -61,16 +62,21 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.horovod.op_constants": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
-        "hvdtrain.horovod.exchange_ops": (
+        "hvdtrain.horovod.reduction_arguments": (
+            "Adasum",
+            "Average",
+            "Max",
+            "Min",
+            "Product",
+            "Sum",
+        ),
+        "hvdtrain.horovod.collective_ops": (
             "allgather",
+            "allreduce",
             "alltoall",
             "broadcast",
             "broadcast_",
             "grouped_allgather",
-        ),
-        "hvdtrain.horovod.reduction_ops": (
-            "allreduce",
             "grouped_allreduce",
             "grouped_reducescatter",
             "join",
@@ -83,12 +89,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         "hvdtrain.keras.batch_normalization": ("SyncBatchNormalization",),
         "hvdtrain.horovod.tensorflow_optimizer": ("DistributedOptimizer",),
         "hvdtrain.horovod.broadcast": (
+            "BroadcastGlobalVariablesHook",
             "allgather_object",
+            "broadcast_global_variables",
             "broadcast_object",
             "broadcast_object_fn",
             "broadcast_variables",
-            "broadcast_global_variables",
-            "BroadcastGlobalVariablesHook",
         ),
     },
     submodules=("elastic", "keras"),

@@ -1,4 +1,4 @@
-"""Horovod's compression, under Horovod's path."""
+"""Horovod's ``horovod.tensorflow.compression``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reductions where tensors are: NCCL between GPUs, TensorFlow's ring between CPUs.
+"""Reductions on devices: by NCCL between GPUs, by TensorFlow's ring between CPUs.
 
-They are operations of the graph (``CollectiveReduceV2``), and what they add up never leaves the
-device. The engine is asked before each: all ranks agree on what comes, and from then on a thread
-looks whether another rank has failed, which ends the operation.
+They are operations of the graph (``CollectiveReduceV2``), whose values never leave the device.
+Before each one the ranks agree on it through the engine; during it, a thread checks for failed
+ranks and aborts it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["DeviceCollectives", "connect"]
 
-_KIND = "device_allreduce"
-
-# Large enough for the full speed of a link, small enough for the first to travel while the
-# gradients of the second are computed.
+# Large enough for full bandwidth, small enough to be sent while other gradients are computed.
 BUCKET_BYTES = 32 << 20
-LOOK_S = 0.05
-NEWS_TIMEOUT_S = 5.0
-_GROUP = 1
-# Of operations; TensorFlow remembers the shape of each as long as the process lives.
-_numbers = itertools.count(1)
-_MERGE = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
-# In which type each is reduced: half types as by all engines.
+CHECK_INTERVAL_S = 0.05
+CAUSE_TIMEOUT_S = 5.0
+
+_GROUP_KEY = 1
+_MERGE_OPS = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
+# The types in which tensors are reduced; all engines reduce half types in float32.
 _REDUCED_AS = {
     tf.float16: tf.float32,
     tf.bfloat16: tf.float32,
@@ -46,12 +42,20 @@ _REDUCED_AS = {
     tf.float64: tf.float64,
 }
 
+# TensorFlow remembers the shape of each instance key for the life of the process.
+_instance_keys = itertools.count(1)
+
 
 def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
-    """Connect the GPUs or the CPUs of all ranks, given the number of each rank's host; collective.
+    """Connect the GPUs or the CPUs of all ranks; collective.
+
+    Args:
+        collectives: Engine.
+        on_gpus: Whether to reduce on GPUs.
+        hosts: Host number of each rank.
 
     Raises:
-        LaunchError: On all ranks: one can't be reached by the others, or can't start.
+        LaunchError: On all ranks, if one is unreachable or can't start its server.
     """
     if not private_tensorflow.is_connected():
         with private_tensorflow.reserve_port() as port:
@@ -61,37 +65,39 @@ def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> Devi
                 private_tensorflow.connect(addresses, collectives.rank, port)
             except (tf.errors.OpError, RuntimeError, ValueError) as error:
                 problem = f"port {port} of rank {collectives.rank}: {error}"
-            # Nobody calls a server that is not there yet.
+            # After this, all servers are running.
             problems = collectives.allgather_object(problem, name="servers of TensorFlow")
         if any(problems):
             raise LaunchError(
-                "TensorFlow could not start its server for collective operations on "
-                f"{'; '.join(filter(None, problems))}. Start with --backend mpi."
+                "TensorFlow could not start its server for collectives on "
+                f"{'; '.join(filter(None, problems))}. Use --backend mpi."
             )
     (device, *_) = tf.config.list_logical_devices("GPU" if on_gpus else "CPU")
     return DeviceCollectives(collectives, device.name, "nccl" if on_gpus else "ring")
 
 
 class DeviceCollectives:
-    """Reductions between the devices of all ranks; the engine sees that they agree on each.
+    """Reductions between one device of each rank.
 
-    ``hint`` tells TensorFlow how to do it, by ``"nccl"`` or a ``"ring"``.
+    Args:
+        collectives: Engine through which the ranks agree on each reduction.
+        device: Name of this rank's device.
+        hint: TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
     """
 
     def __init__(self, collectives: Engine, device: str, hint: str) -> None:
         self._collectives = collectives
         self.device = device
         self.hint = hint
-        self._keys: dict[Any, int] = {}
-        self._busy = threading.Event()
-        self.error: HvdtrainError | None = None
-        """The error that ended operations, in place of what TensorFlow says of it; or None."""
-        threading.Thread(target=self._look, name="hvdtrain devices", daemon=True).start()
+        self._first_keys: dict[Any, int] = {}
+        self._running = threading.Event()
+        self._error: HvdtrainError | None = None
+        threading.Thread(target=self._watch, name="hvdtrain devices", daemon=True).start()
 
-    def takes(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Whether these can be reduced here: floating, of shapes that are known.
+    def supports(self, tensors: Sequence[tf.Tensor]) -> bool:
+        """Return whether all tensors are floating and have static shapes, outside of sessions.
 
-        Not in graphs for sessions: those know nothing of the other ranks' devices.
+        Sessions do not know the devices of other ranks.
         """
         return tf.compat.v1.executing_eagerly_outside_functions() and all(
             tensor.dtype in _REDUCED_AS and tensor.shape.is_fully_defined() for tensor in tensors
@@ -106,84 +112,80 @@ class DeviceCollectives:
         before: Callable[[], object] | None = None,
         after: Callable[[bool, np.ndarray], None] | None = None,
     ) -> list[tf.Tensor]:
-        """Combine tensors of one type over all ranks, at once or in the graph that is being made.
+        """Reduce tensors of one type over all ranks, at once or in the current graph.
 
         Args:
-            tensors: Tensors of a type and shapes that this ``takes``, alike on all ranks.
-            op: How they are combined.
-            name: For errors; the same on all ranks.
-            before: Called on the host before all else.
-            after: Called on the host in the end, and may raise: with whether all results are
-                finite; and with which of this rank's tensors hold NaN, and which infinity, bool of
-                shape (2, tensors), looked for where they aren't. If not given, nobody looks.
+            tensors: Tensors that ``supports`` accepts, the same on all ranks.
+            op: Reduction.
+            name: Name in error messages, the same on all ranks.
+            before: Function to call on the host first.
+            after: Function to call on the host last; it may raise. Its arguments are whether all
+                results are finite and, if not, which of this rank's tensors contain NaN and which
+                infinity: bool of shape (2, tensors).
 
         Raises:
-            HvdtrainError: Ranks differ in what they asked for, or one failed or did not come. In a
-                graph TensorFlow makes an error of its own of it; see ``error_behind``.
+            HvdtrainError: Ranks differ in the reduction, or a rank failed or is missing. In a graph
+                TensorFlow raises its own error; see ``cause_of``.
         """
         if not tensors:
             return []
+        dtype = tensors[0].dtype
+        counts = [tensor.shape.num_elements() for tensor in tensors]
         shapes = tuple(tuple(tensor.shape.as_list()) for tensor in tensors)
-        detail = (op, tensors[0].dtype.name, shapes)
-        buckets = _divide([tensor.shape.num_elements() for tensor in tensors], tensors[0].dtype)
+        buckets = _divide_into_buckets(counts, dtype)
 
         def begin() -> Arrays:
             if before is not None:
                 before()
-            return [self._begin(name, detail, len(buckets))]
+            return [self._begin(name, (op, dtype.name, shapes), len(buckets))]
 
-        (first,) = run_on_host(begin, [], [[]], [tf.int32])
-        keys = [first + number for number in range(len(buckets))]
+        (first_key,) = run_on_host(begin, [], [[]], [tf.int32])
+        keys = [first_key + number for number in range(len(buckets))]
         results: list[Any] = list(tensors)
         try:
             with tf.device(self.device):
                 for bucket, key in zip(buckets, keys):
                     reduced = self._reduce_bucket([tensors[n] for n in bucket], op, key)
-                    for place, result in zip(bucket, reduced):
-                        results[place] = result
+                    for n, result in zip(bucket, reduced):
+                        results[n] = result
                 flags = _not_finite(tensors, results) if after is not None else []
         except tf.errors.OpError as error:
-            raise self.error_behind(error) or error from None
-
-        nbytes = sum(tensor.shape.num_elements() for tensor in tensors) * tensors[0].dtype.size
+            raise self.cause_of(error) or error from None
 
         def end(*flags: np.ndarray) -> Arrays:
-            self._end(nbytes)
+            self._running.clear()
+            self._collectives.end_external(sum(counts) * dtype.size)
             if after is not None:
-                finite, which = flags
-                after(bool(finite), which)
+                finite, not_finite = flags
+                after(bool(finite), not_finite)
             return [np.array(0, np.int32)]
 
-        # Whoever uses a result has waited for the others, and for an error.
+        # The results depend on end, so that using one waits for all and raises their error.
         with tf.control_dependencies(results):
-            through = run_on_host(end, flags, [[]], [tf.int32])
-        with tf.control_dependencies(through), tf.device(self.device):
+            ended = run_on_host(end, flags, [[]], [tf.int32])
+        with tf.control_dependencies(ended), tf.device(self.device):
             return [tf.identity(result) for result in results]
 
-    def error_behind(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """Return the error between ranks that one of TensorFlow's own stands for; None without any.
+    def cause_of(self, error: tf.errors.OpError) -> HvdtrainError | None:
+        """Return the error between ranks that caused an error of TensorFlow; None if it is another.
 
-        An operation that ends because of another rank may do so before the news of it is here.
+        A reduction may be aborted shortly before the failure of the other rank is known.
         """
-        about_others = (
-            tf.errors.UnavailableError,
-            tf.errors.AbortedError,
-            tf.errors.CancelledError,
-        )
-        deadline = time.monotonic() + NEWS_TIMEOUT_S
-        while self.error is None and isinstance(error, about_others) and self._busy.is_set():
+        aborted = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        while self._error is None and isinstance(error, aborted) and self._running.is_set():
             if time.monotonic() > deadline:
                 return CollectiveError(
-                    f"TensorFlow could not finish a reduction: {error.message}. Another rank "
-                    "failed, or the network between them; its own message tells why."
+                    f"TensorFlow could not finish a reduction: {error.message}. Another rank or "
+                    "the network failed; see the message of that rank."
                 )
-            time.sleep(LOOK_S)
-        if self.error is None and "NCCL" in error.message:
+            time.sleep(CHECK_INTERVAL_S)
+        if self._error is None and "NCCL" in error.message:
             return CollectiveError(
-                f"NCCL could not reduce: {error.message}. NCCL_DEBUG=INFO makes it tell more, and "
-                "--backend mpi does without it."
+                f"NCCL could not reduce: {error.message}. Set NCCL_DEBUG=INFO for details, or use "
+                "--backend mpi."
             )
-        return self.error
+        return self._error
 
     def _reduce_bucket(
         self, tensors: Sequence[tf.Tensor], op: ReduceOp, key: tf.Tensor
@@ -194,15 +196,15 @@ class DeviceCollectives:
         total = tf.raw_ops.CollectiveReduceV2(
             input=flat,
             group_size=self._collectives.size,
-            group_key=_GROUP,
+            group_key=_GROUP_KEY,
             instance_key=key,
             ordering_token=[],
-            merge_op=_MERGE[op],
+            merge_op=_MERGE_OPS[op],
             final_op="Id",
             communication_hint=self.hint,
         )
         if op == "average":
-            total *= tf.constant(1.0 / self._collectives.size, wide)  # as all engines do
+            total *= tf.constant(1.0 / self._collectives.size, wide)  # like all engines
         counts = [tensor.shape.num_elements() for tensor in tensors]
         return [
             tf.reshape(tf.cast(part, dtype), tensor.shape)
@@ -210,59 +212,52 @@ class DeviceCollectives:
         ]
 
     def _begin(self, name: str, detail: Any, buckets: int) -> np.ndarray:
-        """Agree with the other ranks; returns the number of the first bucket's operation.
+        """Agree on a reduction with the other ranks and return the key of its first bucket.
 
-        Numbers are given when ranks first agree on such a call: in the same order on all.
+        Keys are assigned when ranks first agree on a reduction, in the same order on all.
         """
-        self.error = None
+        self._error = None
         try:
-            self._collectives.begin_external(_KIND, name, detail)
+            self._collectives.begin_external("device_allreduce", name, detail)
         except HvdtrainError as error:
-            self.error = error
+            self._error = error
             raise
-        asked = (name, detail)
-        if asked not in self._keys:
-            self._keys[asked] = next(_numbers)
-            for _ in range(buckets - 1):
-                next(_numbers)
-        self._busy.set()
-        return np.array(self._keys[asked], np.int32)
+        if (name, detail) not in self._first_keys:
+            keys = [next(_instance_keys) for _ in range(max(buckets, 1))]
+            self._first_keys[name, detail] = keys[0]
+        self._running.set()
+        return np.array(self._first_keys[name, detail], np.int32)
 
-    def _end(self, nbytes: int) -> None:
-        self._busy.clear()
-        self._collectives.end_external(nbytes)
-
-    def _look(self) -> None:
-        """Check now and then that the others can still come, while an operation is in work."""
+    def _watch(self) -> None:
+        """Abort the reduction in progress if another rank has failed."""
         while True:
-            self._busy.wait()
-            time.sleep(LOOK_S)
+            self._running.wait()
+            time.sleep(CHECK_INTERVAL_S)
             try:
                 self._collectives.check_external()
             except HvdtrainError as error:
-                self.error = error
+                self._error = error
                 private_tensorflow.abort_collectives(str(error))
                 return
 
 
 def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) -> list[str]:
-    """Return each rank's server, by its host's name where all others know it; collective."""
-    mine = socket.gethostname()
+    """Return the address of each rank's server, by host name if all hosts know it; collective."""
     if len(set(hosts)) == 1:
         places = ["127.0.0.1"] * len(hosts)
     else:
-        names: list[str] = collectives.allgather_object(mine, name="hosts of servers")
-        unknown = [name for name in dict.fromkeys(names) if name != mine and not _is_known(name)]
-        told: list[list[str]] = collectives.allgather_object(unknown, name="unknown hosts")
+        own_name = socket.gethostname()
+        names: list[str] = collectives.allgather_object(own_name, name="hosts of servers")
+        unknown = [n for n in dict.fromkeys(names) if n != own_name and not _is_known(n)]
+        unknown_anywhere = any(collectives.allgather_object(unknown, name="unknown hosts"))
         places = names
-        if any(told) or len(set(names)) < len(set(hosts)):
-            route = _address_of_this_host()
-            places = collectives.allgather_object(route, name="addresses of servers")
+        if unknown_anywhere or len(set(names)) < len(set(hosts)):
+            places = collectives.allgather_object(_own_address(), name="addresses of servers")
         if "" in places:
             raise LaunchError(
-                f"Hosts don't know each other by name ({', '.join(dict.fromkeys(names))}), and not "
-                "all have a route by which others reach them; --backend nccl needs one of both. "
-                "Put them into /etc/hosts or DNS, or start with --backend mpi."
+                f"--backend nccl requires host names that all hosts can resolve, or a route; got "
+                f"{', '.join(dict.fromkeys(names))}. Add the hosts to /etc/hosts or DNS, or use "
+                "--backend mpi."
             )
     ports = collectives.allgather_object(port, name="ports of servers")
     return [f"{place}:{number}" for place, number in zip(places, ports)]
@@ -270,44 +265,44 @@ def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) ->
 
 def _is_known(host: str) -> bool:
     try:
-        found = socket.getaddrinfo(host, None)
+        addresses = socket.getaddrinfo(host, None)
     except OSError:
         return False
-    return not any(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    return not any(ipaddress.ip_address(address[0]).is_loopback for *_, address in addresses)
 
 
-def _address_of_this_host() -> str:
-    """Its address towards everyone else, without asking anyone; empty without a route."""
-    # Addresses for documents; nothing is sent there.
-    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+def _own_address() -> str:
+    """Return the address of this host on its default route; empty without a route."""
+    # Addresses reserved for documentation; connecting a UDP socket sends nothing.
+    for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
+            probe.connect((remote, 9))
             address = str(probe.getsockname()[0])
             return f"[{address}]" if family == socket.AF_INET6 else address
     return ""
 
 
-def _divide(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
-    """Decide which tensors share a bucket; none of those without elements is in any.
+def _divide_into_buckets(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
+    """Return the indices of the tensors of each bucket, without empty tensors.
 
-    The last come first: gradients are ready in that order.
+    The last tensors come first, because their gradients are computed first.
     """
-    most = BUCKET_BYTES // _REDUCED_AS[dtype].size
+    capacity = BUCKET_BYTES // _REDUCED_AS[dtype].size
     buckets: list[list[int]] = []
-    room = 0
-    for place in reversed(range(len(counts))):
-        if not counts[place]:
+    free = 0
+    for n in reversed(range(len(counts))):
+        if not counts[n]:
             continue
-        if not buckets or counts[place] > room:
+        if not buckets or counts[n] > free:
             buckets.append([])
-            room = most
-        buckets[-1].append(place)
-        room -= counts[place]
+            free = capacity
+        buckets[-1].append(n)
+        free -= counts[n]
     return buckets
 
 
 def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return whether all results are finite; if not, which of ``tensors`` hold NaN or infinity."""
+    """Return whether all results are finite; if not, which tensors contain NaN or infinity."""
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
 
     def none() -> tf.Tensor:

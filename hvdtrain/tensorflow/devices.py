@@ -1,14 +1,10 @@
-"""The GPUs that each process owns, one or more, and the devices that TensorFlow computes on.
+"""Assignment of GPUs to ranks, and TensorFlow's devices.
 
-Launchers disagree about what a process sees. Under mpirun every rank of a host sees all GPUs;
-under ``srun --gpus-per-task=1`` each sees one of its own, which all of them call number 0, and
-``CUDA_VISIBLE_DEVICES`` may read the same on all. So ranks don't compare numbers: they tell each
-other the GPUs' own ids, and share them out by those. Everyone decides for everyone, so that a
-rank left without a GPU is the same error on every rank.
-
-The number of threads is not set here, but where TensorFlow would have a single one: it takes it
-from the cores that the launcher bound the rank to, or from ``TF_NUM_INTRAOP_THREADS``, which
-``hvdtrain run`` sets.
+A process sees different GPUs under each launcher. Under mpirun each rank of a host sees all of
+them. Under ``srun --gpus-per-task=1`` each rank sees one, always with number 0, and
+``CUDA_VISIBLE_DEVICES`` may be the same on all. So ranks exchange the ids of the GPUs instead of
+numbers. Each rank computes the assignment of all ranks, so that a rank without a GPU is the same
+error on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ __all__ = [
     "assign_gpus",
     "bind",
     "capabilities",
-    "compute_beside_buckets",
+    "reserve_thread_for_buckets",
     "set_up",
     "tower_devices",
     "visible_gpus",
@@ -39,13 +35,14 @@ __all__ = [
 
 logger = logging.getLogger(__package__)
 
+_INIT_FIRST = "Call hvdtrain.init() first, before creating any tensor, variable or model."
+
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
-    """Ids of the GPUs that this process sees, in TensorFlow's order.
+    """Return the ids of the GPUs that this process sees, in TensorFlow's order.
 
-    Two processes see the same id only if they see the same GPU. Where the driver tells no ids
-    (only CUDA's does), host and number stand in for them; the number is the one in the variable
-    that hides GPUs, if there is one.
+    Ids are unique across hosts. Without CUDA's ids they consist of the host and a number, which is
+    taken from the variable that hides GPUs, if it is set.
     """
     count = len(tf.config.list_physical_devices("GPU"))
     if count == 0:
@@ -65,29 +62,27 @@ def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
 def assign_gpus(
     visible: Sequence[Sequence[str] | None], *, share: bool, each: int = 1
 ) -> list[tuple[int, ...]]:
-    """Give every rank GPUs of those it sees.
+    """Assign GPUs to all ranks.
 
     Args:
-        visible: For each rank the ids of the GPUs that it sees; None for one that needs none.
-        share: Whether ranks may share a GPU when there are not enough.
-        each: How many GPUs a rank gets.
+        visible: Ids of the GPUs that each rank sees; None if it needs no GPU.
+        share: Whether ranks may share a GPU if there are too few.
+        each: Number of GPUs of each rank.
 
     Returns:
-        For each rank the indices of its GPUs in its own list; empty where it gets none. Where all
-        ranks of a host see the same GPUs and get one each, that is the local rank.
+        For each rank the indices of its GPUs in its list; empty without GPUs. If all ranks of a
+        host see the same GPUs and get one each, the index is the local rank.
 
     Raises:
-        LaunchError: A rank sees fewer GPUs than it gets, or too few that other ranks don't own
-            and ``share`` is off.
+        LaunchError: A rank sees fewer than ``each`` GPUs, or too few that other ranks do not own
+            and ``share`` is False.
     """
     owners: dict[str, list[int]] = collections.defaultdict(list)
     chosen: list[tuple[int, ...]] = []
     for rank, gpus in enumerate(visible):
-        if not gpus:
-            chosen.append(())
-            continue
-        if len(gpus) < each:
+        if gpus and len(gpus) < each:
             raise LaunchError(_too_few_gpus(rank, len(gpus), each))
+        gpus = gpus or []
         indices = sorted(range(len(gpus)), key=lambda i: (len(owners[gpus[i]]), i))[:each]
         if any(owners[gpus[index]] for index in indices) and not share:
             raise LaunchError(_no_gpu_left(rank, gpus, owners, each))
@@ -106,20 +101,20 @@ def capabilities() -> tuple[bool, bool]:
 def bind(
     topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]
 ) -> list[str]:
-    """Make this rank's GPUs the only ones that TensorFlow uses; memory is taken as it is needed.
+    """Restrict TensorFlow to this rank's GPUs, whose memory then grows on demand.
 
-    Towers without GPUs get as many logical CPU devices.
+    Towers without GPUs get a logical CPU device each.
 
     Args:
-        topology: Who this process is.
-        settings: ``share_gpus`` and the number of towers count here.
-        visible: What ``visible_gpus`` returned on each rank; None for one that needs no GPU.
+        topology: Place of this process in the job.
+        settings: Settings; ``share_gpus`` and ``towers`` are used.
+        visible: Result of ``visible_gpus`` on each rank; None if it needs no GPU.
 
     Returns:
-        For each rank the id of the first GPU that it owns; empty where it has none.
+        For each rank the id of its first GPU; empty without GPUs.
 
     Raises:
-        LaunchError: There are too few GPUs for the ranks, or TensorFlow uses its devices already.
+        LaunchError: There are too few GPUs, or TensorFlow already uses its devices.
     """
     chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
     indices = chosen[topology.rank]
@@ -137,62 +132,59 @@ def bind(
     except RuntimeError as error:
         what = f"GPU {', '.join(map(str, indices))}" if gpus else f"{settings.towers} CPU devices"
         raise LaunchError(
-            f"{what} can't be given to rank {topology.rank}, because this program has used "
-            f"TensorFlow's devices already ({error}). Call hvdtrain.init() first, before any "
-            "tensor, variable or model is made."
+            f"Rank {topology.rank} can't use {what}, because the program has already used "
+            f"TensorFlow's devices ({error}). {_INIT_FIRST}"
         ) from None
-    return [gpus[mine[0]] if gpus and mine else "" for gpus, mine in zip(visible, chosen)]
+    return [ids[own[0]] if ids and own else "" for ids, own in zip(visible, chosen)]
 
 
 def set_up(settings: Settings) -> None:
-    """Tell TensorFlow how to take hvdtrain's code, and devices: as a wish or an order, and printed.
+    """Set TensorFlow's device placement, and exclude hvdtrain from AutoGraph.
 
     Raises:
-        LaunchError: TensorFlow uses its devices already, and can't be told to print them; or it
-            lacks what hvdtrain needs of it.
+        LaunchError: TensorFlow lacks private API, or already uses its devices while
+            ``log_device_placement`` is set.
     """
     private_tensorflow.check()
-    # No code of hvdtrain's branches or loops over the values of tensors.
-    private_tensorflow.convert_nothing_of("hvdtrain")
+    # No control flow in hvdtrain depends on tensors.
+    private_tensorflow.exclude_from_autograph("hvdtrain")
     tf.config.set_soft_device_placement(settings.soft_placement)
     if not settings.log_device_placement:
         return
-    # TensorFlow itself would print nothing then, and not say so.
+    # TensorFlow would silently print nothing.
     if private_tensorflow.in_use():
         raise LaunchError(
-            "The placement on devices can't be printed (--log-device-placement), because this "
-            "program has used TensorFlow's devices already. Call hvdtrain.init() first, before any "
-            "tensor, variable or model is made."
+            "--log-device-placement has no effect, because the program has already used "
+            f"TensorFlow's devices. {_INIT_FIRST}"
         )
     tf.debugging.set_log_device_placement(True)
 
 
-def compute_beside_buckets() -> None:
-    """Let TensorFlow run two operations beside each other where it would run one.
+def reserve_thread_for_buckets() -> None:
+    """Let TensorFlow run a second operation while the allreduce of a bucket waits for other ranks.
 
-    One is the allreduce of a bucket, whose thread waits for the others meanwhile; with as many
-    threads as a rank has cores, which is one, nothing would be computed until it is done. What the
-    program has set or used already stays as it is.
+    On one core it would otherwise use a single thread. Threads that the program has configured or
+    used remain unchanged.
     """
-    asked = tf.config.threading.get_inter_op_parallelism_threads()
-    if asked or "TF_NUM_INTEROP_THREADS" in os.environ or private_tensorflow.in_use():
+    configured = tf.config.threading.get_inter_op_parallelism_threads()
+    if configured or "TF_NUM_INTEROP_THREADS" in os.environ or private_tensorflow.in_use():
         return
     if available_cores() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 def tower_devices(count: int) -> list[str]:
-    """The names of the devices that ``bind`` got for so many towers.
+    """Return the names of the devices of ``count`` towers.
 
     Raises:
-        LaunchError: The program has taken some of them away since.
+        LaunchError: The program has removed devices after ``bind``.
     """
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     if len(devices) < count:
         raise LaunchError(
-            f"{count} towers (--devices-per-rank) need as many devices, but TensorFlow has "
-            f"{len(devices)}: {', '.join(device.name for device in devices)}. Leave the choice of "
-            "devices to hvdtrain.init(); don't set visible or logical devices after it."
+            f"--devices-per-rank {count} needs {count} devices, but TensorFlow has {len(devices)}: "
+            f"{', '.join(device.name for device in devices)}. Don't set visible or logical devices "
+            "after hvdtrain.init()."
         )
     return [device.name for device in devices[:count]]
 
@@ -205,7 +197,10 @@ def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
         logger.info("no GPU found; computing on the CPU")
     else:
         ranks = ", ".join(map(str, without))
-        logger.warning(f"rank {ranks} of {len(visible)} found no GPU and will slow down the others")
+        logger.warning(
+            f"{len(without)} of {len(visible)} ranks run without GPU and slow down the others: "
+            f"{ranks}"
+        )
 
 
 def _use_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
@@ -225,9 +220,9 @@ def _divide_cpu(count: int) -> None:
 
 def _too_few_gpus(rank: int, gpus: int, each: int) -> str:
     return (
-        f"Rank {rank} sees {gpus} GPU{'s' * (gpus > 1)}, but is to compute on {each} (--mode "
-        f"towers --devices-per-rank {each}). Give it {each} GPUs; or ask for {gpus}, with "
-        f"HVDTRAIN_DEVICES_PER_RANK={gpus}; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        f"Rank {rank} sees {gpus} GPU{'s' * (gpus > 1)}, but --mode towers --devices-per-rank "
+        f"{each} needs {each}. Give it {each} GPUs, set HVDTRAIN_DEVICES_PER_RANK={gpus}, or use "
+        "the CPU with CUDA_VISIBLE_DEVICES=-1."
     )
 
 
@@ -237,22 +232,22 @@ def _no_gpu_left(
     taken = "; ".join(
         f"{gpu}: rank {', '.join(map(str, owners[gpu]))}" for gpu in gpus if owners.get(gpu)
     )
-    few, owned, remedy = "more ranks than GPUs", "all", "one rank a GPU"
+    problem, owned, remedy = "more ranks than GPUs", "all", "one rank per GPU"
     if each > 1:
-        few, owned = f"too few GPUs for {each} a rank (--devices-per-rank)", "some"
-        remedy = "fewer ranks, or ask for fewer devices"
+        problem, owned = f"too few GPUs for --devices-per-rank {each}", "some"
+        remedy = "fewer ranks, or reduce --devices-per-rank"
     return (
-        f"There are {few}: rank {rank} sees {len(gpus)}, and {owned} of them have owners "
-        f"({taken}). Start {remedy}; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 (hvdtrain run "
-        "--share-gpus); or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        f"There are {problem}: rank {rank} sees {len(gpus)} GPUs, and {owned} of them are in use "
+        f"({taken}). Start {remedy}, let ranks share GPUs with HVDTRAIN_SHARE_GPUS=1 (hvdtrain run "
+        "--share-gpus), or use the CPU with CUDA_VISIBLE_DEVICES=-1."
     )
 
 
 def _cuda_uuids() -> list[str]:
-    """The ids of CUDA's devices in CUDA's order; none without a driver that works."""
+    """Return the ids of CUDA's devices in CUDA's order; empty without a working driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        # The second version tells the parts of a divided GPU apart.
+        # The second version distinguishes the parts of a partitioned GPU (MIG).
         get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     except (OSError, AttributeError):
         return []

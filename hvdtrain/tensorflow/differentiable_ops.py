@@ -1,4 +1,4 @@
-"""Collectives as differentiable TensorFlow operations; they run outside XLA."""
+"""Differentiable TensorFlow operations that call collectives; XLA can't compile them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["allgather", "any_rows", "differentiable", "stack_ranks"]
 
+# A result and its gradient function, for tf.custom_gradient.
 _Differentiable = tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]
-"""A result and its gradient, as ``tf.custom_gradient`` takes them."""
 
 
 def differentiable(
@@ -23,13 +23,13 @@ def differentiable(
     tensor: tf.Tensor,
     shape: Any,
 ) -> tf.Tensor:
-    """Run NumPy code on a tensor, and on the gradient of the result for that of the tensor.
+    """Apply a NumPy function and its gradient function to a tensor.
 
     Args:
-        forward: Takes the tensor's array to the result, of the same type.
-        backward: Takes the gradient of the result to that of the tensor.
-        tensor: What goes in.
-        shape: What is known of the shape of the result.
+        forward: Function from the tensor to the result, of the same type.
+        backward: Function from the gradient of the result to the gradient of the tensor.
+        tensor: Argument of ``forward``.
+        shape: Static shape of the result.
     """
 
     @tf.custom_gradient
@@ -43,15 +43,14 @@ def differentiable(
 
 
 def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """The tensors of all ranks, one after the other, along the first axis.
+    """Concatenate the tensors of all ranks along the first axis.
+
+    It returns the gradient of the mean of all ranks' losses.
 
     Args:
-        engine: Gives the engine of the moment, which may be another at each step.
-        tensor: This rank's tensor; only the first dimension may differ between ranks.
-        name: Stands in errors.
-
-    Returns:
-        A tensor whose gradient is that of the mean of all ranks' losses.
+        engine: Function that returns the current engine, which may change between steps.
+        tensor: Tensor; only its first dimension may differ between ranks.
+        name: Name in error messages.
     """
 
     @tf.custom_gradient
@@ -61,12 +60,12 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             rows = tf.shape(value, tf.int64)[0]
-            return run_on_host(own_part, [upstream, rows], [value.shape])[0]
+            return run_on_host(own_rows, [upstream, rows], [value.shape])[0]
 
-        def own_part(upstream: np.ndarray, rows: np.ndarray) -> Arrays:
-            collectives, of = engine(), f"gradient of {name}"
-            mean = collectives.allreduce(upstream, "average", name=of)
-            counts = collectives.allgather(np.reshape(rows, 1), name=of)
+        def own_rows(upstream: np.ndarray, rows: np.ndarray) -> Arrays:
+            collectives, label = engine(), f"gradient of {name}"
+            mean = collectives.allreduce(upstream, "average", name=label)
+            counts = collectives.allgather(np.reshape(rows, 1), name=label)
             start = int(counts[: collectives.rank].sum())
             return [mean[start : start + int(rows)]]
 
@@ -77,18 +76,18 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 
 
 def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """The tensors of all ranks, stacked along a new first axis in rank order.
+    """Stack the tensors of all ranks along a new first axis, in rank order.
+
+    The gradient is summed over all ranks, so that a loss that is averaged over the ranks is
+    differentiated as one function of all their inputs.
 
     Args:
-        collectives: The engine.
-        tensor: This rank's tensor, of the same shape and type on every rank.
-        name: Stands in errors.
+        collectives: Engine.
+        tensor: Tensor of the same shape and type on every rank.
+        name: Name in error messages.
 
     Returns:
-        A tensor of shape ``(size, *tensor.shape)``; in an elastic job the first dimension is not
-        known before, as ranks may be lost. Its gradient is the sum over all ranks of what arrives
-        for this rank's part, so that a loss averaged over the ranks is differentiated as one
-        function of all their inputs.
+        Tensor of shape ``(size, *tensor.shape)``; the first dimension is None in an elastic job.
     """
     if collectives.survives_losses:
         return _stack_survivors(collectives, tensor, name)
@@ -103,10 +102,10 @@ def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Stack the tensors of all ranks where some may be lost between the two passes.
+    """Stack the tensors of ranks that may be lost between the two passes.
 
-    The gradient has a row for each rank that gave its part to the forward pass; among those this
-    rank finds its own row, whatever its number has become since.
+    The gradient has a row for each rank of the forward pass; this rank's row is remembered, as its
+    number may change.
     """
 
     @tf.custom_gradient
@@ -115,8 +114,8 @@ def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Te
 
         def gather(array: np.ndarray) -> Arrays:
             rows = collectives.allgather(array[np.newaxis], name=name)
-            me = collectives.members[collectives.rank]
-            return [rows, np.array(collectives.contributed.index(me), np.int32)]
+            member = collectives.members[collectives.rank]
+            return [rows, np.array(collectives.contributed.index(member), np.int32)]
 
         result, row = run_on_host(gather, [value], [shape, []], [value.dtype, tf.int32])
 
@@ -132,7 +131,7 @@ def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Te
 
 
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
-    """The shape of a tensor, with any first dimension."""
+    """Return the static shape of a tensor with an unknown first dimension."""
     if tensor.shape.rank is None:
         return tensor.shape
     return tf.TensorShape([None, *tensor.shape[1:]])

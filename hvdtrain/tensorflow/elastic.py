@@ -1,4 +1,4 @@
-"""Horovod's elastic training, under Horovod's path."""
+"""Horovod's ``horovod.tensorflow.elastic``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The collectives of a graph; in functions, also their order.
+"""Collectives in graphs, and their order in functions.
 
-All ranks must make the same collective calls in the same order. A tf.function runs operations with
-effects in the order in which they were made ("automatic control dependencies"), except branches,
-loops and calls of functions: these wait for others that use the same variables, and for nothing
-else. The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and the functions that
-``tf.compat.v1.wrap_function`` makes, have no order at all.
+All ranks must call the same collectives in the same order. A tf.function runs stateful operations
+in the order of their creation ("automatic control dependencies"), but orders branches, loops and
+function calls only after others that use the same variables. The bodies of ``tf.cond`` and
+``tf.while_loop`` in classic graphs, and functions of ``tf.compat.v1.wrap_function``, are unordered.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ __all__ = [
 ]
 
 MARK = "hvdtrain"
-"""The prefix of the names of collectives."""
+"""Prefix of the names of collectives."""
 
 logger = logging.getLogger(__name__)
 
-_function_attributes: dict[str, list[str]] = {}
-"""The attributes that name functions, by type of operation."""
+# Whether operations of a type have attributes that name functions.
+_names_functions: dict[str, bool] = {}
 
 
 class NoShadowError(Exception):
-    """A step can't be skipped on a rank that takes part in its collectives with zeros."""
+    """The collectives of a step can't be called with zeros by a rank that skips the step."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
-    """Return whether an operation is a collective, or calls a function that contains one."""
+    """Return whether an operation is a collective or calls a function that contains one."""
     return _is_or_calls_collective(op.graph, op, set())
 
 
 def collectives_of(graph: Any) -> list[tf.Operation]:
-    """Return the collectives of a graph, in the order in which they were made."""
+    """Return the collectives of a graph in the order of their creation."""
     return list(filter(calls_between_ranks, graph.get_operations()))
 
 
 def shadow(collectives: Sequence[tf.Operation]) -> None:
-    """Add collectives like these to the graph that is being made, each with zeros.
+    """Add copies of collectives to the current graph, with zeros as inputs.
 
     Raises:
-        NoShadowError: One is part of a loop, a branch or a call of a function, runs on
-            devices, or takes a tensor whose shape is not known.
+        NoShadowError: A collective is inside a loop, branch or function call, runs on devices, or
+            has an input of unknown shape.
     """
     for operation in collectives:
         shapes = [tensor.shape for tensor in operation.inputs]
@@ -70,11 +69,10 @@ def shadow(collectives: Sequence[tf.Operation]) -> None:
 
 
 def put_in_order(graph: Any) -> list[tf.Operation]:
-    """Let the collectives of a function run in the order in which they were made.
+    """Make the collectives of a function run in the order of their creation.
 
     Returns:
-        The collectives. They run whether their results are used or not, and a call of the function
-        ends after they have, so that what comes next can wait for them.
+        The collectives, which must run in each call, even if their results are unused.
     """
     operations = collectives_of(graph)
     for before, operation in pairwise(operations):
@@ -83,12 +81,11 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
 
 
 def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:
-    """Search an operation or a ``NodeDef``; ``known`` are functions without collectives."""
-    definition = isinstance(node, tf.compat.v1.NodeDef)
-    kind = node.op if definition else node.type
-    if kind == "PyFunc":
+    """Search an operation or a ``NodeDef``, except the functions in ``known``."""
+    is_definition = isinstance(node, tf.compat.v1.NodeDef)
+    if (node.op if is_definition else node.type) == "PyFunc":
         return bool(node.name.rpartition("/")[2].startswith(MARK))
-    for name in _functions_of(node) if definition else _functions_of_operation(node):
+    for name in _functions_of(node) if is_definition else _functions_of_operation(node):
         if name not in known:
             known.add(name)
             body = _body(graph, name)
@@ -101,10 +98,10 @@ def _body(graph: Any, name: str) -> Iterable[Any]:
     try:
         return function_body(graph, name)
     except Exception as error:
-        # Most functions contain no collective, so they must not fail because of it.
+        # An error would also stop programs whose function contains no collective.
         logger.warning(
-            "cannot read TensorFlow's function %s (%s: %s); if ranks communicate in it, they may "
-            "do so in different orders",
+            "cannot read TensorFlow function %s (%s: %s); its collectives may run in different "
+            "orders on different ranks",
             name,
             type(error).__name__,
             error,
@@ -113,14 +110,11 @@ def _body(graph: Any, name: str) -> Iterable[Any]:
 
 
 def _functions_of_operation(op: tf.Operation) -> Iterable[str]:
-    # Definitions of operations may hold large constants: read those of few types only.
-    if op.type not in _function_attributes:
-        _function_attributes[op.type] = [
-            attribute.name
-            for attribute in op.op_def.attr
-            if attribute.type in ("func", "list(func)")
-        ]
-    return _functions_of(op.node_def) if _function_attributes[op.type] else ()
+    # node_def is slow to read if it contains a large constant.
+    if op.type not in _names_functions:
+        attributes = op.op_def.attr
+        _names_functions[op.type] = any(a.type in ("func", "list(func)") for a in attributes)
+    return _functions_of(op.node_def) if _names_functions[op.type] else ()
 
 
 def _functions_of(node: Any) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""NumPy code that runs on the host, on tensors wherever they are."""
+"""NumPy functions as TensorFlow operations on the host."""
 
 from __future__ import annotations
 
@@ -24,45 +24,41 @@ def run_on_host(
     shapes: Sequence[Any],
     types: Sequence[tf.DType] | None = None,
 ) -> list[tf.Tensor]:
-    """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
+    """Run a NumPy function on tensors, at once or as an operation of the current graph.
 
-    It may call the engine. Ranks must do so in the same order, so graphs keep the order in which
-    such functions were added to them.
+    The function may call collectives: graphs run such functions in the order in which they were
+    added.
 
     Args:
-        function: Takes an array for each tensor.
-        tensors: What it is given.
-        shapes: What is known of the shapes of its results.
-        types: Types of its results; those of the first ``tensors`` if not given.
+        function: Function that takes an array for each tensor and returns arrays.
+        tensors: Arguments of the function.
+        shapes: Static shapes of the results.
+        types: Types of the results; default the types of the first ``tensors``.
     """
     types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
     if tf.executing_eagerly():
         with raise_as_in_tensorflow():
-            results = function(*map(_array, tensors))
+            results = function(*map(_as_array, tensors))
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
-    # A session has no public way to do something before each run.
-    replace_session_methods(_keeping_order)
+    replace_session_methods(_ordered_session_methods)
     complete_functions(put_in_order)
-    several = tf.numpy_function(function, tensors, types, name=MARK)
-    # Of no results TensorFlow returns the operation.
-    results = several if shapes else []
+    results = tf.numpy_function(function, tensors, types, name=MARK)
+    if not shapes:
+        return []  # TensorFlow returns the operation
     for tensor, shape in zip(results, shapes):
         tensor.set_shape(shape)
     return list(results)
 
 
-def _array(tensor: tf.Tensor) -> np.ndarray:
+def _as_array(tensor: tf.Tensor) -> np.ndarray:
     if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
-        # TensorFlow 2.21 makes no NumPy array of such a tensor.
+        # TensorFlow 2.21 can't convert such a tensor.
         return np.asarray(tf.reshape(tensor, [1])).reshape(())
     return np.asarray(tensor)
 
 
-def _keeping_order(extend: Callable[..., Any], run: Callable[..., Any]) -> tuple[Any, Any]:
-    """Methods of a session that keep the order of operations between ranks, as they were made.
-
-    Their errors are raised as eagerly.
-    """
+def _ordered_session_methods(extend: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """Return session methods that run collectives in order and raise errors as in eager mode."""
 
     def extend_graph(self: Any) -> None:
         SessionOrder.of(self.graph).extend()
@@ -73,9 +69,9 @@ def _keeping_order(extend: Callable[..., Any], run: Callable[..., Any]) -> tuple
     ) -> Any:
         order = SessionOrder.of(self.graph)
         order.extend()
-        # What partial_run is to run later is not known yet.
-        left_out = order.left_out(targets, fetches, feeds) if handle is None else {}
+        # With a handle, of partial_run, later fetches are unknown.
+        skipped = order.feeds_to_skip(targets, fetches, feeds) if handle is None else {}
         with raise_as_in_tensorflow():
-            return run(self, handle, targets, fetches, feeds | left_out, options, metadata)
+            return run(self, handle, targets, fetches, feeds | skipped, options, metadata)
 
     return extend_graph, do_run

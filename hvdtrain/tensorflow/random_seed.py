@@ -1,4 +1,4 @@
-"""TensorFlow's global seed, and where the numbers that it draws from it stand."""
+"""State of TensorFlow's global random seed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["current", "current_seed", "restore", "set_unless_set"]
 
 
 def current_seed() -> int | None:
-    """The global seed, None if not set."""
+    """Return the global seed; None if it is not set."""
     seed = global_seed()
     return None if seed is None else int(seed)
 
 
 def set_unless_set(seed: int) -> None:
-    """Set TensorFlow's global seed, unless the program has chosen one already."""
+    """Set the global seed unless the program has set it."""
     if current_seed() is None:
         tf.random.set_seed(seed)
 
 
 def current() -> tuple[int, Any] | None:
-    """The global seed and the state of the generator of operations' seeds; None if not set."""
+    """Return the global seed and the state of the operation seeds; None if it is not set."""
     seed = current_seed()
     return None if seed is None else (seed, operation_seeds().getstate())
 
 
 def restore(seed: int, state: Any) -> None:
-    """Go on where ``current`` was."""
+    """Restore the result of ``current``."""
     tf.random.set_seed(seed)
     operation_seeds().setstate(state)

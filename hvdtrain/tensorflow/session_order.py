@@ -1,25 +1,25 @@
-"""The order in which a session runs a graph's operations between ranks: as they were made.
+"""Collectives of a session in the order of their creation.
 
-A session runs what its caller fetches and what that needs, each as soon as it can. All ranks must
-meet in the same operations in the same order, so these are chained; but what nobody fetches must
-not run for that: it may need data that nobody feeds, and take a batch that then is lost. So the
-chain can be cut::
+A session runs the fetched operations and their inputs, each as soon as it can. All ranks must run
+the same collectives in the same order, so these are chained. But collectives that are not fetched
+must not run: they may need data that is not fed, or consume a batch. So the chain can be cut::
 
     gate 0 ──> operation 1 ──> done 1 ──> gate 1 ──> operation 2 ──> done 2 ──> gate 2 ...
        └───────────────────────────────────^ └───────────────────────────────────^
 
-An operation waits for the gate before it. The next gate waits for that gate and for ``done``, which
-waits for the operation; where a run doesn't need the operation, ``done`` is fed, which leaves the
-operation out, and all that it alone needs.
+An operation depends on the previous gate. The next gate depends on the previous one and on
+``done``, which depends on the operation. If a run does not need the operation, ``done`` is fed, so
+that the operation and its inputs do not run.
 
-The control flow of TensorFlow 1 (``disable_control_flow_v2``) has contexts, over whose borders
-control dependencies can't go in every way. What is in a branch of a ``cond`` counts as done when
-the other branch was taken. A ``while_loop`` is one operation of the graph around it; within, its
-operations have an order of their own, and one turn ends before the next begins.
+In the control flow of TensorFlow 1 (``disable_control_flow_v2``), control dependencies can't cross
+the borders of all contexts. An operation in a branch of a ``cond`` is also done when the other
+branch is taken. A ``while_loop`` is one operation of the graph around it; its own operations have a
+separate order, and iterations run one at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,35 +37,33 @@ _ATTRIBUTE = "_hvdtrain_order"
 
 
 class _Link(NamedTuple):
-    """An operation in the chain of a graph; for a loop, one of its inputs."""
+    """A collective in the chain of a graph, or one input of a loop with collectives.
+
+    ``gate`` is the gate after the operation.
+    """
 
     operation: tf.Operation
     done: tf.Tensor
     gate: tf.Tensor
-    """The gate after the operation."""
 
 
 class SessionOrder:
-    """The chain of one graph.
-
-    Args:
-        graph: For sessions, not of a function.
-    """
+    """The chain of collectives of a graph that is run by sessions."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._lock = threading.Lock()
-        self._seen = 0
+        self._operation_count = 0
         self._version = -1
         self._links: list[_Link] = []
-        self._borders: set[tf.Operation] = set()
-        self._loops: dict[Any, list[tf.Operation]] = {}  # by context, the last ones within
-        self._in_turns: set[str] = set()  # the names of these loops
-        self._left_out: dict[Any, list[tf.Tensor]] = {}
+        self._gates: set[tf.Operation] = set()
+        self._loops: dict[Any, list[tf.Operation]] = {}  # the last operations of each context
+        self._loop_names: set[str] = set()
+        self._skipped: dict[Any, list[tf.Tensor]] = {}
 
     @classmethod
     def of(cls, graph: Any) -> SessionOrder:
-        """Return the order of a graph, which is made once and kept with it."""
+        """Return the order of a graph, which is stored with the graph."""
         order = getattr(graph, _ATTRIBUTE, None)
         if order is None:
             order = cls(graph)
@@ -73,61 +71,66 @@ class SessionOrder:
         return order
 
     def extend(self) -> None:
-        """Chain what was added to the graph; before a session takes note of it."""
+        """Chain the new collectives of the graph, before a session reads it."""
         if self._graph.version == self._version:
             return
         with self._lock:
             added = [
-                op for op in self._graph.get_operations()[self._seen :] if calls_between_ranks(op)
+                op
+                for op in self._graph.get_operations()[self._operation_count :]
+                if calls_between_ranks(op)
             ]
             if added:
-                final = self._graph.finalized
+                finalized = self._graph.finalized
                 private_tensorflow.unfinalize(self._graph)
                 with self._graph.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
                     for operation in added:
                         self._add(operation)
-                if final:
+                if finalized:
                     self._graph.finalize()
             operations = self._graph.get_operations()
-            # What loops take from around them, they may take because of a gradient that came later.
-            self._run_turns_one_by_one(operations[self._seen :])
-            self._seen = len(operations)
+            # Gradients that are added later may add inputs to loops.
+            self._run_iterations_serially(operations[self._operation_count :])
+            self._operation_count = len(operations)
             self._version = self._graph.version
 
-    def left_out(
+    def feeds_to_skip(
         self, targets: Sequence[Any], fetches: Sequence[Any], feeds: Mapping[Any, Any]
     ) -> dict[Any, Any]:
-        """Return what to feed to a run, so that it does no operation but those that it needs.
+        """Return the feeds with which a run skips the collectives that it does not need.
 
         Args:
-            targets: Operations that it is to run.
-            fetches: Tensors that it is to return.
-            feeds: What is fed already, by references to tensors.
+            targets: Operations to run.
+            fetches: Tensors to return.
+            feeds: The caller's feeds, by reference.
         """
         if not self._links:
             return {}
-        wanted = [op.name for op in targets], [tensor.name for tensor in fetches]
         fed = {reference.deref().name for reference in feeds}
-        key = (*map(tuple, wanted), frozenset(fed))
-        if key not in self._left_out:
-            self._left_out[key] = self._cut(targets, fetches, fed)
-        return {tensor.ref(): np.array(True) for tensor in self._left_out[key]}
+        key = (
+            tuple(op.name for op in targets),
+            tuple(tensor.name for tensor in fetches),
+            frozenset(fed),
+        )
+        if key not in self._skipped:
+            self._skipped[key] = self._tensors_to_skip(targets, fetches, fed)
+        return {tensor.ref(): np.array(True) for tensor in self._skipped[key]}
 
-    def _cut(
+    def _tensors_to_skip(
         self, targets: Iterable[Any], fetches: Iterable[Any], fed: set[str]
     ) -> list[tf.Tensor]:
-        asked = [*targets, *(tensor.op for tensor in fetches if tensor.name not in fed)]
-        needed = _needed(asked, fed, self._borders)
-        places = [n for n, link in enumerate(self._links) if link.operation in needed]
-        if not places:
+        roots = [*targets, *(tensor.op for tensor in fetches if tensor.name not in fed)]
+        needed = _needed_operations(roots, fed, self._gates)
+        positions = [n for n, link in enumerate(self._links) if link.operation in needed]
+        if not positions:
             return []
-        begin, end = places[0], places[-1]
-        between = [n.done for n in self._links[begin:end] if n.operation not in needed]
-        # One feed leaves out all that there is before the first.
-        return [self._links[begin - 1].gate, *between] if begin else between
+        first, last = positions[0], positions[-1]
+        skipped = [n.done for n in self._links[first:last] if n.operation not in needed]
+        # Feeding one gate skips everything before it.
+        return [self._links[first - 1].gate, *skipped] if first else skipped
 
     def _add(self, operation: tf.Operation) -> None:
-        """Chain an operation within its loop, and the loop within what is around that."""
+        """Chain an operation within its loop, and the loop within the contexts around it."""
         first, last = [operation], [operation]
         context = private_tensorflow.control_flow_context(operation)
         while True:
@@ -135,42 +138,42 @@ class SessionOrder:
             if loop is None:
                 self._add_link(first, last, branches)
                 return
-            begun = loop in self._loops
+            is_known = loop in self._loops
             _run_after(first, self._loops.get(loop, []))
             self._loops[loop] = [_after(last, branches)] if branches else last
-            if begun:
+            if is_known:
                 return
             first = [tensor.op for tensor in loop.loop_enters]
             last = [tensor.op for tensor in loop.loop_exits]
-            self._in_turns.update(enter.get_attr("frame_name").decode() for enter in first)
+            self._loop_names.update(enter.get_attr("frame_name").decode() for enter in first)
             context = loop.outer_context
 
-    def _run_turns_one_by_one(self, operations: Iterable[tf.Operation]) -> None:
-        if not self._in_turns:
+    def _run_iterations_serially(self, operations: Iterable[tf.Operation]) -> None:
+        if not self._loop_names:
             return
         for operation in operations:
-            enters = operation.type in ("Enter", "RefEnter")
-            if enters and operation.get_attr("frame_name").decode() in self._in_turns:
-                private_tensorflow.run_turns_one_by_one(operation)
+            is_enter = operation.type in ("Enter", "RefEnter")
+            if is_enter and operation.get_attr("frame_name").decode() in self._loop_names:
+                private_tensorflow.run_iterations_serially(operation)
 
     def _add_link(
         self, first: list[tf.Operation], last: list[tf.Operation], branches: list[Any]
     ) -> None:
         with tf.name_scope(_SCOPE):
-            # TensorFlow's optimizer takes a control dependency away where there is a longer way,
-            # before it knows what is fed, and makes one of an input that is not used. So the way
-            # from gate to gate is for data, and what an operation waits for is an assertion.
+            # TensorFlow's optimizer removes control dependencies that follow from a longer path,
+            # without regard to feeds, and turns unused inputs into control dependencies. So gates
+            # are linked by data, and an operation depends on an assertion of its gate.
             done = tf.compat.v1.placeholder_with_default(_after(last, branches).outputs[0], [])
             gate = done
             for link in self._links[-1:]:
                 _run_after(first, [tf.raw_ops.Assert(condition=link.gate, data=[link.gate])])
                 gate = tf.logical_and(link.gate, done)
-        self._borders.add(gate.op)
+        self._gates.add(gate.op)
         self._links.append(_Link(first[0], done, gate))
 
 
 def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
-    """The contexts of branches around an operation from within, up to that of a loop, or None."""
+    """Return the branches from inside out up to the next loop, and the loop or None."""
     branches = []
     while context is not None and not context.IsWhileContext():
         if context.IsCondContext():
@@ -180,13 +183,12 @@ def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
 
 
 def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation]) -> None:
-    for operation in operations:
-        for other in before:
-            private_tensorflow.add_control_input(operation, other)
+    for operation, earlier in itertools.product(operations, before):
+        private_tensorflow.add_control_input(operation, earlier)
 
 
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
-    """An operation outside of these branches that runs after others, or where they don't run."""
+    """Add an operation outside the branches that runs after the others, or if they do not run."""
     if not branches:
         after = tf.constant(True).op
         _run_after([after], operations)
@@ -205,17 +207,17 @@ def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
         return merged.output.op
 
 
-def _needed(
-    asked: Iterable[tf.Operation], fed: set[str], borders: set[tf.Operation]
+def _needed_operations(
+    roots: Iterable[tf.Operation], fed: set[str], gates: set[tf.Operation]
 ) -> set[tf.Operation]:
-    """Return all operations that some need in order to run, these too; none beyond the borders."""
-    found: set[tf.Operation] = set()
-    ahead = list(asked)
-    while ahead:
-        operation = ahead.pop()
-        if operation in found or operation in borders:
+    """Return the operations that ``roots`` depend on, including themselves, up to the gates."""
+    needed: set[tf.Operation] = set()
+    pending = list(roots)
+    while pending:
+        operation = pending.pop()
+        if operation in needed or operation in gates:
             continue
-        found.add(operation)
-        ahead += (tensor.op for tensor in operation.inputs if tensor.name not in fed)
-        ahead += operation.control_inputs
-    return found
+        needed.add(operation)
+        pending += (tensor.op for tensor in operation.inputs if tensor.name not in fed)
+        pending += operation.control_inputs
+    return needed

@@ -1,7 +1,7 @@
-"""Errors of hvdtrain that are errors of TensorFlow as well, where Horovod raises those.
+"""Errors that are both of hvdtrain and of TensorFlow, for Horovod's API.
 
-``hvdtrain.errors`` knows nothing of TensorFlow. What is raised under Horovod's names is both:
-``except hvdtrain.errors.MismatchError`` and ``except tf.errors.FailedPreconditionError`` catch it.
+Scripts may catch ``hvdtrain.errors.MismatchError`` or, as with Horovod,
+``tf.errors.FailedPreconditionError``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError, MismatchError
 
-__all__ = ["raise_as_in_tensorflow", "refusal"]
+__all__ = ["argument_error", "raise_as_in_tensorflow"]
 
 
 class _Mismatch(MismatchError, tf.errors.FailedPreconditionError):
@@ -27,38 +27,37 @@ class _Configuration(ConfigurationError, tf.errors.InvalidArgumentError):
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
 
 
-for _both in (_Mismatch, _Configuration):
-    _both.__name__ = _both.__qualname__ = _both.__mro__[1].__name__
+_BY_NAME = {"MismatchError": _Mismatch, "ConfigurationError": _Configuration}
+for _name, _class in _BY_NAME.items():
+    _class.__name__ = _class.__qualname__ = _name
 
-_BOTH = {kind.__name__: kind for kind in (_Mismatch, _Configuration)}
-# How TensorFlow tells of the error of a Python function in a graph.
-_TOLD = re.compile(rf"^({'|'.join(_BOTH)}): (.*?)\nTraceback ", re.MULTILINE | re.DOTALL)
+# The text of an error of TensorFlow that a Python function in a graph has raised.
+_FROM_PYTHON = re.compile(rf"^({'|'.join(_BY_NAME)}): (.*?)\nTraceback ", re.MULTILINE | re.DOTALL)
 
 
-def refusal(message: str) -> ConfigurationError:
-    """Return the error for an argument that can't be used."""
+def argument_error(message: str) -> ConfigurationError:
+    """Return the error for an invalid argument."""
     return _Configuration(message)
 
 
 @contextmanager
 def raise_as_in_tensorflow() -> Iterator[None]:
-    """Errors of the block are those of TensorFlow, too, if Horovod has one for them.
+    """Convert errors of the block to errors that are also TensorFlow's.
 
-    And those that TensorFlow made its own errors of in a graph are hvdtrain's again.
+    Errors that TensorFlow raises for a Python function in a graph are converted back.
     """
     try:
         yield
     except (HvdtrainError, tf.errors.OpError) as error:
-        raised = _as_both(error)
-        if raised is None:
+        converted = _converted(error)
+        if converted is None:
             raise
-        raise raised from error
+        raise converted from error
 
 
-def _as_both(error: Exception) -> HvdtrainError | None:
+def _converted(error: Exception) -> HvdtrainError | None:
     if isinstance(error, HvdtrainError):
-        kind = _BOTH.get(type(error).__name__)
-        # It may be one already, of an operation within another.
+        kind = _BY_NAME.get(type(error).__name__)
         return None if kind is None or isinstance(error, kind) else kind(str(error))
-    told = _TOLD.search(str(error))
-    return None if told is None else _BOTH[told[1]](told[2])
+    match = _FROM_PYTHON.search(str(error))
+    return None if match is None else _BY_NAME[match[1]](match[2])

@@ -1,7 +1,7 @@
-"""Names of variables and tensors, so that ranks can compare them.
+"""Names of variables and tensors that ranks can compare.
 
-TensorFlow and Keras count the layers that a process has made (dense, dense_1, ...), and ranks need
-not have made as many of anything before: the same model has other numbers there.
+TensorFlow and Keras number the layers of a process (dense, dense_1, ...). Ranks may have created
+different numbers of layers before, so the same model can have other numbers on each.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 __all__ = [
-    "counted_anew",
     "member_name",
     "operation_label",
+    "renumbered",
     "variable_label",
     "variable_name",
     "without_counts",
@@ -26,59 +26,56 @@ _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def variable_name(variable: Any) -> str:
-    """Return what an error calls a variable: Keras' path, or TensorFlow's name; a text as it is."""
+    """Return the path of a Keras variable or the name of a TensorFlow variable; texts unchanged."""
     if isinstance(variable, str):
         return variable
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
 
 
 def variable_label(variable: Any) -> str:
-    """``variable_name`` for what ranks compare: they need not have made as many layers before."""
+    """Return ``variable_name`` without automatic numbers."""
     return without_counts(variable_name(variable))
 
 
-def member_name(name: str | None, which: int | str) -> str | None:
-    """The name of an operation that is part of a named one."""
-    return None if name is None else f"{name}_{which}"
+def member_name(name: str | None, member: int | str) -> str | None:
+    """Return the name of a part of an operation; None if the operation is unnamed."""
+    return None if name is None else f"{name}_{member}"
 
 
-def operation_label(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """Return what an error calls an operation of the kind ``what``: the name that it was given.
+def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
+    """Return the name of an operation for error messages.
 
-    Without one, in a graph, the names of what it takes stand for it.
+    An unnamed operation in a graph is named after its kind and its first and last tensor.
     """
     if name is not None:
         return name
     if tf.executing_eagerly():
         return ""
     names = [without_counts(tensor.name.partition(":")[0]) for tensor in (tensors[0], tensors[-1])]
-    return f"{what} of {' to '.join(dict.fromkeys(names))}"
+    return f"{kind} of {' to '.join(dict.fromkeys(names))}"
 
 
 def without_counts(name: str) -> str:
-    """``name`` without numbers, for a label: sgd_3/dense_7_kernel_momentum is sgd/dense_kernel_...
-
-    Keras calls an optimizer's variables by those that they belong to.
-    """
+    """Remove numbers from a name: sgd_3/dense_7_kernel_momentum is sgd/dense_kernel_momentum."""
     return re.sub(r"_\d+(?=[_/:]|$)", "", name)
 
 
-def counted_anew(names: Sequence[str]) -> list[str]:
-    """``names`` as a process would have them that had made nothing else before.
+def renumbered(names: Sequence[str]) -> list[str]:
+    """Return names as in a process that has created nothing else.
 
-    What has a smaller number than another keeps one, so that an exchange of the two still shows:
-    dense_7, dense_9 is dense, dense_1; and dense_9, dense_7 is dense_1, dense.
+    The order of numbers is kept, so that exchanged variables still differ: dense_7, dense_9 is
+    dense, dense_1; and dense_9, dense_7 is dense_1, dense.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
     for part in _PART.finditer("/".join(names)):
         numbers[part[1]].add(_number(part))
-    places = {base: {n: i for i, n in enumerate(sorted(found))} for base, found in numbers.items()}
+    order = {base: {n: i for i, n in enumerate(sorted(used))} for base, used in numbers.items()}
 
-    def anew(part: re.Match[str]) -> str:
-        place = places[part[1]][_number(part)]
-        return f"{part[1]}_{place}" if place else part[1]
+    def renumber(part: re.Match[str]) -> str:
+        number = order[part[1]][_number(part)]
+        return f"{part[1]}_{number}" if number else part[1]
 
-    return [_PART.sub(anew, name) for name in names]
+    return [_PART.sub(renumber, name) for name in names]
 
 
 def _number(part: re.Match[str]) -> int:

@@ -1,4 +1,4 @@
-"""What Horovod's users ask: answered by what the job is."""
+"""Horovod's queries of the job and the installation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.horovod.build_info import ranks_across
+from hvdtrain.horovod.build_info import cross_ranks
 
 
 @pytest.mark.ranks(1, 3)
-def test_the_job(world):
-    """All ranks are on one host."""
+def test_queries_of_a_job_on_one_host(world):
     assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
     assert hvd.is_initialized()
     assert hvd.mpi_built()
@@ -23,29 +22,25 @@ def test_the_job(world):
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_numbers_when_the_graph_runs(world, compiled):
-    def ask():
-        return [
-            hvd.rank_op(),
-            hvd.local_rank_op(),
-            hvd.size_op(),
-            hvd.local_size_op(),
-            hvd.process_set_included_op(),
-        ]
-
-    found = (tf.function(ask) if compiled else ask)()
-    mine = hvd.rank()
-    assert [int(value) for value in found] == [mine, mine, hvd.size(), hvd.size(), 1]
-    assert all(value.dtype == tf.int32 for value in found)
+def test_tensors_that_hold_ranks_and_sizes(world, in_mode):
+    queries = [
+        hvd.rank_op,
+        hvd.local_rank_op,
+        hvd.size_op,
+        hvd.local_size_op,
+        hvd.process_set_included_op,
+    ]
+    results = in_mode(lambda: [query() for query in queries])()
+    rank, size = hvd.rank(), hvd.size()
+    assert [int(value) for value in results] == [rank, rank, size, size, 1]
+    assert all(value.dtype == tf.int32 for value in results)
 
 
-def test_hosts_of_different_sizes():
-    """Three ranks on one host, two on another."""
-    across = [ranks_across((0, 0, 1, 0, 1), rank) for rank in range(5)]
-    assert across == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
+def test_cross_ranks_of_hosts_with_different_numbers_of_ranks():
+    ranks = [cross_ranks((0, 0, 1, 0, 1), rank) for rank in range(5)]
+    assert ranks == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
 
 
-def test_a_name_that_there_is_not():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"hvdtrain\.tensorflow.*broadcast_hook"):
         _ = hvd.broadcast_hook

@@ -1,4 +1,4 @@
-"""Horovod's elastic state, on ranks that really die."""
+"""Horovod's elastic state, on ranks that are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ several = pytest.mark.ranks(1, 2)
 
 
 @several
-def test_all_begin_with_the_state_of_rank_0(world):
+def test_run_broadcasts_the_state_of_rank_0(world):
     variables = [tf.Variable([hvd.rank() + 1.0, 2.0])]
     state = hvd.elastic.TensorFlowState(variables, batch=hvd.rank() + 5, name=f"of {hvd.rank()}")
     calls = []
@@ -31,7 +31,7 @@ def test_all_begin_with_the_state_of_rank_0(world):
     assert calls == [(5, "of 0", 1, 2)]
 
 
-def test_restore_goes_back_to_the_last_commit():
+def test_restore_returns_to_the_last_commit():
     hvd.init()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.5))
@@ -43,16 +43,16 @@ def test_restore_goes_back_to_the_last_commit():
 
     step()
     state.commit()
-    kept = [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+    committed = [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
     step()
     state.restore()
     assert state.batch == 1
-    for value, variable in zip(kept, [*model.variables, *model.optimizer.variables]):
+    for value, variable in zip(committed, [*model.variables, *model.optimizer.variables]):
         np.testing.assert_array_equal(value, variable.numpy())
     assert int(model.optimizer.iterations.numpy()) == 1
 
 
-def test_other_errors_are_nobodys_loss():
+def test_other_errors_are_raised():
     hvd.init()
     calls = []
 
@@ -67,8 +67,8 @@ def test_other_errors_are_nobodys_loss():
     assert hvd.elastic.HorovodInternalError is RanksLostError
 
 
-def test_what_can_not_be_kept():
-    with pytest.raises(ValueError, match="received no variables"):
+def test_invalid_states():
+    with pytest.raises(ValueError, match="requires variables"):
         hvd.elastic.TensorFlowState()
     with pytest.raises(ValueError, match="is not built"):
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
@@ -80,8 +80,8 @@ import keras, numpy as np, tensorflow as tf
 import hvdtrain.tensorflow as hvd
 
 hvd.init()
-me, dies, way = hvd.rank(), int(sys.argv[1]), sys.argv[2]
-STEPS, LAST = 12, 6  # of which step LAST is the first without the rank that dies
+rank, killed_rank, mode = hvd.rank(), int(sys.argv[1]), sys.argv[2]
+STEPS, KILL_STEP = 12, 6  # KILL_STEP is the first step without the killed rank
 x = np.random.default_rng(1).normal(size=(STEPS, 3, 5, 4)).astype("float32")
 calls, resets, done = [], [], []
 
@@ -98,18 +98,18 @@ def step(model, optimizer, samples, tape):
     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
 
-broadcast = hvd.broadcast if way == "eager" else tf.function(hvd.broadcast)
+broadcast = hvd.broadcast if mode == "eager" else tf.function(hvd.broadcast)
 
 
 @hvd.elastic.run
 def train(state):
     calls.append(state.step)
     while state.step < STEPS:
-        if state.step == LAST and me == dies:
+        if state.step == KILL_STEP and rank == killed_rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        if state.step == LAST and way != "commit" and not resets:
+        if state.step == KILL_STEP and mode != "commit" and not resets:
             broadcast(tf.ones(3), 0)
-        step(model, optimizer, x[state.step, me], hvd.DistributedGradientTape(tf.GradientTape()))
+        step(model, optimizer, x[state.step, rank], hvd.DistributedGradientTape(tf.GradientTape()))
         done.append(state.step)
         state.step += 1
         if state.step % 4 == 0:
@@ -122,33 +122,33 @@ state = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 train(state)
 
-# What one process makes of the samples of the ranks that each step had.
-alone, plain = make()
-first_without = LAST if way == "commit" else 4  # or the last commit, to which all go back
+# One process trains on the samples of the ranks of each step.
+reference, plain = make()
+first_without = KILL_STEP if mode == "commit" else 4  # all return to the commit of step 4
 for number in range(STEPS):
-    there = [rank for rank in range(3) if number < first_without or rank != dies]
-    step(alone, plain, np.concatenate(x[number, there]), tf.GradientTape())
-for one, other in zip(model.get_weights(), alone.get_weights()):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-print("=" + json.dumps([me, hvd.rank(), calls, resets, done]), flush=True)
+    ranks = [r for r in range(3) if number < first_without or r != killed_rank]
+    step(reference, plain, np.concatenate(x[number, ranks]), tf.GradientTape())
+for weight, expected in zip(model.get_weights(), reference.get_weights()):
+    np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
+print("=" + json.dumps([rank, hvd.rank(), calls, resets, done]), flush=True)
 """
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("dies", "way"), [(2, "commit"), (0, "commit"), (0, "eager"), (0, "graph")]
+    ("killed_rank", "mode"), [(2, "commit"), (0, "commit"), (0, "eager"), (0, "graph")]
 )
-def test_training_goes_on_without_a_rank(elastic, dies, way):
-    """Steps are only done again where an operation could not be finished."""
-    done = elastic(LOOP, "--chief-only", arguments=[str(dies), way])
+def test_training_continues_without_a_lost_rank(elastic, killed_rank, mode):
+    """Steps are repeated only if a collective could not be completed."""
+    done = elastic(LOOP, "--chief-only", arguments=[str(killed_rank), mode])
     assert done.returncode == 0, done
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("="))
-    me, rank, calls, resets, steps = json.loads(line[1:])
+    first_rank, rank, calls, resets, steps = json.loads(line[1:])
     assert rank == 0
-    assert me == (0 if dies else 1)
+    assert first_rank == (0 if killed_rank else 1)
     assert resets == [2]
-    if way == "commit":
+    if mode == "commit":
         assert calls == [0, 8]
         assert steps == list(range(12))
     else:

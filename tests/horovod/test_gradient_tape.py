@@ -1,4 +1,4 @@
-"""Tapes with Horovod's names: gradients of all ranks, in every way that can be asked for."""
+"""Horovod's distributed gradient tapes and their options."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import tensorflow as tf
 import hvdtrain.tensorflow as hvd
 
 several = pytest.mark.ranks(1, 3)
-WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 
 
-def recorded(variables, **options):
-    """A tape over a loss whose gradients are (rank + 1) times 1, 2, 3, ..."""
+def record(variables, **options):
+    """Return a tape and a loss with the gradients rank + 1, 2 (rank + 1), ..."""
     with tf.GradientTape() as tape:
         losses = [(n + 1.0) * tf.reduce_sum(v) for n, v in enumerate(variables)]
         loss = tf.add_n(losses) * (hvd.rank() + 1.0)
     return hvd.DistributedGradientTape(tape, **options), loss
 
 
-def total() -> float:
+def rank_sum() -> float:
+    """Return the sum of rank + 1."""
     return sum(range(1, hvd.size() + 1))
 
 
 @several
-@WAYS
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,24 +40,26 @@ def total() -> float:
     ],
     ids=str,
 )
-def test_gradients_of_all_ranks(world, options, compiled):
+def test_gradients_of_all_ranks(world, options, in_mode):
     variables = [tf.Variable(tf.ones(n + 1)) for n in range(4)]
     if options.get("groups") == "lists":
         options = {"groups": [[variables[2], variables[0]], [variables[3]]]}
 
     def step():
-        tape, loss = recorded(variables, **options)
+        tape, loss = record(variables, **options)
         return tape.gradient(loss, variables)
 
-    found = (tf.function(step) if compiled else step)()
-    combined = {hvd.Sum: total(), hvd.Max: hvd.size()}.get(options.get("op"), total() / hvd.size())
-    for n, gradient in enumerate(found):
+    gradients = in_mode(step)()
+    combined = {hvd.Sum: rank_sum(), hvd.Max: hvd.size()}.get(
+        options.get("op"), rank_sum() / hvd.size()
+    )
+    for n, gradient in enumerate(gradients):
         np.testing.assert_allclose(gradient, np.full(n + 1, (n + 1) * combined), rtol=1e-6)
 
 
 @several
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_rows_of_a_table(world, as_dense):
+def test_indexed_slices(world, as_dense):
     table = tf.Variable(tf.ones([4, 2]))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 3])) * (hvd.rank() + 1.0)
@@ -73,16 +74,15 @@ def test_rows_of_a_table(world, as_dense):
 
 
 @several
-@WAYS
 @pytest.mark.parametrize("scaled", [True, False])
-def test_layers_of_a_rank_alone(world, scaled, compiled):
+def test_local_layers(world, scaled, in_mode):
     shared, local = keras.layers.Dense(2), keras.layers.Dense(1)
     x = tf.ones([1, 3])
     local(shared(x))
     shared.set_weights([np.ones((3, 2)), np.zeros(2)])
     local.set_weights([np.ones((2, 1)), np.zeros(1)])
     sources = [*shared.trainable_weights, *local.trainable_weights]
-    kept = []
+    local_paths = []
 
     def step():
         with tf.GradientTape() as tape:
@@ -90,23 +90,23 @@ def test_layers_of_a_rank_alone(world, scaled, compiled):
         tape = hvd.PartialDistributedGradientTape(
             tape, local_layers=local, scale_local_gradients=scaled
         )
-        alone, together = tape.get_local_and_global_gradients(loss, sources)
-        kept[:] = [source.path for source, _ in alone]
-        return [gradient for _, gradient in alone], [gradient for _, gradient in together]
+        local_pairs, global_pairs = tape.get_local_and_global_gradients(loss, sources)
+        local_paths[:] = [source.path for source, _ in local_pairs]
+        return [gradient for _, gradient in local_pairs + global_pairs]
 
-    alone, together = (tf.function(step) if compiled else step)()
-    mine = (hvd.rank() + 1.0) / (hvd.size() if scaled else 1)
-    assert kept == [v.path for v in local.trainable_weights]
-    np.testing.assert_allclose(alone[0], np.full((2, 1), 3.0 * mine), rtol=1e-6)
-    np.testing.assert_allclose(together[0], np.full((3, 2), total() / hvd.size()), rtol=1e-6)
+    gradients = in_mode(step)()
+    local_factor = (hvd.rank() + 1.0) / (hvd.size() if scaled else 1)
+    assert local_paths == [v.path for v in local.trainable_weights]
+    np.testing.assert_allclose(gradients[0], np.full((2, 1), 3.0 * local_factor), rtol=1e-6)
+    np.testing.assert_allclose(gradients[2], np.full((3, 2), rank_sum() / hvd.size()), rtol=1e-6)
 
 
-def test_what_does_not_fit_together(world):
+def test_contradicting_arguments(world):
     tape = tf.GradientTape()
-    with pytest.raises(ValueError, match="is for op=Average; received op=Sum"):
+    with pytest.raises(ValueError, match="requires op=Average, got op=Sum"):
         hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0)
     for groups in (-1, 0, "all"):
         with pytest.raises(ValueError, match="expected a number of groups above 0"):
             hvd.DistributedGradientTape(tape, groups=groups)
-    with pytest.raises(ValueError, match="Received str among local_layers"):
+    with pytest.raises(ValueError, match="local_layers must be Keras layers, got str"):
         hvd.PartialDistributedGradientTape(tape, local_layers=["dense"])

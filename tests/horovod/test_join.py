@@ -1,4 +1,4 @@
-"""Ranks with more data than others, in a training loop of one's own: the rest joins."""
+"""Ranks that run out of data in a custom training loop join."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import tensorflow as tf
 import hvdtrain.tensorflow as hvd
 
 several = pytest.mark.ranks(1, 3)
-WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 
 
 @several
-@WAYS
 @pytest.mark.parametrize("first_rank_joins_first", [True, False])
-def test_training_on_uneven_data(world, compiled, first_rank_joins_first):
-    """Also where a rank has no data at all, and joins before the others' first step."""
+def test_training_on_uneven_data(world, in_mode, first_rank_joins_first):
+    """One rank has no data at all."""
     size = hvd.size()
     order = range(size) if first_rank_joins_first else range(size)[::-1]
     steps = list(order).index(hvd.rank()) * 2
@@ -31,12 +29,12 @@ def test_training_on_uneven_data(world, compiled, first_rank_joins_first):
         for variable, gradient in zip([weight, table], gradients):
             variable.assign_sub(0.1 * gradient)
 
-    run = tf.function(step) if compiled else step
+    run = in_mode(step)
     expected, rows = np.array([1.0, 2.0]), 1.0
     for number in range(2 * (size - 1)):
-        left = [rank for place, rank in enumerate(order) if 2 * place > number]
-        expected = expected - 0.1 * sum(rank + 1 for rank in left) / size
-        rows = rows - 0.1 * rows * len(left) / size
+        active = [rank for place, rank in enumerate(order) if 2 * place > number]
+        expected = expected - 0.1 * sum(rank + 1 for rank in active) / size
+        rows = rows - 0.1 * rows * len(active) / size
         if number < steps:
             run()
             np.testing.assert_allclose(weight, expected, rtol=1e-5)
@@ -49,10 +47,8 @@ def test_training_on_uneven_data(world, compiled, first_rank_joins_first):
 
 
 @several
-@WAYS
-def test_join_alone(world, compiled):
-    """In a graph as well, and as often as there is an end of data."""
-    join = tf.function(hvd.join) if compiled else hvd.join
+def test_join_may_be_called_again(world, in_mode):
+    join = in_mode(hvd.join)
     for _ in range(3):
         assert int(join()) == hvd.size() - 1
     total = hvd.allreduce(tf.ones(3), op=hvd.Sum)

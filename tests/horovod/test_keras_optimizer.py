@@ -1,4 +1,4 @@
-"""Optimizers with Horovod's options: training on ranks equals what can be worked out by hand."""
+"""Horovod's Keras optimizers compared with training in one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hvdtrain.horovod.keras_optimizer import (
     PartialDistributedOptimizer,
     load_model,
 )
-from hvdtrain.horovod.op_constants import Max, Sum
 from hvdtrain.horovod.process_sets import add_process_set, remove_process_set
+from hvdtrain.horovod.reduction_arguments import Max, Sum
 
 several = pytest.mark.ranks(1, 3)
 ROWS = 24
@@ -40,16 +40,16 @@ def fit(model: keras.Model, x, y, batch_size: int) -> list[np.ndarray]:
     return model.get_weights()
 
 
-def joint() -> tuple[np.ndarray, np.ndarray]:
-    """What one process trains on in batches of all ranks' batches."""
+def joint_data() -> tuple[np.ndarray, np.ndarray]:
+    """Return data whose batches are the concatenated batches of all ranks."""
     parts = [data(rank) for rank in range(job.size())]
     x, y = (np.concatenate([np.split(part[n], 6) for part in parts], axis=1) for n in (0, 1))
     return x.reshape(-1, 4), y.reshape(-1)
 
 
-def alike(found, expected, tolerance=1e-5) -> None:
-    for value, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=tolerance)
+def assert_close(weights, expected, tolerance=1e-5) -> None:
+    for weight, value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(weight, value, rtol=tolerance, atol=tolerance)
 
 
 @several
@@ -64,54 +64,56 @@ def alike(found, expected, tolerance=1e-5) -> None:
     ids=str,
 )
 def test_ranks_train_as_one_process_on_the_joint_batch(world, options):
-    """Adam would not notice gradients that are merely scaled."""
+    """With SGD, as Adam is invariant to the scale of gradients."""
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9, clipnorm=0.3)
-    found = fit(make(DistributedOptimizer(optimizer, **options)), *data(job.rank()), 4)
-    alone = fit(
-        make(keras.optimizers.SGD(0.2, momentum=0.9, clipnorm=0.3)), *joint(), 4 * job.size()
+    weights = fit(make(DistributedOptimizer(optimizer, **options)), *data(job.rank()), 4)
+    expected = fit(
+        make(keras.optimizers.SGD(0.2, momentum=0.9, clipnorm=0.3)), *joint_data(), 4 * job.size()
     )
-    alike(found, alone)
+    assert_close(weights, expected)
 
 
 @several
-def test_a_sum_is_as_many_means(world):
-    found = fit(make(DistributedOptimizer(keras.optimizers.SGD(0.1), op=Sum)), *data(job.rank()), 4)
-    alike(found, fit(make(keras.optimizers.SGD(0.1 * job.size())), *joint(), 4 * job.size()))
+def test_sum_of_gradients(world):
+    model = make(DistributedOptimizer(keras.optimizers.SGD(0.1), op=Sum))
+    weights = fit(model, *data(job.rank()), 4)
+    assert_close(
+        weights, fit(make(keras.optimizers.SGD(0.1 * job.size())), *joint_data(), 4 * job.size())
+    )
 
 
 @several
 @pytest.mark.parametrize("average", [False, True])
 def test_gradients_of_several_steps(world, average):
-    """Added up, or their mean; ranks talk once for all of them."""
+    """Ranks communicate once for three steps."""
     optimizer = DistributedOptimizer(
         keras.optimizers.SGD(0.1),
         backward_passes_per_step=3,
         average_aggregated_gradients=average,
     )
     before = job.collectives().operation
-    found = fit(make(optimizer), *data(job.rank()), 4)
+    weights = fit(make(optimizer), *data(job.rank()), 4)
     if job.size() > 1:
         assert job.collectives().operation - before == 4
     rate = 0.1 if average else 0.3
-    alone = make(keras.optimizers.SGD(rate, gradient_accumulation_steps=3))
-    alike(found, fit(alone, *joint(), 4 * job.size()))
+    reference = make(keras.optimizers.SGD(rate, gradient_accumulation_steps=3))
+    assert_close(weights, fit(reference, *joint_data(), 4 * job.size()))
 
 
 @several
-def test_smaller_types_on_the_way(world):
+def test_compression(world):
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Compression.fp16)
-    found = fit(make(optimizer), *data(job.rank()), 4)
-    alone = fit(make(keras.optimizers.SGD(0.1)), *joint(), 4 * job.size())
-    alike(found, alone, 2e-3)
+    weights = fit(make(optimizer), *data(job.rank()), 4)
+    expected = fit(make(keras.optimizers.SGD(0.1)), *joint_data(), 4 * job.size())
+    assert_close(weights, expected, 2e-3)
     if job.size() > 1:
         with pytest.raises(AssertionError):
-            alike(found, alone, 1e-7)
+            assert_close(weights, expected, 1e-7)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("scaled", [True, False])
-def test_layers_of_a_rank_alone(world, scaled):
-    """What is local follows this rank's gradients, whole or divided by the number of ranks."""
+def test_local_layers(world, scaled):
     model = make("sgd")
     local = model.layers[1]
     optimizer = PartialDistributedOptimizer(
@@ -121,12 +123,12 @@ def test_layers_of_a_rank_alone(world, scaled):
     before = model.get_weights()
     optimizer.apply(gradients, model.trainable_variables)
     steps = [float(np.mean(a - b)) / 0.1 for a, b in zip(before, model.get_weights())]
-    mine = (job.rank() + 1.0) / (2 if scaled else 1)
-    np.testing.assert_allclose(steps, [1.5, 1.5, mine, mine], rtol=1e-5)
+    local_step = (job.rank() + 1.0) / (2 if scaled else 1)
+    np.testing.assert_allclose(steps, [1.5, 1.5, local_step, local_step], rtol=1e-5)
 
 
 @pytest.mark.ranks(3)
-def test_within_a_process_set(world):
+def test_process_set(world):
     pair = add_process_set([0, 1])
     model = make("sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pair)
@@ -139,24 +141,24 @@ def test_within_a_process_set(world):
 
 
 @pytest.mark.ranks(2)
-def test_an_overflow_skips_the_step_of_all(world):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world):
     inner = keras.optimizers.SGD(0.1)
     optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0))
     model = make("sgd")
     before = model.get_weights()
-    worst = np.inf if job.rank() == 1 else 1.0
-    gradients = [tf.fill(v.shape, np.float32(worst)) for v in model.trainable_variables]
+    gradient = np.inf if job.rank() == 1 else 1.0
+    gradients = [tf.fill(v.shape, np.float32(gradient)) for v in model.trainable_variables]
     optimizer.apply(gradients, model.trainable_variables)
-    alike(model.get_weights(), before, 0)
-    # The scale is half of what it was since then.
+    assert_close(model.get_weights(), before, 0)
+    # The overflow has halved the scale.
     gradients = [2.0 * tf.ones_like(v.value) for v in model.trainable_variables]
     optimizer.apply(gradients, model.trainable_variables)
     np.testing.assert_allclose(before[0] - model.get_weights()[0], 0.1, rtol=1e-3)
 
 
 @several
-def test_it_is_saved_as_the_plain_one(world, tmp_path):
-    """And load_model makes it average again."""
+def test_save_and_load_model(world, tmp_path):
+    """The optimizer is saved as the plain one."""
     model = make(DistributedOptimizer(keras.optimizers.Adam(0.01)))
     fit(model, *data(job.rank()), 4)
     file = tmp_path / f"{job.rank()}.keras"
@@ -165,23 +167,22 @@ def test_it_is_saved_as_the_plain_one(world, tmp_path):
     assert type(plain.optimizer) is keras.optimizers.Adam
     loaded = load_model(file)
     fit(loaded, *data(job.rank()), 4)
-    mine = np.concatenate([weight.reshape(-1) for weight in loaded.get_weights()])
-    chiefs = job.collectives().broadcast(mine)
-    np.testing.assert_array_equal(mine, chiefs)
+    weights = np.concatenate([weight.reshape(-1) for weight in loaded.get_weights()])
+    np.testing.assert_array_equal(weights, job.collectives().broadcast(weights))
 
 
-def test_what_does_not_fit_together(world):
+def test_invalid_arguments(world):
     sgd = keras.optimizers.SGD
-    with pytest.raises(ModelError, match="received str"):
+    with pytest.raises(ModelError, match="must be a Keras 3 optimizer, got str"):
         DistributedOptimizer("sgd")
-    with pytest.raises(ValueError, match="Received op=Max; expected Average or Sum"):
+    with pytest.raises(ValueError, match="op must be Average or Sum, got Max"):
         DistributedOptimizer(sgd(), op=Max)
-    with pytest.raises(ModelError, match="has gradient_accumulation_steps=2; expected a new one"):
+    with pytest.raises(ModelError, match="or has gradient_accumulation_steps=2"):
         DistributedOptimizer(sgd(gradient_accumulation_steps=2), backward_passes_per_step=3)
     by_variable = keras.optimizers.MultiOptimizer(lambda variable: sgd())
     with pytest.raises(ModelError, match="MultiOptimizer has no optimizers yet"):
         DistributedOptimizer(by_variable)
-    with pytest.raises(ValueError, match="Received int among local_layers"):
+    with pytest.raises(ValueError, match="local_layers must be Keras layers, got int"):
         PartialDistributedOptimizer(sgd(), local_layers=[3])
-    with pytest.raises(ModelError, match="legacy_opts=True"):
+    with pytest.raises(ModelError, match="legacy_opts must be False"):
         load_model("model.keras", legacy_opts=True)

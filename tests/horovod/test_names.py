@@ -1,4 +1,4 @@
-"""What has Horovod's names has its arguments: held against a real Horovod."""
+"""Names and arguments compared with a real Horovod and with the documentation."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ import hvdtrain.tensorflow as hvd
 from hvdtrain.migrate.missing_names import advice_on
 from tests.harness.jobs import REPOSITORY
 
-# Of each module all public names, and the arguments of those that can be called.
-ASK = """
+# Print the public names of modules, arguments of callables, and values of integers.
+DESCRIBE = """
 import importlib, inspect, json, sys
 
-def arguments(thing):
+def arguments(value):
     try:
-        parameters = inspect.signature(thing).parameters.values()
+        parameters = inspect.signature(value).parameters.values()
     except ValueError:
         return None
     simple = (int, float, str, bool)
     return [[p.name, p.default if isinstance(p.default, simple) else None] for p in parameters]
 
-found = {}
+modules = {}
 for module in sys.argv[1:]:
     hvd = importlib.import_module(module)
-    things = {n: getattr(hvd, n) for n in dir(hvd) if n[0] != "_"}
-    things = {n: thing for n, thing in things.items() if not inspect.ismodule(thing)}
-    found[module] = {
-        "names": list(things),
-        "arguments": {n: arguments(thing) for n, thing in things.items() if callable(thing)},
-        "numbers": {n: int(thing) for n, thing in things.items() if type(thing).__name__ == "int"},
+    values = {n: getattr(hvd, n) for n in dir(hvd) if n[0] != "_"}
+    values = {n: value for n, value in values.items() if not inspect.ismodule(value)}
+    modules[module] = {
+        "names": list(values),
+        "arguments": {n: arguments(value) for n, value in values.items() if callable(value)},
+        "numbers": {n: int(value) for n, value in values.items() if type(value).__name__ == "int"},
     }
-print(json.dumps(found))
+print(json.dumps(modules))
 """
+# Modules, and the least number of names to compare in each.
 MODULES = {
     "tensorflow": 35,
     "tensorflow.keras": 20,
@@ -45,29 +46,28 @@ MODULES = {
     "tensorflow.keras.callbacks": 4,
     "keras.callbacks": 4,
 }
-# Horovod's ``init`` takes anything and passes it on.
-PASSED_ON = {"init": [["comm", None], ["process_sets", None]]}
-# That of horovod.keras lacks some options in the middle; that of horovod.tensorflow.keras has all.
-# An average is what all of them make by default, in one of them by the older name for it.
-# BestModelCheckpoint has no file name there until its user sets one.
-OTHERWISE = {("keras", "DistributedOptimizer"), ("keras", "allreduce")} | {
+# Horovod's init takes *args and **kwargs, and passes them to a function with these.
+INIT = {"init": [["comm", None], ["process_sets", None]]}
+# horovod.keras lacks some options of horovod.tensorflow.keras, and has another default of average.
+# BestModelCheckpoint of Horovod takes no file name.
+DIFFERENT = {("keras", "DistributedOptimizer"), ("keras", "allreduce")} | {
     (f"{module}.callbacks", "BestModelCheckpoint") for module in ("keras", "tensorflow.keras")
 }
 
 
-def arguments_of(thing: Any) -> list[list[Any]]:
+def arguments_of(value: Any) -> list[list[Any]]:
     return [
         [p.name, p.default if isinstance(p.default, (int, float, str, bool)) else None]
-        for p in inspect.signature(thing).parameters.values()
+        for p in inspect.signature(value).parameters.values()
     ]
 
 
 @pytest.fixture
 def real(environment, run_command):
-    """What a real Horovod has in its modules; asked once, as it takes long to import."""
+    """The description of a real Horovod, which is slow to import."""
     if not _real:
         modules = sorted({f"horovod.{module}" for module in MODULES} | DOCUMENTED.keys())
-        done = run_command([environment("horovod"), "-c", ASK, *modules], timeout_s=200)
+        done = run_command([environment("horovod"), "-c", DESCRIBE, *modules], timeout_s=200)
         assert done.returncode == 0, done.stderr
         _real.update(json.loads(done.stdout.splitlines()[-1]))
     return _real
@@ -77,11 +77,11 @@ _real: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_arguments_are_horovods(real, module):
-    """In order; there may be more after them. All names are Horovod's."""
+def test_arguments_are_those_of_horovod(real, module):
+    """Additional arguments may follow."""
     theirs = real[f"horovod.{module}"]["arguments"]
-    theirs = {name: found for name, found in theirs.items() if found is not None}
-    theirs |= {name: value for name, value in PASSED_ON.items() if name in theirs}
+    theirs = {name: value for name, value in theirs.items() if value is not None}
+    theirs |= {name: value for name, value in INIT.items() if name in theirs}
     ours = importlib.import_module(f"hvdtrain.{module}")
     names = [
         name
@@ -91,32 +91,32 @@ def test_arguments_are_horovods(real, module):
     compared = [name for name in names if name in theirs and name != "Compression"]
     assert len(compared) >= MODULES[module]
     for name in compared:
-        if (module, name) not in OTHERWISE:
-            found = arguments_of(getattr(ours, name))
-            assert found[: len(theirs[name])] == theirs[name], name
+        if (module, name) not in DIFFERENT:
+            arguments = arguments_of(getattr(ours, name))
+            assert arguments[: len(theirs[name])] == theirs[name], name
 
 
-def test_reductions_have_horovods_numbers(real):
+def test_values_of_reduction_operations(real):
     names = ["Average", "Sum", "Adasum", "Min", "Max", "Product"]
     numbers = real["horovod.tensorflow"]["numbers"]
     assert [int(getattr(hvd, name)) for name in names] == [numbers[name] for name in names]
 
 
 def _documented() -> dict[str, dict[str, str]]:
-    """By Horovod's module and name, what docs/horovod-names.md says of it."""
+    """Return the status of each name in docs/horovod-names.md, by module of Horovod."""
     text = (REPOSITORY / "docs" / "horovod-names.md").read_text()
-    found: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, str]] = {}
     for section in text.split("\n## ")[1:]:
         heading, *lines = section.splitlines()
         names: dict[str, str] = {}
         for line in lines:
             if line.startswith("| `"):
-                _, several, fate, _ = (cell.strip() for cell in line.split("|", 3))
-                for name in re.findall(r"`(\w+)`", several):
+                _, cell_names, status, _ = (cell.strip() for cell in line.split("|", 3))
+                for name in re.findall(r"`(\w+)`", cell_names):
                     assert name not in names, name
-                    names[name] = fate
-        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", heading), names)
-    return found
+                    names[name] = status
+        modules |= dict.fromkeys(re.findall(r"`([\w.]+)`", heading), names)
+    return modules
 
 
 DOCUMENTED = _documented()
@@ -128,13 +128,13 @@ def test_every_public_name_of_horovod_is_documented(real, module):
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)
-def test_names_are_there_as_documented(module):
-    """And ``hvdtrain migrate`` reports those that aren't."""
+def test_names_exist_as_documented(module):
+    """``hvdtrain migrate`` reports the others."""
     ours = importlib.import_module(module.replace("horovod", "hvdtrain", 1))
-    for name, fate in DOCUMENTED[module].items():
-        assert fate in ("same", "differs", "not offered", ""), name
+    for name, status in DOCUMENTED[module].items():
+        assert status in ("same", "differs", "not offered", ""), name
         advice = advice_on(f"{module}.{name}")
-        if fate == "not offered":
+        if status == "not offered":
             assert name not in dir(ours), name
             assert advice is not None, name
         else:

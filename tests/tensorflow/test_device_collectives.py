@@ -1,4 +1,4 @@
-"""Reductions where tensors are, by TensorFlow's ring: what NCCL does between GPUs."""
+"""Reductions on devices by TensorFlow's ring, which runs where NCCL would on GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow import device_collectives
-from hvdtrain.tensorflow.device_collectives import _divide
+from hvdtrain.tensorflow.device_collectives import _divide_into_buckets as divide
 from tests.harness.jobs import REPOSITORY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 NCCL = {"HVDTRAIN_BACKEND": "nccl"}
-# More than ranks that start on a busy machine come one after the other.
+# Longer than ranks differ in their start on a busy machine.
 TIMEOUT_S = "12"
 
 START = """
@@ -41,17 +41,17 @@ reducer = GradientReducer.of_job()
 """
 
 
-def test_buckets_begin_with_what_is_ready_first(monkeypatch) -> None:
+def test_buckets_begin_with_the_last_tensors(monkeypatch) -> None:
     monkeypatch.setattr(device_collectives, "BUCKET_BYTES", 40)
-    assert _divide([4, 4, 4, 0, 2], tf.float32) == [[4, 2, 1], [0]]
-    assert _divide([4, 4, 4, 0, 2], tf.float16) == [[4, 2, 1], [0]], "in float32"
-    assert _divide([4, 4, 4, 0, 2], tf.float64) == [[4], [2], [1], [0]]
-    assert _divide([100, 3], tf.float32) == [[1], [0]], "one that is larger than a bucket"
-    assert _divide([0], tf.float32) == []
-    assert _divide([], tf.float32) == []
+    assert divide([4, 4, 4, 0, 2], tf.float32) == [[4, 2, 1], [0]]
+    assert divide([4, 4, 4, 0, 2], tf.float16) == [[4, 2, 1], [0]], "reduced in float32"
+    assert divide([4, 4, 4, 0, 2], tf.float64) == [[4], [2], [1], [0]]
+    assert divide([100, 3], tf.float32) == [[1], [0]], "larger than a bucket"
+    assert divide([0], tf.float32) == []
+    assert divide([], tf.float32) == []
 
 
-def test_a_reserved_port_is_nobody_elses() -> None:
+def test_no_other_socket_can_bind_a_reserved_port() -> None:
     before = os.environ.get("TF_GRPC_REUSE_PORT")
     with private_tensorflow.reserve_port() as port, socket.socket() as other:
         with pytest.raises(OSError):
@@ -60,43 +60,43 @@ def test_a_reserved_port_is_nobody_elses() -> None:
     assert os.environ.get("TF_GRPC_REUSE_PORT") == before
 
 
-SAME = """
+VALUES = """
 device_collectives.BUCKET_BYTES = 4000
 host = GradientReducer(EngineRanks(world.collectives()))
 SHAPES = [(3, 4), (0,), (), (900,), (2, 1, 5), (1200,), (7,)]
 TYPES = ["float16", "float32", "float64", "bfloat16"]
 numbers = np.random.default_rng(rank)
-given = [tf.constant(numbers.normal(size=s), t) for t in TYPES for s in SHAPES]
-names = [f"v{n}" for n in range(len(given))]
+tensors = [tf.constant(numbers.normal(size=s), t) for t in TYPES for s in SHAPES]
+names = [f"v{n}" for n in range(len(tensors))]
 in_graph = tf.function(lambda values: reducer.average(values, names))
-nbytes = sum(v.dtype.size * v.shape.num_elements() for v in given)
-wanted = tf.function(lambda values: host.average(values, names))(given)
+nbytes = sum(v.dtype.size * v.shape.num_elements() for v in tensors)
+expected = tf.function(lambda values: host.average(values, names))(tensors)
 for average in (reducer.average, lambda values, _: in_graph(values)):
     for _ in range(3):
         before = world.collectives().reduced_bytes
-        found = average(given, names)
+        results = average(tensors, names)
         assert world.collectives().reduced_bytes - before == nbytes
-    for one, other in zip(found, wanted):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        wide = [np.asarray(tf.cast(value, tf.float64)) for value in (one, other)]
-        rounding = {2: 1e-2, 4: 1e-6, 8: 1e-14}[one.dtype.size]
+    for result, value in zip(results, expected):
+        assert (result.dtype, result.shape) == (value.dtype, value.shape)
+        wide = [np.asarray(tf.cast(x, tf.float64)) for x in (result, value)]
+        rounding = {2: 1e-2, 4: 1e-6, 8: 1e-14}[result.dtype.size]
         np.testing.assert_allclose(*wide, rtol=rounding, atol=rounding)
-    mine = [np.asarray(tf.cast(value, tf.float64)).tobytes().hex() for value in found]
-    assert world.collectives().allgather_object(mine) == [mine] * size, "alike on all ranks"
+    data = [np.asarray(tf.cast(value, tf.float64)).tobytes().hex() for value in results]
+    assert world.collectives().allgather_object(data) == [data] * size, "bitwise equal on all ranks"
 
 for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
     for dtype in TYPES:
         value = tf.constant([[1.0 + rank, 2.0], [-3.0, rank]], dtype)
-        every = np.array([[[1.0 + r, 2.0], [-3.0, r]] for r in range(size)]) * 2
+        inputs = np.array([[[1.0 + r, 2.0], [-3.0, r]] for r in range(size)]) * 2
         combine = {"Sum": np.sum, "Average": np.mean, "Min": np.min, "Max": np.max}
-        wanted = combine.get(op.name, np.prod)(every, axis=0) / 4
+        expected = combine.get(op.name, np.prod)(inputs, axis=0) / 4
 
         def reduce(value):
             return hvd.allreduce(value, op=op, prescale_factor=2.0, postscale_factor=0.25, name="x")
 
-        for found in (reduce(value), tf.function(reduce)(value)):
+        for result in (reduce(value), tf.function(reduce)(value)):
             rounding = {2: 1e-2, 4: 1e-6, 8: 1e-14}[value.dtype.size]
-            np.testing.assert_allclose(np.asarray(tf.cast(found, tf.float64)), wanted, rounding)
+            np.testing.assert_allclose(np.asarray(tf.cast(result, tf.float64)), expected, rounding)
 
 variable = tf.Variable([1.0 + rank, 2.0])
 with tf.GradientTape() as tape:
@@ -113,19 +113,19 @@ hvdtrain.shutdown()
 hvdtrain.init()
 again = world.device_collectives().allreduce([tf.ones(3)], "sum", name="again")
 np.testing.assert_array_equal(again[0], [size] * 3)
-print("same", flush=True)
+print("passed", flush=True)
 """
 
 
-def test_it_gives_what_the_engine_gives(launch) -> None:
-    done = launch(3, START + SAME, env=NCCL, timeout_s=120)
+def test_results_equal_those_of_the_engine(launch) -> None:
+    done = launch(3, START + VALUES, env=NCCL, timeout_s=120)
     assert done.returncode == 0, done
-    assert done.stdout.count("same") == 3
-    why = r"NCCL combines gradients: --backend nccl \(with TensorFlow's ring on CPUs"
-    assert len(re.findall(why, done.stderr)) == 2, "once for each init(), by the chief alone"
+    assert done.stdout.count("passed") == 3
+    message = r"NCCL combines gradients: --backend nccl \(with TensorFlow's ring on CPUs"
+    assert len(re.findall(message, done.stderr)) == 2, "by the chief, for each init()"
 
 
-WRONG = """
+MISTAKES = """
 good = [tf.constant([1.0, 2.0]), tf.constant([[3.0]])]
 in_graph = tf.function(lambda values: reducer.average(values, ["kernel", "bias"]))
 
@@ -137,7 +137,7 @@ def expect(text, values, errors):
             assert text in str(error), error
         else:
             raise SystemExit("no error")
-        # Nobody has left the job: what comes next is right.
+        # The next reduction works.
         np.testing.assert_array_equal(average(good)[0], [1.0, 2.0])
 
 if sys.argv[1] == "names":
@@ -152,19 +152,19 @@ reducer.average([tf.ones(3 + rank)], ["x"])
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("mistake", "text"),
     [
         ("names", r"rank 1: device_allreduce\(x\) of sum, float32, \(\(4,\),\)"),
         ("shapes", r"x is dense float32 \(3,\) on rank 0 and dense float32 \(4,\) on rank 1"),
     ],
 )
-def test_what_is_wrong_is_named_on_every_rank(launch, what: str, text: str) -> None:
-    done = launch(3, START + WRONG, what, env=NCCL, timeout_s=120)
+def test_mistakes_are_errors_on_every_rank(launch, mistake: str, text: str) -> None:
+    done = launch(3, START + MISTAKES, mistake, env=NCCL, timeout_s=120)
     assert done.returncode != 0
     assert len(re.findall(rf"^hvdtrain.errors.MismatchError: .*{text}", done.stderr, re.M)) == 3
 
 
-ALONE = """
+MISSING_RANK = """
 way = sys.argv[1]
 step = tf.function(lambda value: reducer.average([value], ["kernel"])[0])
 
@@ -174,7 +174,7 @@ def late(value):
 
 @tf.function
 def slow(value):
-    # Stateless, it does not wait for its turn: the reduction begins meanwhile.
+    # Stateless, so that the reduction begins meanwhile.
     value = tf.numpy_function(late, [value], tf.float32, stateful=False)
     return reducer.average([tf.ensure_shape(value, [3])], ["kernel"])[0]
 
@@ -201,10 +201,9 @@ step(tf.ones(3))
         ("hangs within", rf"rank 0 waited {TIMEOUT_S} s in device_allreduce\(gradients\)"),
     ],
 )
-def test_nobody_waits_for_ever(launch, way: str, text: str) -> None:
-    """For a rank that does not come, or is lost on its way through a step."""
+def test_a_missing_rank_ends_the_job(launch, way: str, text: str) -> None:
     env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
-    done = launch(2, START + ALONE, way, env=env, timeout_s=100)
+    done = launch(2, START + MISSING_RANK, way, env=env, timeout_s=100)
     assert done.returncode != 0
     assert done.seconds < 60
     assert re.search(text, done.stderr), done
@@ -222,7 +221,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_in_the_middle(launch, number: signal.Signals) -> None:
+def test_a_killed_or_stopped_rank_ends_the_job(launch, number: signal.Signals) -> None:
     env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
     done = launch(2, START + LOOP, str(int(number)), env=env, timeout_s=100)
     assert done.returncode != 0
@@ -236,22 +235,22 @@ import os, socket, sys
 from hvdtrain.tensorflow import device_collectives
 name = f"host-{os.environ['OMPI_COMM_WORLD_RANK']}.invalid"
 socket.gethostname = lambda: name
-device_collectives._address_of_this_host = lambda: sys.argv[1]
+device_collectives._own_address = lambda: sys.argv[1]
 """
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
-def test_hosts_that_have_no_name(launch, address: str) -> None:
-    """They are found by the address of their route, where they have one."""
+def test_hosts_with_unknown_names_are_reached_by_address(launch, address: str) -> None:
     script = NAMELESS + START + 'on_devices.allreduce([tf.ones(3)], "sum", name="x")'
     done = launch(2, script, address, env=NCCL, timeout_s=60)
     assert (done.returncode == 0) == bool(address), done
-    unknown = r"LaunchError: Hosts don't know each other by name \(host-0.invalid, host-1.invalid\)"
+    unknown = (
+        "LaunchError: --backend nccl requires host names.*; got host-0.invalid, host-1.invalid"
+    )
     assert bool(re.search(unknown, done.stderr)) != bool(address), done
 
 
 def test_training_equals_one_process(launch) -> None:
-    """As with every engine, to 1e-5."""
     program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
     done = launch(2, program, "uneven", "jit", env=NCCL, timeout_s=250)
     assert done.returncode == 0, done

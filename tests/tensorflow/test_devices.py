@@ -1,4 +1,4 @@
-"""Which rank gets which GPU; the decision needs none."""
+"""Assignment of GPUs to ranks, which runs without GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = {
     "mpirun-all-visible": ([HOST_A] * 4, [0, 1, 2, 3]),
     "fewer-ranks-than-gpus": ([HOST_A] * 2, [0, 1]),
     "uneven-hosts": ([HOST_A] * 3 + [HOST_B] * 2, [0, 1, 2, 0, 1]),
-    "ranks-dealt-to-hosts-in-turn": ([HOST_A, HOST_B] * 2, [0, 0, 1, 1]),
+    "ranks-placed-round-robin": ([HOST_A, HOST_B] * 2, [0, 0, 1, 1]),
     "one-each-by-slurm": ([["GPU-a0"], ["GPU-a1"], ["GPU-b0"], ["GPU-b1"]], [0, 0, 0, 0]),
     "two-each-by-slurm": ([HOST_A[:2], HOST_A[2:]], [0, 0]),
     "nearest-first": ([["GPU-a0", "GPU-a1"], ["GPU-a1", "GPU-a0"]], [0, 0]),
@@ -30,7 +30,7 @@ CASES = {
 
 @pytest.mark.parametrize(("visible", "expected"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("share", [False, True])
-def test_every_rank_gets_a_gpu_of_its_own(visible, expected, share: bool) -> None:
+def test_each_rank_gets_its_own_gpu(visible, expected, share: bool) -> None:
     indices = [() if index is None else (index,) for index in expected]
     assert assign_gpus(visible, share=share) == indices
 
@@ -60,15 +60,19 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("visible", "share", "expected"), PAIRS.values(), ids=PAIRS)
-def test_several_gpus_a_rank(visible, share: bool, expected) -> None:
+def test_several_gpus_per_rank(visible, share: bool, expected) -> None:
     assert assign_gpus(visible, share=share, each=2) == expected
 
 
-def test_too_few_gpus_for_several_a_rank() -> None:
-    with pytest.raises(LaunchError, match=r"2 a rank .*rank 1 sees 3.*owners \(GPU-a0: rank 0; "):
+def test_too_few_gpus_for_several_per_rank() -> None:
+    with pytest.raises(
+        LaunchError, match=r"devices-per-rank 2: rank 1 sees 3 GPUs, .* \(GPU-a0: rank 0; "
+    ):
         assign_gpus([HOST_A[:3]] * 2, share=False, each=2)
     for share in (False, True):
-        with pytest.raises(LaunchError, match=r"Rank 1 sees 2 GPUs, .* 3 .*DEVICES_PER_RANK=2"):
+        with pytest.raises(
+            LaunchError, match=r"Rank 1 sees 2 GPUs, .* 3 needs 3.*DEVICES_PER_RANK=2"
+        ):
             assign_gpus([HOST_A, HOST_B], share=share, each=3)
 
 
@@ -82,26 +86,26 @@ def test_without_gpus_there_are_no_ids() -> None:
     assert visible_gpus("host", {"CUDA_VISIBLE_DEVICES": "0,1"}) == []
 
 
-def say(visible: list[list[str]], rank: int = 0, log_level: str = "info") -> None:
+def report(visible: list[list[str]], rank: int = 0, log_level: str = "info") -> None:
     topology = Topology(rank=rank, size=len(visible), local_rank=rank, local_size=len(visible))
     configure_log(log_level)
     bind(topology, Settings(), visible)
 
 
-def test_a_missing_gpu_is_said_by_the_chief_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    say([[], []], rank=1)
-    say([[], []], log_level="warning")
+def test_only_the_chief_reports_missing_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    report([[], []], rank=1)
+    report([[], []], log_level="warning")
     assert capsys.readouterr().err == ""
-    say([[], []])
+    report([[], []])
     assert capsys.readouterr().err == "hvdtrain: no GPU found; computing on the CPU\n"
 
 
-def test_ranks_without_a_gpu_beside_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    say([[], ["GPU-b0"], []])
-    assert "rank 0, 2 of 3 found no GPU" in capsys.readouterr().err
+def test_ranks_without_a_gpu_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    report([[], ["GPU-b0"], []])
+    assert "2 of 3 ranks run without GPU and slow down the others: 0, 2" in capsys.readouterr().err
 
 
-BESIDE = """
+PARALLEL_OPERATIONS = """
 import os, threading
 import numpy as np, tensorflow as tf
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
@@ -113,15 +117,15 @@ if rank == 2:
     tf.config.threading.set_inter_op_parallelism_threads(3)
 import hvdtrain
 hvdtrain.init()
-begun = [threading.Event(), threading.Event()]
+started = [threading.Event(), threading.Event()]
 
 def meet(number):
-    begun[number].set()
-    return np.bool_(begun[1 - number].wait(5))
+    started[number].set()
+    return np.bool_(started[1 - number].wait(5))
 
 @tf.function
 def both(first, second):
-    # Stateless, so that neither waits for the other's turn.
+    # Stateless operations may run in parallel.
     return [tf.numpy_function(meet, [n], tf.bool, stateful=False) for n in (first, second)]
 
 met = all(value.numpy() for value in both(tf.constant(0), tf.constant(1)))
@@ -130,11 +134,13 @@ print(rank, met, tf.config.threading.get_inter_op_parallelism_threads(), flush=T
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "told"),
+    ("bucket_bytes", "lines"),
     [("100000", ["0 True 2", "1 False 0", "2 True 3"]), ("0", ["0 False 0"])],
 )
-def test_a_rank_of_one_core_computes_beside_buckets(
-    launch, bucket_bytes: str, told: list[str]
+def test_a_rank_with_one_core_computes_during_buckets(
+    launch, bucket_bytes: str, lines: list[str]
 ) -> None:
-    done = launch(len(told), BESIDE, env={"HVDTRAIN_BUCKET_BYTES": bucket_bytes}, timeout_s=100)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, told), done
+    done = launch(
+        len(lines), PARALLEL_OPERATIONS, env={"HVDTRAIN_BUCKET_BYTES": bucket_bytes}, timeout_s=100
+    )
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines), done

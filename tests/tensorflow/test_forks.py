@@ -1,4 +1,4 @@
-"""What operations return, in children that are forked."""
+"""Results of collectives in forked child processes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_results_in_a_forked_child(world) -> None:
     expected = {name: result.numpy().sum() for name, result in results.items()}
     assert expected["allreduce"] == 3 * ITEMS
     context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
+    sums = context.SimpleQueue()
     child = context.Process(
-        target=lambda: told.put({name: np.sum(r.numpy()) for name, r in results.items()})
+        target=lambda: sums.put({name: np.sum(r.numpy()) for name, r in results.items()})
     )
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    assert told.get() == expected
+    assert sums.get() == expected

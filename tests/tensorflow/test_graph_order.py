@@ -1,6 +1,6 @@
-"""Functions run collectives in the order in which they were made, whatever variables they use.
+"""Functions run collectives in the order of their creation.
 
-What comes first takes a while each time; out of order, what comes next would overtake it.
+Earlier operations are slow, so that later ones would overtake them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hvdtrain.tensorflow.numpy_op import run_on_host
 
 
 class Program:
-    """Makes operations that note when they run, and branches and functions that use variables."""
+    """Adds operations that record when they run, and branches and functions with variables."""
 
     def __init__(self) -> None:
         self.ran: list[int] = []
         self._variables = [tf.Variable(0.0), tf.Variable(0.0)]
 
     def slow(self, number: int, value: Any = 0.0) -> tf.Tensor:
-        return self._note(number, 0.1, value)
+        return self._record(number, 0.1, value)
 
     def quick(self, number: int, value: Any = 0.0) -> tf.Tensor:
-        return self._note(number, 0.0, value)
+        return self._record(number, 0.0, value)
 
     def branch(self, make: Callable[[], tf.Tensor], variable: int = 0) -> tf.Tensor:
         def body() -> tf.Tensor:
@@ -46,7 +46,7 @@ class Program:
 
         return inner()
 
-    def _note(self, number: int, wait_s: float, value: Any) -> tf.Tensor:
+    def _record(self, number: int, wait_s: float, value: Any) -> tf.Tensor:
         def run(array: np.ndarray) -> list[np.ndarray]:
             time.sleep(wait_s)
             self.ran.append(number)
@@ -55,65 +55,65 @@ class Program:
         return run_on_host(run, [tf.convert_to_tensor(value)], [[]])[0]
 
 
-def branch_comes_after(made: Program) -> None:
-    made.slow(0)
-    made.branch(lambda: made.quick(1))
+def branch_comes_after(program: Program) -> None:
+    program.slow(0)
+    program.branch(lambda: program.quick(1))
 
 
-def branch_comes_before(made: Program) -> None:
-    made.branch(lambda: made.slow(0))
-    made.quick(1)
+def branch_comes_before(program: Program) -> None:
+    program.branch(lambda: program.slow(0))
+    program.quick(1)
 
 
-def branches_with_other_variables(made: Program) -> None:
-    made.branch(lambda: made.slow(0), variable=0)
-    made.branch(lambda: made.quick(1), variable=1)
+def branches_with_other_variables(program: Program) -> None:
+    program.branch(lambda: program.slow(0), variable=0)
+    program.branch(lambda: program.quick(1), variable=1)
 
 
-def branches_in_branches(made: Program) -> None:
+def branches_in_branches(program: Program) -> None:
     def body() -> tf.Tensor:
-        made.branch(lambda: made.slow(1), variable=1)
-        return made.quick(2)
+        program.branch(lambda: program.slow(1), variable=1)
+        return program.quick(2)
 
-    made.slow(0)
-    made.branch(body)
-
-
-def functions(made: Program) -> None:
-    made.slow(0)
-    made.function(lambda: made.slow(1), variable=0)
-    made.function(lambda: made.quick(2), variable=1)
+    program.slow(0)
+    program.branch(body)
 
 
-def loop(made: Program) -> None:
-    made.slow(0)
+def functions(program: Program) -> None:
+    program.slow(0)
+    program.function(lambda: program.slow(1), variable=0)
+    program.function(lambda: program.quick(2), variable=1)
+
+
+def loop(program: Program) -> None:
+    program.slow(0)
     for _ in tf.range(2):
-        made.branch(lambda: made.slow(1))
-        made.quick(2)
-    made.quick(3)
+        program.branch(lambda: program.slow(1))
+        program.quick(2)
+    program.quick(3)
 
 
-def gradient_and_then_a_branch(made: Program) -> None:
-    """As where gradients are accumulated: those of some variables are there before the others."""
+def gradient_and_then_a_branch(program: Program) -> None:
+    """As with accumulated gradients, some gradients are ready before others."""
 
     @tf.custom_gradient
     def first(value: tf.Tensor) -> Any:
-        return tf.identity(value), lambda upstream: made.slow(0, upstream)
+        return tf.identity(value), lambda upstream: program.slow(0, upstream)
 
     x, y = tf.constant(1.0), tf.constant(2.0)
     with tf.GradientTape() as tape:
         tape.watch([x, y])
         result = first(x) * y
     _, of_y = tape.gradient(result, [x, y])
-    made.branch(lambda: made.quick(1, of_y))
+    program.branch(lambda: program.quick(1, of_y))
 
 
-def imported_functions(made: Program) -> None:
-    """Of an imported graph TensorFlow keeps the definitions of functions, and no graphs."""
+def imported_functions(program: Program) -> None:
+    """TensorFlow keeps only definitions of the functions of an imported graph."""
     with tf.Graph().as_default() as graph:
-        tf.identity(tf.cond(tf.random.uniform([]) < 2.0, lambda: made.slow(0), lambda: 0.0))
+        tf.identity(tf.cond(tf.random.uniform([]) < 2.0, lambda: program.slow(0), lambda: 0.0))
     tf.graph_util.import_graph_def(graph.as_graph_def(), name="imported")
-    made.branch(lambda: made.quick(1))
+    program.branch(lambda: program.quick(1))
 
 
 @pytest.mark.parametrize(
@@ -130,21 +130,18 @@ def imported_functions(made: Program) -> None:
     ],
 )
 def test_order(make: Callable[[Program], None], order: list[int]) -> None:
-    made = Program()
+    program = Program()
 
     @tf.function
     def run() -> None:
-        make(made)
+        make(program)
 
     run()
-    assert made.ran == order
+    assert program.ran == order
 
 
 def ctc_loss() -> float:
-    """Return the loss of two frames that are 0 or 1 with 0.5 each, for the label 0.
-
-    The paths are 00, 0 and blank, and blank and 0; CTC is made of ``Defun``.
-    """
+    """Return a CTC loss, -log(0.75), which TensorFlow implements with ``Defun``."""
 
     @tf.function
     def loss() -> tf.Tensor:
@@ -155,23 +152,23 @@ def ctc_loss() -> float:
 
 @pytest.fixture
 def warnings_logged(monkeypatch, caplog):
-    """Log records after the first collective in a function: from then on functions are read."""
-    made = Program()
-    made.function(lambda: made.quick(0))
+    """Log records after the first collective in a function, when functions are being read."""
+    program = Program()
+    program.function(lambda: program.quick(0))
     monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
     return caplog
 
 
-def test_functions_of_defun(warnings_logged) -> None:
+def test_defun_functions(warnings_logged) -> None:
     assert ctc_loss() == pytest.approx(-np.log(0.75))
     assert not warnings_logged.records
 
 
-def test_a_function_that_cannot_be_read_is_not_ordered(monkeypatch, warnings_logged) -> None:
+def test_an_unreadable_function_is_a_warning(monkeypatch, warnings_logged) -> None:
     def unreadable(graph: Any, name: str) -> Any:
         raise AttributeError("no definition")
 
     monkeypatch.setattr(graph_order, "function_body", unreadable)
     assert ctc_loss() == pytest.approx(-np.log(0.75))
-    assert "cannot read TensorFlow's function" in warnings_logged.text
+    assert "cannot read TensorFlow function" in warnings_logged.text
     assert "(AttributeError: no definition)" in warnings_logged.text

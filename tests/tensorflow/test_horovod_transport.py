@@ -1,4 +1,4 @@
-"""A real Horovod as the engine, under both of its controllers."""
+"""A real Horovod as the engine, with both of its controllers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def horovodrun(environment, run_command, tmp_path):
-    """Run a script, given as its text or as a path, on ranks that have Horovod as the engine."""
+    """Run a script, given as text or path, on two ranks that communicate through Horovod."""
     python = environment("horovod-keras3")
 
     def run(controller, script, *arguments, env=None):
@@ -22,14 +22,14 @@ def horovodrun(environment, run_command, tmp_path):
         if isinstance(script, str):
             path = tmp_path / "script.py"
             path.write_text(script)
-        asked = {} if controller == "--gloo" else {"HVDTRAIN_BACKEND": "horovod"}
+        backend = {} if controller == "--gloo" else {"HVDTRAIN_BACKEND": "horovod"}
         folders = os.pathsep.join([str(python.parent), os.defpath])
         return run_command(
             [
                 *(python.parent / "horovodrun", controller, "-np", "2"),
                 *("-H", "localhost:2", python, path, *arguments),
             ],
-            env={"PATH": folders, "PYTHONPATH": str(REPOSITORY), **asked, **(env or {})},
+            env={"PATH": folders, "PYTHONPATH": str(REPOSITORY), **backend, **(env or {})},
             timeout_s=300,
         )
 
@@ -55,28 +55,27 @@ for op in ("sum", "average", "min", "max", "product"):
         if dtype.kind == "b" and op == "sum" or dtype.kind in "iub" and op == "average":
             continue
         arrays = [values(rank, shape, dtype) for shape in SHAPES]
-        found = engine.grouped_allreduce(arrays, op, name=f"{op} {dtype}")
-        for shape, result in zip(SHAPES, found):
-            wanted = expected(op, size, shape, values, dtype)
+        results = engine.grouped_allreduce(arrays, op, name=f"{op} {dtype}")
+        for shape, result in zip(SHAPES, results):
             assert result.dtype == dtype and result.shape == shape
-            np.testing.assert_array_equal(result, wanted)
+            np.testing.assert_array_equal(result, expected(op, size, shape, values, dtype))
         done += 1
-        kept = engine.reduce_scatter(arrays[-1], op, name="scatter")
+        share = engine.reduce_scatter(arrays[-1], op, name="scatter")
         start = sum(len(part) for part in np.array_split(np.arange(3000), size)[:rank])
         np.testing.assert_array_equal(
-            kept, expected(op, size, (3000,), values, dtype)[start : start + len(kept)]
+            share, expected(op, size, (3000,), values, dtype)[start : start + len(share)]
         )
 for dtype in DTYPES:
     rows = values(rank, (rank + 1, 2), dtype)
-    found = engine.allgather(rows, name="rows")
+    gathered = engine.allgather(rows, name="rows")
     np.testing.assert_array_equal(
-        found, np.concatenate([values(r, (r + 1, 2), dtype) for r in range(size)])
+        gathered, np.concatenate([values(r, (r + 1, 2), dtype) for r in range(size)])
     )
-    given = engine.broadcast(values(rank, (4, 3), dtype), size - 1, name="given")
-    np.testing.assert_array_equal(given, values(size - 1, (4, 3), dtype))
-came, counts = engine.alltoall(np.arange(size + 1) + 10 * rank, [1] * (size - 1) + [2])
+    received = engine.broadcast(values(rank, (4, 3), dtype), size - 1, name="values")
+    np.testing.assert_array_equal(received, values(size - 1, (4, 3), dtype))
+rows, counts = engine.alltoall(np.arange(size + 1) + 10 * rank, [1] * (size - 1) + [2])
 assert counts == [1 + (rank == size - 1)] * size
-assert came[0] == rank
+assert rows[0] == rank
 assert engine.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
 assert engine.broadcast_object(rank, size - 1) == size - 1
 bad = np.array([1.0, np.nan if rank else 2.0], "float32")
@@ -86,10 +85,10 @@ for _ in range(2):
         raise SystemExit("no error")
     except NonFiniteError:
         pass
-for refused in (engine.messages, lambda: engine.subset([0])):
+for unsupported in (engine.messages, lambda: engine.subset([0])):
     try:
-        refused()
-        raise SystemExit("not refused")
+        unsupported()
+        raise SystemExit("no error")
     except ConfigurationError as error:
         assert "need MPI" in str(error)
 if rank:
@@ -100,13 +99,13 @@ try:
     raise SystemExit("no mismatch")
 except MismatchError as error:
     assert "rank 0: allreduce(x) of sum, float64, ((3,),)" in str(error), error
-# Unbuffered, as horovodrun has it, several words are several writes, which mpirun tags.
+# One write, because horovodrun disables buffering and mpirun tags each write.
 print(f"done {done}\\n", end="", flush=True)
 """
 
 
 @pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
-def test_it_does_what_every_engine_does(horovodrun, controller):
+def test_the_contract_of_engines(horovodrun, controller):
     done = horovodrun(controller, CONTRACT)
     assert done.returncode == 0, done
     assert len(re.findall(r"done 55\b", done.stdout)) == 2, done
@@ -114,7 +113,7 @@ def test_it_does_what_every_engine_does(horovodrun, controller):
     assert f"an installed Horovod combines gradients: {why}" in done.stderr, done
 
 
-ALONE = """
+MISSING_RANK = """
 import sys, time
 import numpy as np
 import hvdtrain
@@ -130,22 +129,20 @@ world.collectives().allreduce(np.ones(3), name="gradients")
 
 
 @pytest.mark.parametrize(("controller", "way"), [("--gloo", "hangs"), ("--mpi", "fails")])
-def test_nobody_waits_for_ever(horovodrun, controller, way):
-    """For a rank that failed, or does not come."""
-    done = horovodrun(controller, ALONE, way, env={"HVDTRAIN_TIMEOUT_S": "4"})
+def test_a_missing_or_failed_rank_ends_the_job(horovodrun, controller, way):
+    done = horovodrun(controller, MISSING_RANK, way, env={"HVDTRAIN_TIMEOUT_S": "4"})
     assert done.returncode != 0
-    # Mostly the start of TensorFlow, several times as long on a busy machine.
+    # Most of it is the import of TensorFlow, which takes longer on a busy machine.
     assert done.seconds < 150
-    # Open MPI 4 puts its tag before each piece of a line that Python writes in pieces.
-    said = re.sub(r"\[1,\d\]<std(out|err)>:", "", done.stderr + done.stdout)
+    # Open MPI 4 tags each write, even within a line.
+    output = re.sub(r"\[1,\d\]<std(out|err)>:", "", done.stderr + done.stdout)
     if way == "fails":
-        assert "ValueError: bad batch" in said
+        assert "ValueError: bad batch" in output
     else:
-        assert "s inside Horovod in allreduce(gradients)" in said
+        assert "s inside Horovod in allreduce(gradients)" in output
 
 
 def test_training_equals_one_process(horovodrun):
-    """As on every engine, to 1e-5."""
     program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
     done = horovodrun("--gloo", program, "uneven")
     assert done.returncode == 0, done

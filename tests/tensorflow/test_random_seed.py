@@ -1,4 +1,4 @@
-"""The shared seed yields to the program's own."""
+"""The common seed, unless the program has set one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def no_seed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_seed")
-def test_it_sets_what_the_program_would() -> None:
+def test_set_unless_set_sets_the_seed() -> None:
     random_seed.set_unless_set(7)
-    ours = tf.random.uniform([4]).numpy().tolist()
+    values = tf.random.uniform([4]).numpy().tolist()
     tf.random.set_seed(7)
-    assert tf.random.uniform([4]).numpy().tolist() == ours
+    assert tf.random.uniform([4]).numpy().tolist() == values
 
 
 @pytest.mark.usefixtures("no_seed")
-def test_a_seed_of_the_programs_own_stays_and_nothing_is_drawn() -> None:
+def test_the_seed_of_the_program_is_unchanged() -> None:
     tf.random.set_seed(1)
-    theirs = tf.random.uniform([4]).numpy().tolist()
+    values = tf.random.uniform([4]).numpy().tolist()
     tf.random.set_seed(1)
     random_seed.set_unless_set(7)
-    assert tf.random.uniform([4]).numpy().tolist() == theirs
+    assert tf.random.uniform([4]).numpy().tolist() == values

@@ -1,7 +1,7 @@
-"""Classic graphs: ranks whose operations are ready in different orders run them as they were made.
+"""Sessions run collectives in the order of their creation, not in the order of readiness.
 
-Each test delays another operation on each rank; in the wrong order numbers would be mixed up, as
-all operations have one shape and, but for their numbers, one name.
+Each test delays other operations on each rank. All have the same shape and name, so that a wrong
+order would mix up their values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.errors import ConfigurationError, MismatchError
 from hvdtrain.horovod.broadcast import broadcast_variables
-from hvdtrain.horovod.exchange_ops import allgather, alltoall, broadcast_
-from hvdtrain.horovod.op_constants import Sum
-from hvdtrain.horovod.reduction_ops import allreduce
+from hvdtrain.horovod.collective_ops import allgather, allreduce, alltoall, broadcast_
+from hvdtrain.horovod.reduction_arguments import Sum
 
 v1 = tf.compat.v1
 pair = pytest.mark.ranks(2)
@@ -28,7 +27,7 @@ pair = pytest.mark.ranks(2)
 
 @contextmanager
 def session(version: int = 2) -> Iterator[Any]:
-    """A graph and its session, with the control flow of a version of TensorFlow."""
+    """Open a session of a new graph, with the control flow of TensorFlow 1 or 2."""
     (v1.disable_control_flow_v2, v1.enable_control_flow_v2)[version - 1]()
     config = v1.ConfigProto(inter_op_parallelism_threads=4, use_per_session_threads=True)
     try:
@@ -42,7 +41,7 @@ CONTROL_FLOWS = pytest.mark.parametrize("version", [1, 2], ids=["v1", "v2"])
 
 
 def late(value: Any, rank: int) -> tf.Tensor:
-    """A float32 scalar that is late on one rank, and so is its gradient."""
+    """Return a float32 scalar that is delayed on one rank, as is its gradient."""
 
     @tf.custom_gradient
     def both(value: tf.Tensor) -> Any:
@@ -65,7 +64,7 @@ def total(value: Any, late_on: int) -> tf.Tensor:
 
 
 @pair
-def test_ready_in_another_order(world):
+def test_operations_that_become_ready_in_another_order(world):
     with session() as run:
         sums = [total(10.0**n, n % 2) for n in range(6)]
         for _ in range(3):
@@ -73,31 +72,29 @@ def test_ready_in_another_order(world):
 
 
 @pair
-def test_what_is_not_fetched_is_not_run(world):
-    """Its data may not be there, and nobody asked for its effects; the order stays among others."""
+def test_collectives_that_are_not_fetched_do_not_run(world):
     with session() as run:
         fed = v1.placeholder(tf.float32, [])
-        taken: list[float] = []
+        consumed: list[float] = []
 
-        def take(array: np.ndarray) -> np.ndarray:
-            taken.append(float(array))
+        def consume(array: np.ndarray) -> np.ndarray:
+            consumed.append(float(array))
             return array
 
         first = total(10.0, 0)
-        training = total(tf.numpy_function(take, [fed], tf.float32), 1)
+        training = total(tf.numpy_function(consume, [fed], tf.float32), 1)
         last = total(1000.0, 1)
         assert run.run([last, first]) == [2000.0, 20.0]
         assert run.run(last) == 2000.0
-        assert not taken
+        assert not consumed
         assert run.run([last, training, first], {fed: 100.0}) == [2000.0, 200.0, 20.0]
-        assert taken == [100.0]
+        assert consumed == [100.0]
         assert run.run([last, training], {training: 1.0}) == [2000.0, 1.0]
-        assert len(taken) == 1
+        assert len(consumed) == 1
 
 
 @pair
-def test_what_is_added_later_and_to_another_graph(world):
-    """As a hook's; after the graph was finalized nothing is."""
+def test_collectives_that_are_added_later_and_to_another_graph(world):
     with session() as one, session() as other:
         with one.graph.as_default():
             sums = [total(1.0, 0), total(2.0, 1)]
@@ -126,7 +123,6 @@ def test_gradients_are_ordered_too(world):
 @pair
 @CONTROL_FLOWS
 def test_branches(world, version):
-    """A branch is between what was made before and after it, also where it isn't taken."""
     with session(version) as run:
         which = v1.placeholder(tf.bool, [])
         before = total(1.0, 0)
@@ -135,11 +131,11 @@ def test_branches(world, version):
             which, lambda: tf.cond(which, lambda: total(5.0, 0), lambda: 0.0), lambda: 0.0
         )
         after = total(6.0, 1)
-        wanted = {True: [2.0, 4.0, 10.0, 12.0], False: [2.0, 14.0, 0.0, 12.0]}
+        expected = {True: [2.0, 4.0, 10.0, 12.0], False: [2.0, 14.0, 0.0, 12.0]}
         for taken in (True, False, True):
-            found = run.run([before, either, nested, after], {which: taken})
-            assert found == wanted[taken]
-            assert run.run([after, either], {which: taken}) == [12.0, wanted[taken][1]]
+            values = run.run([before, either, nested, after], {which: taken})
+            assert values == expected[taken]
+            assert run.run([after, either], {which: taken}) == [12.0, expected[taken][1]]
         assert run.run(after) == 12.0
 
 
@@ -170,8 +166,8 @@ def branch_in_loop(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf
 @pytest.mark.parametrize(
     "inner", [inner_branches, inner_function, inner_loop, branch_in_loop], ids=lambda f: f.__name__
 )
-def test_what_is_in_a_branch_in_a_branch_comes_before_what_follows(world, version, inner):
-    """Both are ready at once, and each is late on a rank, after all else has been done."""
+def test_nested_control_flow_runs_before_later_branches(world, version, inner):
+    """Both become ready at the same time, and each is delayed on one rank."""
     traced = tf.function(lambda value: total(value, 0))
     with session(version) as run:
         first = total(1.0, 0)
@@ -183,7 +179,7 @@ def test_what_is_in_a_branch_in_a_branch_comes_before_what_follows(world, versio
 @pair
 @CONTROL_FLOWS
 def test_loops(world, version):
-    """Operations in a turn that don't depend on one another; one begins the next turn early."""
+    """Independent collectives in each iteration."""
     with session(version) as run:
 
         def turn(n: tf.Tensor, a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -211,17 +207,16 @@ def test_gradients_of_branches_and_loops(world, version):
 
         _, a, b = tf.while_loop(lambda n, a, b: n < 2, turn, [0, x, y])
         chosen = tf.cond(x < y, lambda: total(a * b, 0), lambda: 0.0)
-        # Each gradient is that of the sum of both ranks' losses.
+        # Gradients of the sum of both ranks' losses.
         assert run.run([chosen, *v1.gradients(chosen, [x, y])]) == [6912.0, 3456.0, 2304.0]
-        # A session goes by the one that it comes to first.
+        # All operations that enter a loop must agree on parallel_iterations.
         enters = [op for op in run.graph.get_operations() if op.type == "Enter"]
         assert bool(enters) == (version == 1)
         assert {op.get_attr("parallel_iterations") for op in enters} <= {1}
 
 
 @pair
-def test_functions_that_are_called(world):
-    """A tf.function that was traced before, called twice; and one without the order of its own."""
+def test_function_calls(world):
     compiled = tf.function(lambda value: total(value, 1))
     wrapped = v1.wrap_function(lambda: [total(1.0, 0), total(2.0, 1)], [])
     assert [float(value) for value in wrapped()] == [2.0, 4.0]
@@ -232,8 +227,8 @@ def test_functions_that_are_called(world):
 
 @pair
 @CONTROL_FLOWS
-def test_what_a_branch_makes_and_does_not_use(world, version):
-    """As TensorFlow has it: in new control flow it runs, in the old one it doesn't."""
+def test_unused_collectives_in_a_branch(world, version):
+    """They run in the control flow of TensorFlow 2 only."""
     with session(version) as run:
 
         def branch() -> float:
@@ -245,12 +240,12 @@ def test_what_a_branch_makes_and_does_not_use(world, version):
 
 
 @pair
-def test_variables_in_place(world):
+def test_broadcast_of_variables(world):
     with session() as run:
         variables = [v1.get_variable(f"v{n}", initializer=float(job.rank() + n)) for n in range(3)]
-        given = broadcast_(variables, 1)
+        values = broadcast_(variables, 1)
         run.run(v1.global_variables_initializer())
-        assert run.run(given) == [1.0, 2.0, 3.0]
+        assert run.run(values) == [1.0, 2.0, 3.0]
         assert run.run(variables) == [1.0, 2.0, 3.0]
         run.run(v1.global_variables_initializer())
         run.run(broadcast_variables(variables, 0))
@@ -258,12 +253,12 @@ def test_variables_in_place(world):
 
 
 @pair
-def test_the_gradient_of_alltoall_has_the_type_of_its_input(world):
+def test_type_of_the_gradient_of_alltoall(world):
     with session() as run:
         for dtype in (tf.float16, tf.float32, tf.float64):
             x = tf.ones([4], dtype)
-            came, _ = alltoall(x, tf.constant([1, 3]))
-            (slope,) = v1.gradients(came, x, [tf.ones_like(came, tf.float32)])
+            rows, _ = alltoall(x, tf.constant([1, 3]))
+            (slope,) = v1.gradients(rows, x, [tf.ones_like(rows, tf.float32)])
             assert slope.dtype == dtype
             np.testing.assert_array_equal(run.run(slope), np.ones(4))
 
@@ -277,9 +272,9 @@ def _bad_splits() -> tf.Tensor:
 
 
 @pair
-@pytest.mark.parametrize("way", ["eager", "session", "branch"])
+@pytest.mark.parametrize("mode", ["eager", "session", "branch"])
 @pytest.mark.parametrize(
-    ("call", "ours", "tensorflows", "text"),
+    ("call", "error", "tensorflow_error", "text"),
     [
         (_differ, MismatchError, tf.errors.FailedPreconditionError, "^Ranks made different calls"),
         (
@@ -291,20 +286,20 @@ def _bad_splits() -> tf.Tensor:
     ],
     ids=["differ", "argument"],
 )
-def test_errors_are_horovods_and_ours(
-    world, way: str, call: Callable[[], tf.Tensor], ours: type, tensorflows: type, text: str
+def test_errors_belong_to_hvdtrain_and_tensorflow(
+    world, mode: str, call: Callable[[], tf.Tensor], error: type, tensorflow_error: type, text: str
 ):
-    """And the next operation works."""
 
     def run_it() -> None:
-        if way == "eager":
+        if mode == "eager":
             call()
             return
         with session() as run:
-            run.run(call() if way == "session" else tf.cond(tf.constant(True), call, call))
+            run.run(call() if mode == "session" else tf.cond(tf.constant(True), call, call))
 
-    with pytest.raises(ours, match=text) as error:
+    with pytest.raises(error, match=text) as caught:
         run_it()
-    assert isinstance(error.value, tensorflows)
-    assert type(error.value).__name__ == ours.__name__
+    assert isinstance(caught.value, tensorflow_error)
+    assert type(caught.value).__name__ == error.__name__
+    # The next collective works.
     np.testing.assert_array_equal(allgather(tf.constant([job.rank()])), [0, 1])

@@ -1,4 +1,4 @@
-"""The same model is called the same on all ranks, whatever else a rank has made before."""
+"""Names of a model that do not depend on the layers created before."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world as job
-from hvdtrain.tensorflow.variable_names import counted_anew, variable_name, without_counts
+from hvdtrain.tensorflow.variable_names import renumbered, variable_name, without_counts
 
 
 @pytest.mark.parametrize(
-    ("names", "anew"),
+    ("names", "expected"),
     [
         ([], []),
         (["dense/kernel", "dense/bias"], ["dense/kernel", "dense/bias"]),
@@ -27,9 +27,9 @@ from hvdtrain.tensorflow.variable_names import counted_anew, variable_name, with
         (["_3", "7", "_", ""], ["_3", "7", "_", ""]),
     ],
 )
-def test_counted_anew(names: list[str], anew: list[str]) -> None:
-    assert counted_anew(names) == anew
-    assert counted_anew(anew) == anew
+def test_renumbered(names: list[str], expected: list[str]) -> None:
+    assert renumbered(names) == expected
+    assert renumbered(expected) == expected
 
 
 def test_without_counts() -> None:
@@ -40,7 +40,7 @@ def test_without_counts() -> None:
 
 @pytest.fixture
 def uneven(world):
-    """Rank 0 has made more layers than the others; afterwards all count from here on."""
+    """Rank 0 has created more layers than the others; numbers are reset afterwards."""
     for _ in range(3 if job.rank() == 0 else 0):
         keras.layers.Dense(1)
         tf.keras.models.Sequential([])
@@ -50,14 +50,14 @@ def uneven(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("embedded", [False, True], ids=["dense", "rows"])
-def test_ranks_need_not_have_made_as_many_layers(uneven: None, embedded: bool) -> None:
+def test_ranks_may_have_created_different_numbers_of_layers(uneven: None, embedded: bool) -> None:
     first = keras.layers.Embedding(5, 3) if embedded else keras.layers.Dense(3)
     normalized = keras.layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([first, keras.layers.Flatten(), normalized, keras.layers.Dense(1)])
     data = np.random.default_rng(0).integers(0, 5, [8, 2])
     model.build(data.shape)
     paths = job.collectives().allgather_object([v.path for v in model.trainable_variables])
-    assert paths[0] != paths[1], "the test is to see names that differ"
+    assert paths[0] != paths[1], "the names must differ in this test"
 
     hvdtrain.broadcast_variables(model.variables)
     with hvdtrain.DistributedGradientTape(tf.GradientTape()) as tape:
