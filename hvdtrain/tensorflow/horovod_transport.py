@@ -19,7 +19,7 @@ from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.kernels import ReduceOp, finish_average, widen
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.transport import RankState, Reduction, Transport
-from hvdtrain.collectives.watchdog import Watchdog
+from hvdtrain.collectives.waits import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 
 __all__ = ["HorovodTransport"]
@@ -69,7 +69,7 @@ class HorovodTransport(Transport):
             ranks.rank,
             ranks.size,
             self.timeout_s,
-            of="Horovod",
+            library="Horovod",
         )
         self._watchdog.start()
         return self
