@@ -29,14 +29,14 @@ class AlternatingReports(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        reporter = report._begin()
-        self._told = {True: reporter.tell, False: lambda: None}
+        reporter = report._update()
+        self._told = {True: reporter.send, False: lambda: None}
         self._heard = {True: report.is_heard, False: lambda: False}
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         reports = epoch % 2 == 0
-        report._begin().tell = self._told[reports]  # type: ignore[method-assign]
+        report._update().send = self._told[reports]  # type: ignore[method-assign]
         report.is_heard = self._heard[reports]
         self._began_s = time.perf_counter()
 

@@ -12,7 +12,7 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError, NotInitializedError
 from hvdtrain.job_entry import World, enter_job
-from hvdtrain.monitor.timeline import Timeline, file_of
+from hvdtrain.monitor.timeline import Timeline, timeline_file
 
 if TYPE_CHECKING:
     from hvdtrain.tensorflow.device_collectives import DeviceCollectives
@@ -167,7 +167,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
                 "A timeline is already being written; call stop_timeline() before "
                 f"start_timeline({os.fspath(file_path)!r})."
             )
-        file = file_of(os.fspath(file_path), collectives.rank)
+        file = timeline_file(os.fspath(file_path), collectives.rank)
         if file is not None:
             _timeline = Timeline(file, collectives.rank)
             collectives.observers.append(_timeline.note)

@@ -5,35 +5,61 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.job_commands.requests import changes_of, new_job_request, request_for
-from hvdtrain.jobs.naming import add_changes, add_name, directory_of, named_job
-from hvdtrain.jobs.spec import secret_values, with_changes
-from hvdtrain.jobs.submission import start_again, submit_job
+from hvdtrain.job_commands.arguments import (
+    add_name,
+    directory_of,
+    make_request,
+    named_job,
+    new_job_request,
+    split_backend,
+)
+from hvdtrain.jobs.spec import change_spec, secret_values
+from hvdtrain.jobs.submission import restart_job, submit_job
+from hvdtrain.launch import option_files
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "read_changes", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain restart`` and ``hvdtrain clone``."""
+    """Add the arguments of ``hvdtrain restart`` and ``hvdtrain clone``."""
     parser.usage = f"{parser.prog} NAME [options of hvdtrain run] [-- program [argument ...]]"
     add_name(parser)
-    add_changes(parser)
+    parser.add_argument(
+        "changes",
+        nargs=argparse.REMAINDER,
+        metavar="CHANGE",
+        help="options of hvdtrain run that override those of the job, and another program after --",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a job that has ended again, or submit another one like it; print its name.
+    """Restart a job that has ended, or submit another one like it; print its name.
 
     Raises:
         JobError: There is no such job, it has not ended, or it can't be started.
         ConfigurationError: The changes are not valid.
     """
     job, directory = named_job(arguments), directory_of(arguments)
-    words, backend = changes_of(arguments)
-    environ = {**os.environ, **secret_values(words)}
+    changes, backend = split_backend(read_changes(arguments))
+    environ = {**os.environ, **secret_values(changes)}
     if arguments.command == "clone":
-        spec = with_changes(job.spec(), words, backend)
+        spec = change_spec(job.spec(), changes, backend)
         job = submit_job(new_job_request(directory, spec, environ))
     else:
-        start_again(job, lambda spec: request_for(job, with_changes(spec, words, backend), environ))
+        restart_job(
+            job, lambda spec: make_request(job, change_spec(spec, changes, backend), environ)
+        )
     print(job.name)
     return 0
+
+
+def read_changes(arguments: argparse.Namespace) -> list[str]:
+    """Return the changes, with the contents of option files.
+
+    Raises:
+        ConfigurationError: A file of options can't be read.
+    """
+    words: list[str] = arguments.changes
+    before = arguments.argv[: len(arguments.argv) - len(words)]
+    # argparse drops "--" if it is the first word.
+    return option_files.with_files(["--", *words] if before[-1:] == ["--"] else words)

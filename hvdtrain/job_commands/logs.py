@@ -1,4 +1,4 @@
-"""``hvdtrain logs``: the output of a job's ranks, followed on request."""
+"""``hvdtrain logs``: prints or follows the output of a job's ranks."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ from datetime import datetime
 
 from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.backends import queue_of
+from hvdtrain.job_commands.arguments import add_name, named_job
+from hvdtrain.jobs.backends import queue_for
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.log import LAUNCHER, LogEntry, LogLine, log_end, read_before, read_log
-from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.text import parse_ranges
 
 __all__ = ["add_arguments", "run"]
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.3
-# How often a queue is asked for more of a log.
 QUEUE_POLL_S = 1.0
-# Lines of ranks, as hvdtrain run prints them: perhaps after the time, or with not all ranks named.
-_OF_RANKS = re.compile(
+# A line of ranks as hvdtrain run prints it, with an optional time; long lists of ranks are
+# abbreviated.
+_RANK_LINE = re.compile(
     r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?"
-    r"\[ *(?P<ranks>[\d,-]+)(?P<more>,\.{3} \d+ ranks)?(?: [^]]*)?\] (?P<said>.*)"
+    r"\[ *(?P<ranks>[\d,-]+)(?P<more>,\.{3} \d+ ranks)?(?: [^]]*)?\] (?P<text>.*)"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain logs``."""
-    parser.usage = "hvdtrain logs NAME [-f] [-n N] [--rank 0-3] [--grep TEXT]"
+    """Add the arguments of ``hvdtrain logs``."""
+    parser.usage = "hvdtrain logs NAME [-f] [-n N] [-t] [--rank 0-3] [--grep TEXT]"
     add_name(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="wait for more until it ends")
     parser.add_argument(
-        "-n", "--lines", type=argument(count), metavar="N", help="the last N lines alone"
+        "-f", "--follow", action="store_true", help="print new lines until the job ends"
     )
     parser.add_argument(
-        "--rank", type=argument(parse_ranges), metavar="R", help="of these ranks, like 0-3,7"
+        "-n", "--lines", type=argument(count), metavar="N", help="print only the last N lines"
     )
-    parser.add_argument("--grep", metavar="TEXT", help="lines that hold TEXT, as it stands")
-    parser.add_argument("--regex", metavar="RE", help="lines in which Python's RE is found")
-    parser.add_argument("-t", "--time", action="store_true", help="with the time of each line")
+    parser.add_argument(
+        "--rank", type=argument(parse_ranges), metavar="R", help="ranks to print, such as 0-3,7"
+    )
+    parser.add_argument("--grep", metavar="TEXT", help="print only lines that contain TEXT")
+    parser.add_argument(
+        "--regex", metavar="RE", help="print only lines that match a Python regular expression"
+    )
+    parser.add_argument("-t", "--time", action="store_true", help="print the time of each line")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,42 +60,42 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: There is no such job.
         ConfigurationError: The regular expression is not valid.
     """
-    wanted = _wanted(arguments.rank, arguments.grep, arguments.regex)
+    matches = _line_filter(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)
     if (lines := _queue_lines(job, "")) is not None:
         _print_queue_log(job, lines, arguments)
         return 0
     begin = 0
     if arguments.lines is not None:
-        part = read_before(job.log, log_end(job.log), arguments.lines, wanted)
+        part = read_before(job.log, log_end(job.log), arguments.lines, matches)
         for entry in part.entries:
             _print(entry, with_time=arguments.time)
         begin = part.end
     if arguments.lines is None or arguments.follow:
-        _print_from(job, begin, wanted, with_time=arguments.time, follow=arguments.follow)
+        _print_from(job, begin, matches, with_time=arguments.time, follow=arguments.follow)
     return 0
 
 
 def _print_from(
     job: JobFolder,
     begin: int,
-    wanted: Callable[[LogLine], bool],
+    matches: Callable[[LogLine], bool],
     *,
     with_time: bool,
     follow: bool,
 ) -> None:
-    """Print matching lines from a position to the end; with ``follow`` until the job is over."""
+    """Print matching lines from a position to the end, or with ``follow`` until the job is over."""
     is_over, doubt = not follow, ""
     while True:
         for entry in read_log(job.log, begin):
             begin = entry.end
-            if entry.line is None or wanted(entry.line):
+            if entry.line is None or matches(entry.line):
                 _print(entry, with_time=with_time)
         if is_over:
             return
         sys.stdout.flush()
         time.sleep(POLL_S)
-        # Read before the log, so that nothing comes after it.
+        # Checked before the log is read again, so that no line is missed.
         view = view_job(job)
         is_over = view.is_over
         if view.doubt not in ("", doubt):
@@ -100,58 +104,56 @@ def _print_from(
 
 
 def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
-    """Return the lines that only the job's queue has, with their times; None if it has none."""
+    """Return the time and text of lines that only the queue has; None if the folder has the log."""
     try:
         spec = job.spec()
     except JobError:
         return None
-    return queue_of(spec).log_lines(job, spec, after)
+    return queue_for(spec).log_lines(job, spec, after)
 
 
 def _print_queue_log(
-    job: JobFolder,
-    lines: Sequence[tuple[str, str]],
-    arguments: argparse.Namespace,
+    job: JobFolder, lines: Sequence[tuple[str, str]], arguments: argparse.Namespace
 ) -> None:
-    """Print a log that only the job's queue has, as the launcher printed it."""
-    wanted = _wanted(None, arguments.grep, arguments.regex)
-    is_over, after, doubt = not arguments.follow, "", ""
+    """Print a log that only the queue has, in the format of ``hvdtrain run``."""
+    matches = _line_filter(None, arguments.grep, arguments.regex)
+    is_over, after, reported = not arguments.follow, "", ""
     most = len(lines) if arguments.lines is None else arguments.lines
     while True:
         after = lines[-1][0] if lines else after
-        fitting = [(at, text) for at, text in lines if _fits(text, arguments.rank, wanted)]
-        for at, text in fitting[max(0, len(fitting) - most) :]:
+        found = [(at, text) for at, text in lines if _matches(text, arguments.rank, matches)]
+        for at, text in found[max(0, len(found) - most) :]:
             when = _clock(datetime.fromisoformat(at).timestamp()) if arguments.time else ""
             _write(f"{when}{text}")
         if is_over:
             return
         sys.stdout.flush()
         time.sleep(QUEUE_POLL_S)
-        # Asked before the log is read, so that nothing comes behind it.
+        # Checked before the log is read again, so that no line is missed.
         is_over = view_job(job).is_over
         try:
             lines = _queue_lines(job, after) or ()
         except JobError as error:
             if is_over:
                 raise
-            if str(error) != doubt:
-                doubt = str(error)
-                LOGGER.warning("%s", doubt)
+            if str(error) != reported:
+                reported = str(error)
+                LOGGER.warning("%s", reported)
             lines = ()
         most = len(lines)
 
 
-def _fits(text: str, ranks: Sequence[range] | None, wanted: Callable[[LogLine], bool]) -> bool:
-    """Return whether a line that ``hvdtrain run`` printed is wanted, and of one of ``ranks``."""
-    runs, said = [range(LAUNCHER, LAUNCHER + 1)], text
-    if tagged := _OF_RANKS.fullmatch(text):
-        # What a program prints without a tag may look like one.
+def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLine], bool]) -> bool:
+    """Return whether a line printed by ``hvdtrain run`` matches and belongs to one of ``ranks``."""
+    runs = [range(LAUNCHER, LAUNCHER + 1)]
+    if tagged := _RANK_LINE.fullmatch(text):
+        # Output of a program without tags may look similar.
         with contextlib.suppress(ValueError):
-            runs, said = parse_ranges(tagged["ranks"]), tagged["said"]
+            runs, text = parse_ranges(tagged["ranks"]), tagged["text"]
             if tagged["more"]:
-                # Some of the ranks behind the last that is named.
+                # Ranks after the last one in the list.
                 runs.append(range(runs[-1].stop, sys.maxsize))
-    return wanted(LogLine(time_s=0, rank=runs[0].start, stream="stdout", text=said)) and (
+    return matches(LogLine(time_s=0, rank=runs[0].start, stream="stdout", text=text)) and (
         ranks is None
         or any(max(one.start, run.start) < min(one.stop, run.stop) for one in ranks for run in runs)
     )
@@ -160,10 +162,10 @@ def _fits(text: str, ranks: Sequence[range] | None, wanted: Callable[[LogLine], 
 def _print(entry: LogEntry, *, with_time: bool) -> None:
     line = entry.line
     if line is None:
-        print(f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log are not kept ...")
+        print(f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log were removed ...")
         return
-    who = "hvdtrain run:" if line.rank == LAUNCHER else f"[{line.rank}]"
-    _write(f"{_clock(line.time_s) if with_time else ''}{who} {line.text}")
+    source = "hvdtrain run:" if line.rank == LAUNCHER else f"[{line.rank}]"
+    _write(f"{_clock(line.time_s) if with_time else ''}{source} {line.text}")
 
 
 def _clock(time_s: float) -> str:
@@ -178,10 +180,10 @@ def _write(text: str) -> None:
         print(text.encode(encoding, "replace").decode(encoding))
 
 
-def _wanted(
+def _line_filter(
     ranks: Sequence[range] | None, text: str | None, pattern: str | None
 ) -> Callable[[LogLine], bool]:
-    """Return the test for lines of ``ranks`` that contain ``text`` and match ``pattern``."""
+    """Return a test for lines of ``ranks`` that contain ``text`` and match ``pattern``."""
     try:
         expression = re.compile(pattern or "")
     except re.error as error:

@@ -1,4 +1,4 @@
-"""``hvdtrain run``: runs a job and records it, when its turn has come if it was submitted."""
+"""``hvdtrain run``: runs a job and records it; a submitted job waits for its slots first."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _USAGE_ERROR = 2
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the job that ``arguments`` describe and return its exit code.
+    """Start a job and return its exit code.
 
     Raises:
-        ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
+        ConfigurationError: A setting is not valid, there is no program, or hosts don't fit.
     """
     if arguments.check_build:
         from hvdtrain.launch.horovodrun import look
@@ -55,40 +55,40 @@ def run(arguments: argparse.Namespace) -> int:
         logger.error("%s", error)
         return ExitCode.CANNOT_START
     finally:
-        # A stop that arrives while Python exits must not replace the code of the job.
+        # A signal that arrives while Python exits must not replace the exit code of the job.
         atexit.register(ignore_signals)
 
 
 def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Make the specification of the job that ``arguments`` ask for, to be asked for again.
+    """Return the specification of the job that ``arguments`` describe.
 
     Raises:
-        ConfigurationError: No program was named.
+        ConfigurationError: There is no program.
     """
     options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
-    # Python versions differ in whether argparse leaves it to the program.
+    # Whether argparse leaves "--" in the program depends on the version of Python.
     options = options[:-1] if options[-1:] == ["--"] else options
-    asked_for = [name for name, given in arguments.env if given is None]
-    return make_spec(options, launch.program_of(arguments), environ, asked_for)
+    exported = [name for name, value in arguments.env if value is None]
+    return make_spec(options, launch.program_of(arguments), environ, exported)
 
 
 def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
-    """Run a job to its end, or print its plan; returns the exit code.
+    """Run a job to its end, or print its plan; return the exit code.
 
     Args:
         job: The job.
         environ: The environment of its ranks.
-        spec: The request, for the job's folder.
+        spec: The specification for the job's folder.
 
     Raises:
         ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
         JobError: The queue can't be used.
         LaunchError: There is no usable mpirun or srun, or it can't be started.
     """
-    if (given := environ.pop(JOB_FOLDER, None)) is not None:
-        return _run_submitted(job, environ, JobFolder(Path(given)))
+    if (folder_path := environ.pop(JOB_FOLDER, None)) is not None:
+        return _run_submitted(job, environ, JobFolder(Path(folder_path)))
     site, plan = find_plan(job, environ)
-    # Signals are caught until the recorder has closed: one that comes then changes nothing.
+    # Until the recorder has closed, signals must not interrupt this process.
     with caught_signals() as received:
         if job.dry_run or (folder := _new_folder(spec, environ)) is None:
             return run_plan(job, site, plan, environ, received)
@@ -97,37 +97,37 @@ def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
 
 
 def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
-    """Run a job of ``hvdtrain submit`` in its folder, once as many slots are free as it needs."""
-    from hvdtrain.jobs.slots import await_slots, gpu_variables, slots_of
+    """Wait for the slots of a submitted job and run it in its folder."""
+    from hvdtrain.jobs.slots import acquire_slots, gpu_variables, slots_by_host
 
     with caught_signals() as received, _recorder(folder) as recorder:
         recorder.state(phase="queued", code=None, cause="", verdict="")
         site, plan = find_plan(job, environ)
         if not site.in_slurm:
-            slots = slots_of(site.hosts, site.gpus)
-            taken = await_slots(folder.path, plan.hosts, slots, received)
-            if taken is not None and (own := gpu_variables(environ, taken, site.gpus)):
-                environ |= own
+            slots = slots_by_host(site.hosts, site.gpus)
+            acquired = acquire_slots(folder.path, plan.hosts, slots, received)
+            if acquired is not None and (gpus := gpu_variables(environ, acquired, site.gpus)):
+                environ |= gpus
                 site, plan = find_plan(job, environ)
         if received:
             return end_waiting(recorder, received[0])
-        # Its log has all output, and nobody reads it here.
+        # The log has all output; this process has no reader.
         return run_plan(job, site, plan, environ, received, observer=recorder, is_seen=False)
 
 
 def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
-    """Create a folder for a job; None if none can be created."""
+    """Create the folder of a job; return None if jobs are not or can't be recorded."""
     if (directory := jobs_directory(environ)) is not None:
         try:
             return create_job(directory, spec)
         except OSError as error:
-            logger.info(f"hvdtrain jobs won't list this job: {directory}: {error.strerror}")
+            logger.info(f"this job is not recorded: {directory}: {error.strerror}")
     return None
 
 
 @contextlib.contextmanager
 def _recorder(folder: JobFolder) -> Iterator[JobRecorder]:
-    """A recorder, closed at the end; an error within the block is the job's end."""
+    """Yield a recorder; record an error within the block as the end of the job."""
     recorder = JobRecorder(folder)
     try:
         yield recorder

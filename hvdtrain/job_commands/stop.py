@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backends import queue_of
+from hvdtrain.job_commands.arguments import add_name, named_job
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import JobView, view_job
-from hvdtrain.jobs.naming import add_name, named_job
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.submission import stop_job
 
-__all__ = ["add_arguments", "run", "stop_job"]
+__all__ = ["add_arguments", "run"]
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -22,77 +21,53 @@ MOST_POLL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain stop``."""
+    """Add the arguments of ``hvdtrain stop``."""
     parser.usage = "hvdtrain stop NAME [NAME ...] [--save] [--wait S]"
     add_name(parser, several=True)
     parser.add_argument(
-        "--save", action="store_true", help="let ranks with hvdtrain.Checkpoint save one first"
+        "--save",
+        action="store_true",
+        help="let the ranks save a checkpoint first, if they use hvdtrain.Checkpoint",
     )
     parser.add_argument(
         "--wait",
         type=float,
         default=60.0,
         metavar="S",
-        help="how long to wait for the end, in seconds; default %(default)g",
+        help="seconds to wait for the end; default %(default)g",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stop jobs; return 1 if one has not ended in time or can't be reached.
+    """Stop jobs; return 1 if a job has not ended in time or can't be reached.
 
     Raises:
         JobError: There is no such job.
     """
-    told, untold = [], []
+    stopping, has_failed = [], False
     for job in [named_job(arguments, name) for name in arguments.name]:
         if (view := view_job(job)).is_over:
-            print(f"{job.name} has ended already: {view.status}")
+            print(f"{job.name} has already ended: {view.status}")
             continue
         try:
             stop_job(job, view, save=arguments.save)
-            told.append(job)
+            stopping.append(job)
         except JobError as error:
-            untold.append(job)
+            has_failed = True
             LOGGER.error("%s", error)
-    left = _await_ends(told, arguments.wait)
-    for job in told:
-        print(f"{job.name}: {'still ' if job in left else ''}{view_job(job).status}")
-    return 1 if left or untold else 0
+    running = _wait(stopping, arguments.wait)
+    for job in stopping:
+        print(f"{job.name}: {'still ' if job in running else ''}{view_job(job).status}")
+    return 1 if running or has_failed else 0
 
 
-def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
-    """Ask a job that is not over to stop, which may take a while.
-
-    Args:
-        job: The job.
-        view: Its view.
-        save: Whether its ranks save a checkpoint first.
-
-    Raises:
-        JobError: The job can't be reached.
-    """
-    view.require_known()
-    try:
-        spec = _spec(job)
-        queue_of(spec).cancel(job, spec, is_queued=view.status == "queued", save=save)
-    except OSError as error:
-        raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
-
-
-def _spec(job: JobFolder) -> JobSpec:
-    """Return the specification; an empty one if it can't be read, as a launcher here can end."""
-    try:
-        return job.spec()
-    except JobError:
-        return JobSpec(options=(), program=(), folder="")
-
-
-def _await_ends(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
-    began = time.monotonic()
+def _wait(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
+    """Wait until jobs are over; return those that are not."""
+    started = time.monotonic()
     while True:
-        left = [job for job in jobs if not view_job(job).is_over]
-        waited_s = time.monotonic() - began
-        if not left or waited_s > timeout_s:
-            return left
-        # A queue may have to be asked each time.
+        running = [job for job in jobs if not view_job(job).is_over]
+        waited_s = time.monotonic() - started
+        if not running or waited_s > timeout_s:
+            return running
+        # Each look may ask a queue.
         time.sleep(min(MOST_POLL_S, max(POLL_S, waited_s / 10)))

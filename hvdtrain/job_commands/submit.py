@@ -6,10 +6,14 @@ import argparse
 import dataclasses
 import os
 
-from hvdtrain.job_commands.requests import new_job_request
+from hvdtrain.job_commands.arguments import (
+    add_backend,
+    directory_of,
+    new_job_request,
+    split_backend,
+)
 from hvdtrain.job_commands.run import spec_of
-from hvdtrain.jobs.backends import backend_of
-from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
+from hvdtrain.jobs.backends import backend_for
 from hvdtrain.jobs.spec import LOCAL, secret_values
 from hvdtrain.jobs.submission import submit_job
 from hvdtrain.launch import cli as launch
@@ -18,15 +22,15 @@ __all__ = ["add_arguments", "run", "with_files"]
 
 with_files = launch.with_files
 _EPILOG = """\
-The job waits until as many slots are free as it has ranks: a GPU each, or a core on a machine
-without GPUs. It runs in the background and outlives this terminal; hvdtrain jobs, show, logs -f,
-stop, restart and clone show and control it. With --on slurm it waits in Slurm's queue instead, with
---on kubernetes for room on a cluster (docs/kubernetes.md).
+The job waits until enough slots are free for its ranks: one GPU each, or one core on a machine
+without GPUs. It runs in the background and outlives this terminal. Use hvdtrain jobs, show, logs,
+stop, restart and clone to follow and control it. With --on slurm it waits in Slurm's queue, with
+--on kubernetes for room on the cluster (docs/kubernetes.md).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain submit``: those of ``hvdtrain run``, and its own."""
+    """Add the arguments of ``hvdtrain submit``: those of ``hvdtrain run`` and of the queues."""
     launch.add_arguments(parser)
     add_backend(parser)
     parser.usage = (
@@ -36,23 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit the job that ``arguments`` describe, and print its name.
+    """Submit a job and print its name.
 
     Raises:
-        ConfigurationError: The job can't be started as it is described.
-        JobError: It can't be submitted.
+        ConfigurationError: The job can't be started as described.
+        JobError: The job can't be submitted.
     """
     spec = spec_of(arguments, os.environ)
-    options, backend = split_backend(spec.options)
-    options = [word for word in options if word != "--dry-run"]
+    options, backend = split_backend([word for word in spec.options if word != "--dry-run"])
     spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)
-    directory = directory_of(arguments)
     words = arguments.argv[: len(arguments.argv) - len(arguments.program)]
     environ = {**os.environ, **secret_values(words)}
-    request = new_job_request(directory, spec, environ)
+    request = new_job_request(directory_of(arguments), spec, environ)
     if arguments.dry_run:
-        print(backend_of(spec).plan(request).preview(), end="")
-        return 0
-    job = submit_job(request)
-    print(job.name)
+        print(backend_for(spec).plan(request).preview(), end="")
+    else:
+        print(submit_job(request).name)
     return 0

@@ -1,6 +1,6 @@
-"""Files that several processes share: JSON that is replaced as a whole, rows of JSON, and locks.
+"""Files shared between processes: JSON objects, JSON Lines, and locks.
 
-A file of rows holds one JSON object per line. It has one writer, which may be killed within a line.
+A JSON Lines file has one writer, which may be killed while it writes a line.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import fcntl
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hvdtrain.errors import JobError
 
@@ -33,74 +33,69 @@ __all__ = [
 ]
 
 # Longer than most lines.
-_LAST_BYTES = 16 << 10
+_TAIL_BYTES = 16 << 10
 
 _Content = TypeVar("_Content")
 
 
 def from_json(kind: type[_Content], content: Any) -> _Content:
-    """Return a dataclass from the JSON of ``asdict``; fields of later versions are left out.
+    """Return a dataclass from the JSON of ``asdict``; ignore unknown fields.
 
     Raises:
-        JobError: A field is missing or has another type.
+        JobError: A field is missing or has the wrong type.
     """
     if not isinstance(content, dict):
         raise JobError(f"{content!r} is not a JSON object.")
-    types = _types_of(kind)  # type: ignore[arg-type]
-    values = {name: _value(name, types[name], content[name]) for name in types if name in content}
+    values = {
+        name: _value(name, hint, content[name])
+        for name, hint in _hints(kind).items()  # type: ignore[arg-type]
+        if name in content
+    }
     try:
         return kind(**values)
     except TypeError as error:
-        raise JobError(f"it is not complete: {error}") from None
+        raise JobError(f"it is incomplete: {error}") from None
 
 
-class _Type(NamedTuple):
-    """The type of a field: ``hint`` or ``hint | None``."""
-
-    hint: Any
-    origin: Any
-    arguments: Sequence[Any]
-    is_optional: bool
-    is_dataclass: bool
+# Cached, as a list of ten thousand jobs asks for these hundreds of thousands of times.
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
-@functools.lru_cache
-def _types_of(kind: type) -> Mapping[str, _Type]:
-    types = {}
-    for name, hint in get_type_hints(kind).items():
-        is_optional = type(None) in get_args(hint)
-        own = get_args(hint)[0] if is_optional else hint
-        origin, arguments = get_origin(own) or own, get_args(own)
-        types[name] = _Type(own, origin, arguments, is_optional, is_dataclass(own))
-    return types
+@functools.cache
+def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the origin of a type hint and its arguments."""
+    return get_origin(hint) or hint, get_args(hint)
 
 
-def _value(name: str, kind: _Type, value: Any) -> Any:
-    """Return the value of a field, whose type is checked."""
-    if kind.is_optional and value is None:
-        return None
-    if kind.is_dataclass:
-        return from_json(kind.hint, value)
-    if kind.origin is Literal:
-        fits = value in kind.arguments
-    elif kind.origin is tuple:
-        fits = isinstance(value, list) and all(isinstance(v, kind.arguments[0]) for v in value)
-    elif kind.origin is Mapping:
-        fits = isinstance(value, dict)
-        fits = fits and all(isinstance(v, kind.arguments[1]) for v in value.values())
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """Return the value of a field after a check of its type."""
+    origin, arguments = _split(hint)
+    if type(None) in arguments:
+        return None if value is None else _value(name, arguments[0], value)
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]
+    if origin is Literal:
+        is_valid = value in arguments
+    elif origin is tuple:
+        is_valid = isinstance(value, list) and all(isinstance(v, arguments[0]) for v in value)
+    elif origin is Mapping:
+        is_valid = isinstance(value, dict)
+        is_valid = is_valid and all(isinstance(v, arguments[1]) for v in value.values())
     else:
-        fits = isinstance(value, (int, float) if kind.origin is float else kind.origin)
-    if not fits:
-        expected = kind.hint.__name__ if isinstance(kind.hint, type) else kind.hint
+        is_valid = isinstance(value, (int, float) if origin is float else origin)
+    if not is_valid:
+        expected = hint.__name__ if isinstance(hint, type) else hint
         raise JobError(f"{name} is {value!r}, expected {expected}. Submit the job again.")
-    return tuple(value) if kind.origin is tuple else value
+    return tuple(value) if origin is tuple else value
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file with a JSON object, as a whole or not at all.
+    """Replace a file atomically with a JSON object.
 
     Raises:
-        OSError: It can't be written; the file is unchanged.
+        OSError: The file can't be written; it is unchanged.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -117,10 +112,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Append a row, as a whole or not at all.
+    """Append a row to a JSON Lines file, completely or not at all.
 
     Raises:
-        OSError: It can't be written, for instance because the disk is full.
+        OSError: The row can't be written, for instance because the disk is full.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -130,87 +125,87 @@ def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def append_whole(descriptor: int, data: bytes) -> int:
-    """Append lines to an open file, as a whole or not at all; return its new size.
+    """Append lines to an open file, all or none; return the new size of the file.
 
-    If an earlier writer was killed within a line, that line is ended first.
+    An incomplete last line, left by a writer that was killed, is terminated first.
 
     Raises:
-        OSError: They can't be written; the file is unchanged.
+        OSError: The lines can't be written; the file is unchanged.
     """
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         data = b"\n" + data
-    done = 0
+    written = 0
     try:
-        while done < len(data):
-            done += os.write(descriptor, data[done:])
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
     except OSError:
-        # Making a file shorter needs no space.
+        # Truncating works on a full disk.
         os.ftruncate(descriptor, size)
         raise
-    return size + done
+    return size + written
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield all rows of a file, without lines that are not whole; none if it does not exist."""
+    """Yield the rows of a file, without incomplete lines; none if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        yield from filter(None, map(_object, file))
+        yield from filter(None, map(_parse_row, file))
 
 
 def last_json_line(path: Path) -> dict[str, Any]:
-    """Return the last row of a file, without reading all of it; empty if there is none."""
-    return next(_backwards(path), {})
+    """Return the last row without reading the whole file; empty if there are no rows."""
+    return next(_read_backwards(path), {})
 
 
 def newest_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of a file: those within 16 KiB, and at least one if there is any."""
-    return list(_backwards(path))[::-1]
+    """Return the rows in the last 16 KiB of a file, and at least one if the file has any."""
+    return list(_read_backwards(path))[::-1]
 
 
-def _backwards(path: Path) -> Iterator[dict[str, Any]]:
-    size, span, found = size_of(path), _LAST_BYTES, False
-    while size and not found:
+def _read_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    size, tail, is_found = size_of(path), _TAIL_BYTES, False
+    while size and not is_found:
         with path.open("rb") as file:
-            file.seek(max(0, size - span))
-            lines = file.read(span).splitlines()
-        for content in filter(None, map(_object, reversed(lines))):
-            found = True
-            yield content
-        if span >= size:
+            file.seek(max(0, size - tail))
+            lines = file.read(tail).splitlines()
+        for row in filter(None, map(_parse_row, reversed(lines))):
+            is_found = True
+            yield row
+        if tail >= size:
             return
-        span *= 8
+        tail *= 8
 
 
 def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
-    """Yield about ``most`` rows of a file in order, without reading all of a long file.
+    """Yield about ``most`` rows of a file in order, including the first and the last.
 
-    The first and the last row are among them.
+    Only a sample of a long file is read.
     """
     size = size_of(path)
-    if size <= most * _LAST_BYTES // 16:
+    if size <= most * _TAIL_BYTES // 16:
         rows = list(read_json_lines(path))
         step = max(1, -(-len(rows) // max(1, most)))
         yield from rows[::step]
         if (len(rows) - 1) % step:
             yield rows[-1]
         return
-    before = None
+    previous = None
     with path.open("rb") as file:
         for number in range(most):
             begin = size * number // most
             file.seek(max(0, begin - 1))
             if begin:
-                # The line that begins earlier.
+                # Skip the line that starts earlier.
                 file.readline()
-            row = _object(file.readline())
-            if row is not None and row != before:
+            row = _parse_row(file.readline())
+            if row is not None and row != previous:
                 yield row
-                before = row
-    if (last := last_json_line(path)) != before:
+                previous = row
+    if (last := last_json_line(path)) != previous:
         yield last
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(line)
     except ValueError:
@@ -229,10 +224,10 @@ def size_of(path: Path) -> int:
 def lock_descriptor(descriptor: int) -> bool:
     """Lock an open file; return False if another open file holds the lock.
 
-    The kernel releases the lock when the process ends, however it does.
+    The kernel releases the lock when the process ends.
 
     Raises:
-        OSError: The file system has no locks.
+        OSError: The file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -244,14 +239,14 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def try_lock(path: Path) -> Iterator[int | None]:
-    """Hold the lock on a file, which is created if missing; yield None if somebody else holds it.
+def try_lock(path: Path) -> Iterator[bool]:
+    """Try to lock a file, created if missing; yield whether the lock is held within the block.
 
     Raises:
-        OSError: The file can't be opened, or the file system has no locks.
+        OSError: The file can't be opened, or the file system does not support locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield descriptor if lock_descriptor(descriptor) else None
+        yield lock_descriptor(descriptor)
     finally:
         os.close(descriptor)

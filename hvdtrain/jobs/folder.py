@@ -12,42 +12,43 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import from_json, write_json
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState, Status, is_alive, status_of
+from hvdtrain.jobs.state import JobState, Status, derive_status, is_alive
 
 __all__ = [
     "HEARTBEAT_S",
     "JOBS_DIR",
     "JOB_FOLDER",
     "JobFolder",
+    "JobRequest",
     "all_jobs",
     "create_job",
     "find_job",
     "jobs_directory",
 ]
 
-# The directory of the folders of jobs; jobs have no folders if it is empty.
+# The directory of the folders of jobs; jobs are not recorded if it is empty.
 JOBS_DIR = "HVDTRAIN_JOBS_DIR"
 # The folder of the queued job that hvdtrain run starts.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
-# A launcher touches its state this often, in seconds; others give up on it after PATIENCE_S.
+# A launcher touches its state at this interval; readers give up on it after PATIENCE_S.
 HEARTBEAT_S = 15.0
 PATIENCE_S = 4 * HEARTBEAT_S
-_MOST_NEAR = 3
-_CLOSE = 0.7
-_LAST_WORDS_BYTES = 4096
+_MOST_SUGGESTIONS = 3
+_SIMILARITY = 0.7
+_OUTPUT_TAIL_BYTES = 4096
 
 _Content = TypeVar("_Content")
 
 
 class _File:
-    """An attribute of a ``JobFolder``: the path of one of its files."""
+    """A path in the folder of a job, as a descriptor: most readers need few of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,11 +62,11 @@ class JobFolder:
 
     Attributes:
         path: The folder.
-        events: Events of the job, a row of JSON each.
-        metrics: Its progress, a row of JSON about every second.
-        ranks: Values of each rank, a row of JSON each time.
-        log: The folder of its log.
-        words: Output of its launcher before and after it wrote the log.
+        events: Events of the job, as JSON Lines.
+        metrics: Progress, a row about every second, as JSON Lines.
+        ranks: Values of each rank, as JSON Lines.
+        log: The folder of the log.
+        launcher_output: Output of the launcher before and after it wrote the log.
         restart_lock: Locked by the process that restarts the job.
     """
 
@@ -73,7 +74,7 @@ class JobFolder:
     metrics = _File("metrics.jsonl")
     ranks = _File("ranks.jsonl")
     log = _File("log")
-    words = _File("launcher.txt")
+    launcher_output = _File("launcher.txt")
     restart_lock = _File("restart.lock")
     _spec = _File("spec.json")
     _state = _File("state.json")
@@ -82,38 +83,36 @@ class JobFolder:
         self.path = path
 
     @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.path.name
-
-    @property
     def roll_ups(self) -> dict[int, Path]:
-        """Files with a row of metrics for each span of so many seconds, the shortest first."""
+        """Files with one row of metrics per interval, by its seconds, the shortest first."""
         return {10: self.path / "metrics-10s.jsonl", 60: self.path / "metrics-1min.jsonl"}
 
     @property
-    def _stop_requests(self) -> Mapping[int, Path]:
-        return {
-            signal.SIGTERM: self.path / "stop",
-            signal.SIGUSR1: self.path / "save-and-stop",
-        }
+    def _stop_requests(self) -> dict[int, Path]:
+        return {signal.SIGTERM: self.path / "stop", signal.SIGUSR1: self.path / "save-and-stop"}
+
+    @property
+    def name(self) -> str:
+        """The name of the job."""
+        return self.path.name
 
     def created_s(self) -> float:
-        """Return when it was last submitted, in seconds since 1970; 0 if unknown.
+        """Return when the job was last submitted, in seconds since 1970; 0 if unknown.
 
-        Without a specification it is when its folder last changed.
+        Without a specification it is when the folder last changed.
         """
-        return _changed_s(self._spec) or _changed_s(self.path)
+        return _modified_s(self._spec) or _modified_s(self.path)
 
-    def heard_s(self) -> float:
-        """Return when its state was last written or touched, in seconds since 1970; 0 if never."""
-        return _changed_s(self._state)
+    def heartbeat_s(self) -> float:
+        """Return when the state was last written or touched, in seconds since 1970; 0 if never."""
+        return _modified_s(self._state)
 
-    def last_words(self) -> str:
-        """Return the last output of its launcher, such as a traceback."""
+    def launcher_output_tail(self) -> str:
+        """Return the last output of the launcher, such as a traceback."""
         try:
-            with self.words.open("rb") as file:
-                file.seek(max(0, self.words.stat().st_size - _LAST_WORDS_BYTES))
+            with self.launcher_output.open("rb") as file:
+                size = self.launcher_output.stat().st_size
+                file.seek(max(0, size - _OUTPUT_TAIL_BYTES))
                 return file.read().decode(errors="replace").strip()
         except OSError:
             return ""
@@ -133,22 +132,26 @@ class JobFolder:
         except JobError:
             return None
 
-    def status(self, state: JobState | None, queue: str | None = None) -> Status:
-        """Return the status of the job in a state; ``queue`` as in ``status_of``."""
-        quiet_s = time.time() - self.heard_s()
+    def status(self, state: JobState | None, queue_state: str | None = None) -> Status:
+        """Return the status of the job; ``queue_state`` as in ``derive_status``."""
+        quiet_s = time.time() - self.heartbeat_s()
         launcher = state.launcher if state is not None else None
         alive = is_alive(launcher) if launcher is not None else None
         if launcher is not None and alive is None and launcher.host == socket.gethostname():
-            # It ran before a reboot, or runs in another container: its heartbeat decides.
+            # The launcher ran before a reboot or runs in another container: only its heartbeat
+            # is visible.
             alive = False if quiet_s > PATIENCE_S else None
-        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue=queue)
+        return derive_status(
+            state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue_state=queue_state
+        )
 
     def discard(self) -> None:
         """Remove the folder of a job that could not be submitted."""
-        for path in (self._spec, self._state, self.words):
+        files = (self._spec, self._state, self.launcher_output, *self._stop_requests.values())
+        for path in files:
             path.unlink(missing_ok=True)
+        # Files of the user stay, and with them the folder.
         with contextlib.suppress(OSError):
-            # The user has put other files there.
             self.path.rmdir()
 
     def write_spec(self, spec: JobSpec) -> None:
@@ -163,43 +166,41 @@ class JobFolder:
         """Replace the state.
 
         Raises:
-            OSError: It can't be written; the state before is unchanged.
+            OSError: It can't be written; the previous state is kept.
         """
         write_json(self._state, state.to_json())
 
-    def cancel(self) -> None:
-        """Mark the job as cancelled in the queue.
+    def mark_cancelled(self) -> None:
+        """Record that the job was cancelled in the queue.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The state can't be written.
         """
-        before = self.state() or JobState(phase="queued")
-        code, verdict = 128 + signal.SIGTERM, "the job was cancelled before its turn"
-        self.write_state(
-            replace(before, phase="ended", code=code, cause="ordered", verdict=verdict)
-        )
+        state = self.state() or JobState(phase="queued")
+        code, verdict = 128 + signal.SIGTERM, "the job was cancelled while it was queued"
+        self.write_state(replace(state, phase="ended", code=code, cause="ordered", verdict=verdict))
 
     def touch_state(self) -> None:
-        """Confirm that the state that was written last still holds.
+        """Send a heartbeat: the state written last is still valid.
 
         Raises:
-            OSError: That can't be said.
+            OSError: The file can't be touched.
         """
         os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
-        """Ask the launcher on any host to stop the job.
+        """Request that the launcher, on any host, stops the job.
 
         Args:
-            number: The signal that it stands for: SIGTERM, or SIGUSR1 to save a checkpoint first.
+            number: SIGTERM, or SIGUSR1 to save a checkpoint first.
 
         Raises:
             OSError: The request can't be written.
         """
         self._stop_requests[number].touch(mode=0o600)
 
-    def take_stop(self) -> int | None:
-        """Remove a request to stop the job, and return its signal; None if there is none.
+    def take_stop_request(self) -> int | None:
+        """Remove a stop request and return its signal; None if there is no request.
 
         Raises:
             OSError: The folder can't be read.
@@ -211,8 +212,25 @@ class JobFolder:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A job to plan and submit.
+
+    Attributes:
+        job: The folder, which may not exist yet.
+        spec: The specification.
+        environ: The environment of the process that submits the job.
+        ranks: The number of ranks; None for as many as fit.
+    """
+
+    job: JobFolder
+    spec: JobSpec
+    environ: Mapping[str, str]
+    ranks: int | None
+
+
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:
-    """Return the directory of the folders of jobs; None if jobs have none."""
+    """Return the directory of the folders of jobs; None if jobs are not recorded."""
     if (named := environ.get(JOBS_DIR)) is not None:
         return Path(named).absolute() if named else None
     if base := environ.get("XDG_STATE_HOME"):
@@ -222,46 +240,41 @@ def jobs_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def create_job(directory: Path, spec: JobSpec) -> JobFolder:
-    """Create the folder of a job, with a unique name and ``spec`` in it.
+    """Create the folder of a job, with a unique name and the specification in it.
 
-    A Slurm job that is requeued keeps its folder.
+    A requeued Slurm job keeps its folder.
 
     Raises:
-        OSError: It can't be created.
+        OSError: The folder can't be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    word = _word(spec.program)
-    time_words = time.strftime("%Y%m%d-%H%M%S", time.localtime(spec.created_s))
-    stem = f"{word}-slurm{spec.slurm_job}" if spec.slurm_job else f"{word}-{time_words}"
-    number = 1
-    while True:
+    created = time.strftime("%Y%m%d-%H%M%S", time.localtime(spec.created_s))
+    suffix = f"slurm{spec.slurm_job}" if spec.slurm_job else created
+    stem = f"{_short_name(spec.program)}-{suffix}"
+    for number in itertools.count(1):
         job = JobFolder(directory / (stem if number == 1 else f"{stem}-{number}"))
         try:
             job.path.mkdir(mode=0o700)
         except FileExistsError:
-            if spec.slurm_restarts and _same(job, spec):
+            if spec.slurm_restarts and _is_same_job(job, spec):
                 return job
-            number += 1
-        else:
-            try:
-                job.write_spec(spec)
-            except OSError:
-                job.discard()
-                raise
-            return job
+            continue
+        try:
+            job.write_spec(spec)
+        except OSError:
+            job.discard()
+            raise
+        break
+    return job
 
 
-def _same(job: JobFolder, spec: JobSpec) -> bool:
-    """Return whether a folder is that of this job, which Slurm has started before."""
+def _is_same_job(job: JobFolder, spec: JobSpec) -> bool:
+    """Return whether a folder belongs to this job, which Slurm has started before."""
     try:
-        before = job.spec()
+        old = job.spec()
     except JobError:
         return False
-    return (before.program, before.options, before.folder) == (
-        spec.program,
-        spec.options,
-        spec.folder,
-    )
+    return (old.program, old.options, old.folder) == (spec.program, spec.options, spec.folder)
 
 
 def all_jobs(directory: Path) -> list[JobFolder]:
@@ -275,41 +288,41 @@ def all_jobs(directory: Path) -> list[JobFolder]:
 
 
 def find_job(directory: Path, name: str) -> JobFolder:
-    """The job of that name, or the one whose name begins so.
+    """Return the job with a name, or the only one whose name starts with it.
 
     Raises:
-        JobError: There is none, or more than one begins so.
+        JobError: There is no such job, or more than one.
     """
     names = [job.name for job in all_jobs(directory)]
-    begun = [name] if name in names else [known for known in names if known.startswith(name)]
-    if len(begun) == 1 and name:
-        return JobFolder(directory / begun[0])
-    near = begun or [known for known in names if _are_close(name, known)]
-    # Of many the newest, which stand last.
-    shown = ", ".join(near[-_MOST_NEAR:])
-    what = f"{len(begun)} jobs begin with" if begun else "there is no job"
-    hint = f"; do you mean {shown}?" if near else f" in {directory}."
-    raise JobError(f"{what} {name!r}{hint} hvdtrain jobs lists all.")
+    matches = [name] if name in names else [known for known in names if known.startswith(name)]
+    if len(matches) == 1 and name:
+        return JobFolder(directory / matches[0])
+    similar = matches or [known for known in names if _is_similar(name, known)]
+    # The newest are last.
+    shown = ", ".join(similar[-_MOST_SUGGESTIONS:])
+    problem = f"{len(matches)} jobs start with" if matches else "there is no job"
+    hint = f"; did you mean {shown}?" if similar else f" in {directory}."
+    raise JobError(f"{problem} {name!r}{hint} hvdtrain jobs lists all jobs.")
 
 
-def _are_close(name: str, known: str) -> bool:
-    """Whether ``name`` may be a misspelling of ``known``, or of the beginning of it."""
+def _is_similar(name: str, known: str) -> bool:
+    """Return whether a name may be a misspelling of another one, or of its beginning."""
     return any(
-        difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio() > _CLOSE
-        for other in (known, known[: len(name)], known.partition("-")[0])
+        difflib.SequenceMatcher(None, name.lower(), part.lower()).ratio() > _SIMILARITY
+        for part in (known, known[: len(name)], known.partition("-")[0])
     )
 
 
-def _word(program: Sequence[str]) -> str:
+def _short_name(program: Sequence[str]) -> str:
     """Return a short name for a program: train for ``python -u train.py --epochs 3``."""
     scripts = [word for word in program if word.endswith(".py")]
     modules = [after for word, after in itertools.pairwise(program) if word == "-m"]
     name = Path([*scripts, *modules, *program[:1], "job"][0]).name.removesuffix(".py")
-    # Nothing that a shell, a page or a path would take for more than a name.
+    # Only characters that are safe in shells, URLs and paths.
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-_")[:40] or "job"
 
 
-def _changed_s(path: Path) -> float:
+def _modified_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -320,7 +333,7 @@ def _read(path: Path, kind: type[_Content]) -> _Content:
     try:
         return from_json(kind, json.loads(path.read_bytes()))
     except JobError as error:
-        raise JobError(f"{path} can't be used: {error}") from None
+        raise JobError(f"{path} is not valid: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise JobError(f"{path} can't be read: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise JobError(f"{path} can't be read: {reason}") from None

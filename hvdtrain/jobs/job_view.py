@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import JobError
 from hvdtrain.exit_codes import ExitCode
-from hvdtrain.jobs.backend import JobBackend, QueueState
-from hvdtrain.jobs.backends import queue_of
-from hvdtrain.jobs.files import newest_json_lines
+from hvdtrain.jobs.backends import JobBackend, queue_for
+from hvdtrain.jobs.files import (
+    last_json_line,
+    newest_json_lines,
+    read_json_lines,
+    sampled_json_lines,
+)
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.metrics import steps_per_s
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status, status_of
+from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, QueueState, Status, derive_status
 
-__all__ = ["JobView", "command_line", "left_s", "view_job", "view_jobs"]
+__all__ = [
+    "JobView",
+    "goodput",
+    "metrics_rows",
+    "remaining_s",
+    "steps_per_s",
+    "view_job",
+    "view_jobs",
+]
 
-# The fields of a specification and of a state that programs and pages get.
-_OF_SPEC = ("program", "options", "folder", "slurm_job")
-_OF_STATE = (
+# Fields of a specification and of a state in the JSON of a view.
+_SPEC_FIELDS = ("program", "options", "folder", "slurm_job")
+_STATE_FIELDS = (
     *("attempt", "ranks", "hosts", "mpi"),
     *("step", "epoch", "total_steps", "saved", "code"),
 )
 _NO_SPEC = JobSpec(options=(), program=(), folder="")
 _NO_STATE = JobState(phase="queued")
+# Older rows say little about the current speed.
+_SPEED_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +48,13 @@ class JobView:
     """A job as it is now.
 
     Attributes:
-        name: Its name.
-        status: Its status.
-        spec: Its specification; an empty one if it can't be read.
-        state: Its newest state; that of a job without ranks if it can't be read.
-        created_s: When it was submitted, in seconds since 1970.
+        name: The name.
+        status: The status.
+        spec: The specification; empty if it can't be read.
+        state: The newest state; that of a job without ranks if it can't be read.
+        created_s: When the job was submitted, in seconds since 1970.
         ended_s: When it ended; None if it has not.
-        verdict: Why it ended, waits, or is not known to run.
+        verdict: Why it ended, is queued, or is not known to run.
     """
 
     name: str
@@ -55,7 +67,7 @@ class JobView:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it runs or will run, for certain."""
+        """Whether the job has certainly ended."""
         return self.status in ("done", "failed", "stopped", "preempted", "lost")
 
     @property
@@ -63,22 +75,13 @@ class JobView:
         """Why it is unknown whether the job runs; empty if it is known."""
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
-    def require_known(self) -> None:
-        """Check that it is known whether the job runs.
-
-        Raises:
-            JobError: It is not; the message says why.
-        """
-        if self.doubt:
-            raise JobError(self.doubt)
-
     def to_json(self) -> Mapping[str, Any]:
         """Return the view as flat JSON."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},
-            **{name: getattr(self.spec, name) for name in _OF_SPEC},
-            **{name: getattr(self.state, name) for name in _OF_STATE},
+            **{name: getattr(self.spec, name) for name in _SPEC_FIELDS},
+            **{name: getattr(self.state, name) for name in _STATE_FIELDS},
             "on": self.spec.backend.kind,
         }
 
@@ -89,40 +92,30 @@ def view_job(job: JobFolder) -> JobView:
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """Return the views of jobs; queues are asked about jobs whose folders don't tell."""
-    found = [(job, job.state(), _spec(job)) for job in jobs]
-    asked: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
-    for job, state, spec in found:
-        if spec is not None and _is_queues(job, state):
-            asked.setdefault(queue_of(spec), {})[job.path] = spec
+    """Return the views of jobs; ask the queues about jobs whose folders are not conclusive."""
+    known = [(job, job.state(), _read_spec(job)) for job in jobs]
+    queries: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
+    for job, state, spec in known:
+        if spec is not None and _needs_queue(job, state):
+            queries.setdefault(queue_for(spec), {})[job.path] = spec
     answers: dict[Path, QueueState] = {}
-    for backend, specs in asked.items():
+    for backend, specs in queries.items():
         answers |= backend.describe(specs)
-    return [_view(job, state, spec, answers.get(job.path)) for job, state, spec in found]
+    return [_view(job, state, spec, answers.get(job.path)) for job, state, spec in known]
 
 
-def left_s(job: JobFolder, view: JobView) -> float | None:
-    """Return the seconds until a running job ends, at its current pace; None if unknown."""
-    state = view.state
-    if view.status != "running" or state.total_steps is None or state.step is None:
-        return None
-    pace = steps_per_s(newest_json_lines(job.metrics))
-    return None if pace is None else max(0, state.total_steps - state.step) / pace
-
-
-def _spec(job: JobFolder) -> JobSpec | None:
+def _read_spec(job: JobFolder) -> JobSpec | None:
     try:
         return job.spec()
     except JobError:
         return None
 
 
-def _is_queues(job: JobFolder, state: JobState | None) -> bool:
-    """Return whether the queue may know more of a job than its folder."""
+def _needs_queue(job: JobFolder, state: JobState | None) -> bool:
     if state is None:
         return False
     if state.phase == "ended":
-        # Preempted, it may be in the queue again.
+        # A preempted job may be queued again.
         return state.code == ExitCode.PREEMPTED
     return state.launcher is None or job.status(state) == "silent"
 
@@ -130,17 +123,16 @@ def _is_queues(job: JobFolder, state: JobState | None) -> bool:
 def _view(
     job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: QueueState | None
 ) -> JobView:
-    if answer is not None and answer.state is not None:
-        state = answer.state
-        status = status_of(state, alive=True, quiet_s=0, patience_s=0)
-        if state.phase == "ended" and answer.word != GONE:
-            # The queue forgets it some day. What it does not know it may know the next time, as
-            # another cluster may have been asked.
+    if answer is not None and answer.job_state is not None:
+        state = answer.job_state
+        status = derive_status(state, alive=True, quiet_s=0, patience_s=0)
+        if state.phase == "ended" and answer.state != GONE:
+            # The queue will forget the job. GONE is not recorded, as the query may have gone to
+            # another cluster.
             with contextlib.suppress(OSError):
                 job.write_state(state)
     else:
-        status = job.status(state, answer.word if answer is not None else None)
-    created_s = job.created_s() if spec is None else spec.created_s
+        status = job.status(state, answer.state if answer is not None else None)
     ended_s, verdict = None, "" if state is None else state.verdict
     if state is None:
         verdict = (
@@ -150,39 +142,95 @@ def _view(
     elif state.phase == "ended" and status != "queued":
         ended_s = state.since_s
     elif status in ("lost", "stopped"):
-        ended_s, verdict = job.heard_s(), _lost(job, answer)
-    if answer is not None and status == "queued":
-        waits = f"it waits for {answer.queue}: {answer.why}"
-        verdict = waits if answer.why not in ("", "None") else ""
-    if answer is not None and answer.word == NO_ANSWER:
-        verdict = (
-            f"{answer.queue} does not answer, and the job has not been heard of; try again later."
-        )
+        ended_s, verdict = job.heartbeat_s(), _lost_verdict(job, answer)
+    if answer is not None:
+        if answer.state == NO_ANSWER:
+            verdict = (
+                f"{answer.queue} does not answer and the job has not reported; try again later."
+            )
+        elif status == "queued":
+            verdict = f"waiting for {answer.queue}: {answer.reason}" if _has_reason(answer) else ""
     return JobView(
         name=job.name,
         status=status,
         spec=spec or _NO_SPEC,
         state=state or _NO_STATE,
-        created_s=created_s,
+        created_s=job.created_s() if spec is None else spec.created_s,
         ended_s=ended_s,
         verdict=verdict,
     )
 
 
-def _lost(job: JobFolder, answer: QueueState | None) -> str:
-    said = "its hvdtrain run is gone and left no word: it was killed, or its host went down"
-    if answer is not None:
-        why = f"{answer.word}: {answer.why}" if answer.why not in ("", "None") else answer.word
-        said = (
-            f"{answer.queue} ended it, or its node went down, before it could leave a word ({why})"
-        )
-    words = job.last_words()
-    return f"{said}\nits last words:\n{words}" if words else said
+def _lost_verdict(job: JobFolder, answer: QueueState | None) -> str:
+    if answer is None:
+        verdict = "hvdtrain run ended without a report: it was killed or its host went down"
+    else:
+        reason = f"{answer.state}: {answer.reason}" if _has_reason(answer) else answer.state
+        verdict = f"{answer.queue} or a node failure ended the job ({reason})"
+    output = job.launcher_output_tail()
+    return f"{verdict}\nlast output:\n{output}" if output else verdict
 
 
-def command_line(program: Sequence[str]) -> str:
-    """Format a command as a shell takes it, on one line: what can't be shown is escaped."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in shlex.join(program)
-    )
+def _has_reason(answer: QueueState) -> bool:
+    # Slurm writes "None".
+    return answer.reason not in ("", "None")
+
+
+def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
+    """Yield about ``most`` rows of a job's metrics in order, including the newest.
+
+    A long job's rows are roll-ups, which contain the minimum and maximum of each interval; a sample
+    would miss outliers between its rows.
+    """
+    first, newest = next(read_json_lines(job.metrics), {}), last_json_line(job.metrics)
+    duration_s = newest.get("time", 0.0) - first.get("time", 0.0)
+    fits = [path for s, path in job.roll_ups.items() if s * most <= duration_s and path.exists()]
+    row: dict[str, Any] = {}
+    for row in sampled_json_lines([job.metrics, *fits][-1], most):
+        yield row
+    if newest.get("time", 0.0) > row.get("time", 0.0):
+        yield newest
+
+
+def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the steps per second of the last minute; None if unknown.
+
+    Args:
+        rows: Rows of ``metrics.jsonl``, the newest last.
+    """
+    known = [
+        (row["time"], row["step"])
+        for row in rows
+        if isinstance(row.get("time"), (int, float)) and isinstance(row.get("step"), int)
+    ]
+    if not known:
+        return None
+    until_s, step = known[-1]
+    begin_s, first = until_s, step
+    for time_s, earlier in reversed(known):
+        # A restart resets the step to that of a checkpoint.
+        if until_s - time_s > _SPEED_WINDOW_S or earlier > first:
+            break
+        begin_s, first = time_s, earlier
+    return (step - first) / (until_s - begin_s) if step > first and until_s > begin_s else None
+
+
+def remaining_s(job: JobFolder, view: JobView) -> float | None:
+    """Return the seconds until a running job ends at its current speed; None if unknown."""
+    state = view.state
+    if view.status != "running" or state.total_steps is None or state.step is None:
+        return None
+    speed = steps_per_s(newest_json_lines(job.metrics))
+    return None if speed is None else max(0, state.total_steps - state.step) / speed
+
+
+def goodput(job: JobFolder) -> float | None:
+    """Return the fraction of a job's time spent in steps that were kept; None if unknown."""
+    for event in reversed(newest_json_lines(job.events)):
+        if event.get("kind") == "summary":
+            kept = event.get("kept")
+            return kept if isinstance(kept, (int, float)) else None
+        if event.get("kind") == "began":
+            # Earlier events belong to an earlier start of the job.
+            return None
+    return None

@@ -1,14 +1,14 @@
-"""The log of a job: one process appends lines, others read them meanwhile and afterwards.
+"""The log of a job: one process appends lines, others read them at any time.
 
-``log/`` holds segments, each named by the position of its first byte in the whole log
+``log/`` contains segments, named by the position of their first byte in the whole log
 (``00000000000004194304.log``). A line of a segment is::
 
     1764168603.123 3 o the text
 
 with the time in seconds since 1970, the rank (``-`` for the launcher), ``o`` or ``e`` for stdout or
-stderr, and the text. Segments in the middle are removed when the log grows too long: lines are
-missing where a segment does not begin at the end of the one before. Earlier versions also wrote an
-index next to each segment (``.idx``), which is not read.
+stderr, and the text. When the log grows too long, segments in the middle are removed: lines are
+missing where a segment does not start at the end of the previous one. Earlier versions also wrote
+an index (``.idx``) for each segment, which is ignored.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ __all__ = [
     "segments",
 ]
 
-# The rank of the launcher's lines.
+# The rank of lines of the launcher.
 LAUNCHER = -1
-# A backward search reads a segment at a time.
+# A backward search reads one segment at a time.
 SEGMENT_BYTES = 1 << 20
 HEAD_BYTES = 16 << 20
 TAIL_BYTES = 256 << 20
 _LINE = re.compile(rb"(\d+\.\d{3}) (-|\d+) ([oe]) (.*)", re.DOTALL)
-_LETTERS = {"stdout": "o", "stderr": "e"}
 _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
@@ -55,9 +54,9 @@ class LogLine(NamedTuple):
 
     Attributes:
         time_s: When the launcher received it, in seconds since 1970.
-        rank: Its rank; ``LAUNCHER`` for the launcher itself.
+        rank: The rank, or ``LAUNCHER``.
         stream: ``"stdout"`` or ``"stderr"``.
-        text: The text without its newline.
+        text: The text without a newline.
     """
 
     time_s: float
@@ -70,7 +69,7 @@ class LogEntry(NamedTuple):
     """A line of a log, or a gap.
 
     Attributes:
-        begin: Its position in the whole log.
+        begin: The position of the line in the whole log.
         end: The position after it.
         line: The line; None if the bytes from ``begin`` to ``end`` have been removed.
     """
@@ -85,8 +84,8 @@ class LogPart(NamedTuple):
 
     Attributes:
         entries: The matching lines, and the gaps.
-        begin: Where the search stopped.
-        end: The end of the last whole line.
+        begin: The position where the search stopped.
+        end: The end of the last complete line.
     """
 
     entries: list[LogEntry]
@@ -95,11 +94,11 @@ class LogPart(NamedTuple):
 
 
 class LogWriter:
-    """The only writer of a log; it continues an existing one.
+    """The only writer of a log, which may exist already.
 
     Args:
         folder: The folder of the segments; created if missing.
-        segment_bytes: About the size of a segment.
+        segment_bytes: The approximate size of a segment.
         head_bytes: Bytes at the beginning that are never removed.
         tail_bytes: Bytes at the end that are kept.
 
@@ -128,7 +127,7 @@ class LogWriter:
         """Append lines, all or none.
 
         Raises:
-            OSError: They can't be written, for instance because the disk is full.
+            OSError: The lines can't be written, for instance because the disk is full.
         """
         if not lines:
             return
@@ -141,7 +140,7 @@ class LogWriter:
         self._end = self._segment + size
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the current segment."""
         os.close(self._descriptor)
 
     def _open(self, begin: int) -> int:
@@ -155,17 +154,16 @@ class LogWriter:
 
 
 def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[LogEntry]:
-    """Yield the lines and gaps from a position to the last whole line that exists now.
+    """Yield the complete lines and the gaps of a log.
 
     Args:
         folder: The folder of the segments.
-        begin: Where a line begins: the end of another one, or 0.
-        end: The same; lines that begin at or after it are left out.
+        begin: The first position: 0 or the end of a line.
+        end: The position after the last line, which must be the end of a line; None for all lines.
     """
     position = begin
     for start in segments(folder):
-        path = segment_path(folder, start)
-        segment_end = _segment_end(folder, start)
+        path, segment_end = segment_path(folder, start), _segment_end(folder, start)
         if segment_end <= position:
             continue
         if end is not None and position >= end:
@@ -187,7 +185,7 @@ def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[L
                 if (line := parse_line(data)) is not None:
                     yield LogEntry(position, position + len(data), line)
                 position += len(data)
-        # A writer that was killed may have left part of a line.
+        # A writer that was killed may have left an incomplete line.
         position = max(position, segment_end)
 
 
@@ -195,7 +193,7 @@ def read_before(
     folder: Path,
     end: int,
     count: int,
-    wanted: Callable[[LogLine], bool] = lambda line: True,
+    matches: Callable[[LogLine], bool] = lambda line: True,
     *,
     patience_s: float = math.inf,
 ) -> LogPart:
@@ -203,9 +201,9 @@ def read_before(
 
     Args:
         folder: The folder of the segments.
-        end: Where a line begins, or the end of the log.
+        end: The position: the beginning of a line, or the end of the log.
         count: The number of lines.
-        wanted: Whether a line matches.
+        matches: Returns whether a line matches.
         patience_s: Seconds after which the search stops with fewer lines.
     """
     until = time.monotonic() + patience_s
@@ -217,9 +215,9 @@ def read_before(
         stop, begin = begin, _segment_end(folder, starts[-1]) if starts else 0
         earlier = list(read_log(folder, begin, stop))
         if stop == end:
-            # The log may end with part of a line.
+            # The log may end with an incomplete line.
             last = earlier[-1].end if earlier else begin
-        entries = [e for e in earlier if e.line is None or wanted(e.line)] + entries
+        entries = [e for e in earlier if e.line is None or matches(e.line)] + entries
     if len(entries) > count:
         entries = entries[len(entries) - count :]
         begin = entries[0].begin if entries else end
@@ -227,7 +225,7 @@ def read_before(
 
 
 def log_end(folder: Path) -> int:
-    """Return the position after the last byte that exists now."""
+    """Return the current end of the log."""
     return _segment_end(folder, max(segments(folder), default=0))
 
 
@@ -238,13 +236,14 @@ def _segment_end(folder: Path, start: int) -> int:
 def format_line(line: LogLine) -> bytes:
     """Return a line as it is stored, with a newline."""
     rank = "-" if line.rank == LAUNCHER else line.rank
-    # Text that came through JSON may hold lone surrogates.
+    # Text from JSON may contain lone surrogates.
     text = line.text.replace("\n", " ").encode(errors="backslashreplace")
-    return f"{line.time_s:.3f} {rank} {_LETTERS[line.stream]} ".encode() + text + b"\n"
+    letter = "o" if line.stream == "stdout" else "e"
+    return f"{line.time_s:.3f} {rank} {letter} ".encode() + text + b"\n"
 
 
 def parse_line(data: bytes) -> LogLine | None:
-    """Parse the output of ``format_line``, with or without its newline; None for anything else."""
+    """Parse a stored line, with or without its newline; return None if it is not valid."""
     match = _LINE.fullmatch(data.removesuffix(b"\n"))
     if match is None:
         return None
@@ -258,12 +257,12 @@ def parse_line(data: bytes) -> LogLine | None:
 
 
 def segment_path(folder: Path, begin: int) -> Path:
-    """Return the path of the segment that begins at a position."""
+    """Return the path of the segment that starts at a position."""
     return folder / f"{begin:020}.log"
 
 
 def segments(folder: Path) -> list[int]:
-    """Return the positions at which the existing segments begin, in order."""
+    """Return the positions at which the existing segments start, in order."""
     try:
         return sorted(int(path.stem) for path in folder.iterdir() if path.suffix == ".log")
     except FileNotFoundError:

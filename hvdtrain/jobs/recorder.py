@@ -1,7 +1,7 @@
-"""Writes down what the launcher sees of its job, without ever holding the launcher up.
+"""Records a job in its folder, without blocking the launcher.
 
-A disk may be full, slow, or gone with its server: the job goes on in any case, and what can't be
-written waits for a while.
+A disk may be full or slow, or its server may be gone: the job continues, and data that can't be
+written waits in memory.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from hvdtrain.text import plural
 __all__ = ["JobRecorder", "RollUp", "spread"]
 
 INTERVAL_S = 0.2
-# How long the end of a job waits for a disk that takes nothing.
+# How long the end of a job waits for a disk that makes no progress.
 CLOSE_TIMEOUT_S = 10.0
 MOST_RECORDS = 10_000
-# A roll-up keeps the spread of measured values and the middle of counters. For everything else,
-# such as the slow rank, it keeps the newest value.
-_MEASURED = ("loss", "own_s", "reduced_bytes_per_s")
-_COUNTED = ("step", "epoch", "samples")
+# A roll-up keeps the spread of measurements, the median of counters, and the newest value of
+# everything else, such as the slow rank.
+_MEASUREMENTS = ("loss", "own_s", "reduced_bytes_per_s")
+_COUNTERS = ("step", "epoch", "samples")
 
 
 class JobRecorder(Observer):
-    """The folder of one job, as its launcher fills it; call from one thread.
+    """Writes the folder of one job; call from one thread.
 
-    Another process may leave a word there that the job is to stop: this process is then sent
-    SIGTERM, or SIGUSR1 where its ranks are to save what they have before.
+    It also watches the folder for requests to stop the job, and sends this process the signal:
+    SIGTERM, or SIGUSR1 if the ranks should save a checkpoint first.
 
     Args:
         folder: The folder.
@@ -61,10 +61,14 @@ class JobRecorder(Observer):
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._state = JobState(phase="running", launcher=own_identity(), since_s=time.time())
-        if (before := folder.state()) is not None:
-            # A job that is started again goes on counting.
-            self._state = dataclasses.replace(self._state, attempt=before.attempt)
+        # A restarted job continues to count its attempts.
+        before = folder.state() or JobState(phase="queued")
+        self._state = JobState(
+            phase="running",
+            launcher=own_identity(),
+            since_s=time.time(),
+            attempt=before.attempt,
+        )
         self._lock = threading.Lock()
         self._lines: Backlog[LogLine] = Backlog()
         self._records: deque[tuple[Path, Mapping[str, Any]]] = deque()
@@ -73,9 +77,7 @@ class JobRecorder(Observer):
         self._written = 0
         self._log: LogWriter | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._write_often, args=(folder,), name="hvdtrain-job", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="hvdtrain-job", daemon=True)
         self._thread.start()
 
     def line(self, rank: int, stream: str, text: str) -> None:
@@ -84,11 +86,11 @@ class JobRecorder(Observer):
 
     @property
     def holds_up(self) -> bool:
-        """Whether ranks should pause until more of their lines is written."""
+        """Whether ranks should pause until more of their lines are written."""
         return self._lines.holds_up
 
     def notice(self, text: str) -> None:
-        """Record the launcher's own words."""
+        """Record a message of the launcher."""
         for line in text.splitlines():
             self.line(LAUNCHER, "stderr", line)
 
@@ -110,7 +112,7 @@ class JobRecorder(Observer):
                 self.state(**_fields(event, "step", "epoch", "total_steps"))
                 self.metrics(**_metrics(event))
             case RankTable():
-                self.ranks(**event.columns)
+                self._record(self._folder.ranks, event.columns)
             case Restarting():
                 self.state(phase="restarting")
             case Summary():
@@ -119,22 +121,18 @@ class JobRecorder(Observer):
                 self.state(phase="ended", **_fields(event))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record something that happened to the job."""
+        """Append a row to ``events.jsonl``."""
         self._record(self._folder.events, {"kind": kind, **fields})
 
     def metrics(self, **fields: Any) -> None:
-        """Record how far the job is; also rolled up, where a row is written once it is complete."""
+        """Append a row to ``metrics.jsonl``, and to the roll-ups for each completed interval."""
         row = self._record(self._folder.metrics, fields)
         for path, roll_up in self._roll_ups.items():
-            if (ended := roll_up.add(row)) is not None:
-                self._record(path, ended)
-
-    def ranks(self, **fields: Any) -> None:
-        """Record how each rank is: a list for each thing."""
-        self._record(self._folder.ranks, fields)
+            if (completed := roll_up.add(row)) is not None:
+                self._record(path, completed)
 
     def state(self, **changes: Any) -> None:
-        """Record how the job is from now on: those fields of ``JobState`` that have changed."""
+        """Change fields of the ``JobState``."""
         if changes.get("phase", self._state.phase) != self._state.phase:
             changes = {"since_s": time.time(), **changes}
         self._state = dataclasses.replace(self._state, **changes)
@@ -142,10 +140,10 @@ class JobRecorder(Observer):
             self._unwritten = self._state
 
     def close(self) -> None:
-        """Write what is left, as long as the disk takes it."""
+        """Write what is left, as long as the disk makes progress."""
         for path, roll_up in self._roll_ups.items():
-            if (begun := roll_up.end()) is not None:
-                self._record(path, begun)
+            if (row := roll_up.end()) is not None:
+                self._record(path, row)
         self._closing.set()
         written = -1
         while self._thread.is_alive() and self._written != written:
@@ -153,40 +151,40 @@ class JobRecorder(Observer):
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Have a row written, with its time if it has none; returns it."""
+        """Queue a row for a file and return it, with the time added if it has none."""
         row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:
                 self._records.append((path, row))
         return row
 
-    def _write_often(self, folder: JobFolder) -> None:
-        touched_at = time.monotonic()
+    def _run(self) -> None:
+        folder, touched_at = self._folder, time.monotonic()
         while True:
             closing = self._closing.wait(INTERVAL_S)
-            # The state comes last: who reads of an end finds all that was before it.
+            # The state is last: a reader that sees the end of the job finds everything else.
             for write in (self._write_lines, self._write_records, self._write_state):
                 with contextlib.suppress(OSError):
-                    write(folder)
+                    write()
             if closing:
-                # A word to stop is for the job's next start by now.
+                # Stop requests are for the next run from here on.
                 break
             with contextlib.suppress(OSError):
                 if time.monotonic() - touched_at > HEARTBEAT_S:
                     touched_at = time.monotonic()
                     folder.touch_state()
-                if (number := folder.take_stop()) is not None:
+                if (number := folder.take_stop_request()) is not None:
                     os.kill(os.getpid(), number)
         if self._log is not None:
             self._log.close()
 
-    def _write_lines(self, folder: JobFolder) -> None:
-        self._log = self._log or LogWriter(folder.log)
-        # Ranks that write without a pause must not keep the rest from being written.
+    def _write_lines(self) -> None:
+        self._log = self._log or LogWriter(self._folder.log)
+        # Ranks that print continuously must not delay the other files.
         until = time.monotonic() + HEARTBEAT_S / 10
         while not self._lines.is_empty and (self._closing.is_set() or time.monotonic() < until):
             dropped, lines = self._lines.take()
-            text = f"{plural(dropped, 'line')} could not be written into this log"
+            text = f"{plural(dropped, 'line')} could not be written to this log"
             gap = [_line(LAUNCHER, "stderr", text)] if dropped else []
             try:
                 self._log.append([*gap, *lines])
@@ -195,20 +193,20 @@ class JobRecorder(Observer):
                 raise
             self._written += len(lines)
 
-    def _write_records(self, folder: JobFolder) -> None:
+    def _write_records(self) -> None:
         while self._records:
             path, content = self._records[0]
             append_json_line(path, content)
             with self._lock:
                 self._records.popleft()
 
-    def _write_state(self, folder: JobFolder) -> None:
+    def _write_state(self) -> None:
         with self._lock:
             state, self._unwritten = self._unwritten, None
         if state is None:
             return
         try:
-            folder.write_state(state)
+            self._folder.write_state(state)
         except OSError:
             with self._lock:
                 self._unwritten = self._unwritten or state
@@ -220,12 +218,12 @@ def _line(rank: int, stream: str, text: str) -> LogLine:
 
 
 def _fields(event: Event, *names: str) -> dict[str, Any]:
-    """Return the fields of an event, or those that are named."""
+    """Return fields of an event, by default all."""
     return {name: getattr(event, name) for name in names or event.__dataclass_fields__}
 
 
 def _metrics(progress: Progress) -> dict[str, Any]:
-    """Return a row of ``metrics.jsonl``: what is known of the progress."""
+    """Return a row of ``metrics.jsonl`` with the known values."""
     own_s: dict[str, Any] = {}
     if progress.own_s:
         own_s = spread("own_s", (round(seconds, 6) for seconds in progress.own_s))
@@ -244,29 +242,29 @@ def _metrics(progress: Progress) -> dict[str, Any]:
 
 
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return the median of some values as ``name``, and ``_min``, ``_p95`` and ``_max`` of it."""
-    return _spread_of_spreads(name, [{name: value} for value in values])
+    """Return the median of values as ``name``, and ``_min``, ``_p95`` and ``_max`` of it."""
+    return _merge_spreads(name, [{name: value} for value in values])
 
 
-def _spread_of_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the spread of rows which may hold a spread each."""
+def _merge_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the spread of rows, which have a single value or a spread each."""
     low, high, most = (
         [row.get(f"{name}_{part}", row[name]) for row in rows] for part in ("min", "p95", "max")
     )
     return {
         f"{name}_min": min(low),
         name: statistics.median(row[name] for row in rows),
-        # By nearest rank: an existing value, and the largest of less than twenty.
+        # By nearest rank: an existing value; of fewer than twenty, the largest.
         f"{name}_p95": sorted(high)[-(-len(high) * 95 // 100) - 1],
         f"{name}_max": max(most),
     }
 
 
 class RollUp:
-    """Makes one row out of all rows within so many seconds.
+    """Aggregates the rows of each interval into one row.
 
     Args:
-        span_s: The number of seconds.
+        span_s: The length of an interval in seconds.
     """
 
     def __init__(self, span_s: float) -> None:
@@ -274,24 +272,24 @@ class RollUp:
         self._rows: list[Mapping[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Add a row, which has a ``time``; return the row of the span that ends before it."""
+        """Add a row with a ``time``; return the row of the interval that ends before it."""
         spans = {one["time"] // self._span_s for one in [*self._rows[:1], row]}
-        ended = self.end() if len(spans) > 1 else None
+        completed = self.end() if len(spans) > 1 else None
         self._rows.append(row)
-        return ended
+        return completed
 
     def end(self) -> dict[str, Any] | None:
-        """Return the row of the current span; None if it has no rows."""
+        """Return the row of the current interval; None if it is empty."""
         rows, self._rows = self._rows, []
         if not rows:
             return None
         rolled = {**rows[-1], "time": round(statistics.fmean(row["time"] for row in rows), 3)}
-        for name in _COUNTED:
+        for name in _COUNTERS:
             if counts := [row[name] for row in rows if name in row]:
-                # The time is that of the middle, too.
+                # The time is that of the middle of the interval, too.
                 rolled[name] = statistics.median_low(counts)
-        for name in _MEASURED:
+        for name in _MEASUREMENTS:
             if measured := [row for row in rows if name in row]:
-                parts = _spread_of_spreads(name, measured)
+                parts = _merge_spreads(name, measured)
                 rolled |= {part: float(f"{value:.6g}") for part, value in parts.items()}
         return rolled

@@ -1,8 +1,8 @@
-"""A queue of jobs that needs nobody to run it: files that are locked while a process lives.
+"""A queue for slots without a daemon: files locked by the processes of jobs.
 
-``waiting/`` has a file for each job that waits, named by when it came, which holds the names of its
-hosts; ``slots/`` one for each slot of each host. The kernel frees the locks of a process that ends,
-however it does.
+``waiting/`` has a file for each waiting job, named by its arrival time, with the names of its
+hosts; ``slots/`` has a file for each slot of each host. The kernel releases the locks of a process
+when it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cluster.hosts import Host, is_this_host
@@ -20,24 +20,24 @@ from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import lock_descriptor
 from hvdtrain.jobs.state import host_identity
 
-__all__ = ["SlotQueue", "await_slots", "gpu_variables", "slots_of"]
+__all__ = ["SlotQueue", "acquire_slots", "gpu_variables", "slots_by_host"]
 
 POLL_S = 0.25
 QUEUE = ".queue"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class SlotQueue:
-    """A place in the queue, then the slots of a job, until this process ends.
+    """The place of a job in the queue, then its slots, until this process ends.
 
-    Jobs that need slots of the same host are served in the order of their arrival, even if a later
-    one would fit in first.
+    Jobs that need slots of the same host are served in order of arrival, even if a later one
+    would fit first.
 
     Args:
-        directory: Where the files of the queue are; the same for all jobs that share slots.
-        name: The job's name.
-        wanted: How many slots it needs on each host, by names that all jobs give to that host.
-        slots: How many there are on each; a job that needs more takes all.
+        directory: The folder of the queue, the same for all jobs that share slots.
+        name: The name of the job.
+        wanted: The number of slots on each host, by host names that all jobs agree on.
+        slots: The number of slots that each host has; a job that needs more takes all.
 
     Raises:
         JobError: The queue can't be used.
@@ -50,70 +50,73 @@ class SlotQueue:
         self._slots = directory / "slots"
         self._missing = {host: min(count, slots[host]) for host, count in wanted.items()}
         self._total = slots
-        self._held: dict[Path, int] = {}
-        try:
+        self._locks: dict[Path, int] = {}
+        with self._errors():
             for folder in (self._waiting, self._slots):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._place = self._queue_up(name)
-        except OSError as error:
-            raise JobError(f"the queue in {directory} can't be used: {error.strerror}") from None
+            self._place = self._enqueue(name)
 
-    def try_acquire(self) -> bool:
-        """Take this job's slots if it is its turn; return whether it has all. Call it repeatedly.
-
-        Raises:
-            JobError: The queue can't be used.
-        """
-        if self._place not in self._held:
-            return True
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            if self._first() != self._place:
-                return False
-            for host in self._missing:
-                self._take(host)
+            yield
         except OSError as error:
             raise JobError(
                 f"the queue in {self._waiting.parent} can't be used: {error.strerror}"
             ) from None
+
+    def try_acquire(self) -> bool:
+        """Take free slots if this job is first; return whether it has all. Call repeatedly.
+
+        Raises:
+            JobError: The queue can't be used.
+        """
+        if self._place not in self._locks:
+            return True
+        with self._errors():
+            if self._first() != self._place:
+                return False
+            for host in self._missing:
+                self._take(host)
         if any(self._missing.values()):
             return False
         self._place.unlink(missing_ok=True)
-        os.close(self._held.pop(self._place))
+        os.close(self._locks.pop(self._place))
         return True
 
     def held(self, host: str) -> list[int]:
-        """The numbers of the slots of a host that are this job's, from 0."""
-        names = (path.name for path in self._held if path.parent == self._slots)
+        """Return the numbers of this job's slots on a host, from 0."""
+        names = (path.name for path in self._locks if path.parent == self._slots)
         return sorted(int(n) for h, _, n in (name.rpartition("-") for name in names) if h == host)
 
     def release(self) -> None:
-        """Give up the place or the slots."""
+        """Give up the place in the queue, or the slots."""
         self._place.unlink(missing_ok=True)
-        for descriptor in self._held.values():
+        for descriptor in self._locks.values():
             os.close(descriptor)
-        self._held.clear()
+        self._locks.clear()
 
-    def _queue_up(self, name: str) -> Path:
+    def _enqueue(self, name: str) -> Path:
         while True:
             place = self._waiting / f"{time.time_ns():020}-{name}"
-            # Before it is locked another process may take it for one that a dead one left.
+            # Until it is locked, another process may remove it as that of a dead process.
             if self._lock(place) and place.exists():
-                os.write(self._held[place], "\n".join(self._missing).encode())
-                # Other hosts would see it only once it is closed.
-                os.fsync(self._held[place])
+                os.write(self._locks[place], "\n".join(self._missing).encode())
+                # Other hosts would not see the text before the file is closed.
+                os.fsync(self._locks[place])
                 return place
 
     def _first(self) -> Path | None:
-        """The place of the first job that waits for the same hosts; dead processes' are removed."""
+        """Return the first job that waits for the same hosts; remove those of dead processes."""
         for path in sorted(self._waiting.iterdir()):
-            if path in self._held:
+            if path in self._locks:
                 return path
             with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
                 if lock_descriptor(file.fileno()):
                     path.unlink(missing_ok=True)
                     continue
                 hosts = file.read().decode().splitlines()
-                # Nothing is written yet where it has just come.
+                # A new file is still empty.
                 if not hosts or not self._missing.keys().isdisjoint(hosts):
                     return path
         return None
@@ -123,58 +126,53 @@ class SlotQueue:
             if not self._missing[host]:
                 return
             path = self._slots / f"{host}-{number}"
-            if path not in self._held and self._lock(path):
+            if path not in self._locks and self._lock(path):
                 self._missing[host] -= 1
 
     def _lock(self, path: Path) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if lock_descriptor(descriptor):
-                self._held[path] = descriptor
+                self._locks[path] = descriptor
                 return True
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return False
+            return False
+        finally:
+            if path not in self._locks:
+                os.close(descriptor)
 
 
-def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
+def slots_by_host(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     """Return how many ranks may run at a time on each host.
 
-    As many as were named; on this host one for each GPU, or where it has none each core.
+    On this host, one for each GPU, or for each core if it has no GPU; on others, as many as given.
     """
     here = gpus or available_cores()
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}
 
 
-def await_slots(
+def acquire_slots(
     job: Path, wanted: Mapping[str, int], slots: Mapping[str, int], received: Sequence[int]
 ) -> Mapping[str, Sequence[int]] | None:
-    """Wait until the slots that a job needs are free, and take them until this process ends.
+    """Wait for the slots that a job needs, and hold them until this process ends.
 
     Args:
-        job: The job's folder; jobs beside it share the slots.
-        wanted: How many ranks it has on each host.
-        slots: How many may run there at a time.
+        job: The folder of the job; the jobs next to it share the slots.
+        wanted: The number of ranks on each host.
+        slots: The number of ranks that may run there at a time.
         received: Signals as they arrive.
 
     Returns:
-        The numbers of the slots that it has on each host; None where a signal came first.
+        The numbers of the slots on each host; None if a signal arrived first.
 
     Raises:
         JobError: The queue can't be used.
     """
-    keys = {host: _key(host) for host in wanted}
-    in_all: Counter[str] = Counter()
+    keys = {host: _host_key(host) for host in wanted}
+    total: Counter[str] = Counter()
     for host, count in wanted.items():
-        in_all[keys[host]] += count
-    queue = SlotQueue(
-        job.parent / QUEUE,
-        job.name,
-        wanted=in_all,
-        slots={keys[host]: slots[host] for host in wanted},
-    )
+        total[keys[host]] += count
+    by_key = {keys[host]: slots[host] for host in wanted}
+    queue = SlotQueue(job.parent / QUEUE, job.name, wanted=total, slots=by_key)
     while not received and not queue.try_acquire():
         time.sleep(POLL_S)
     if received:
@@ -183,10 +181,10 @@ def await_slots(
     return {host: queue.held(keys[host]) for host in wanted}
 
 
-def _key(host: str) -> str:
-    """One name for a host, whatever it is called, that a file can have.
+def _host_key(host: str) -> str:
+    """Return a unique name for a host that is valid as a file name.
 
-    Jobs of other machines that use the same folder call those "localhost" as well.
+    Every machine that shares the folder calls itself "localhost".
     """
     return host_identity() if is_this_host(host) else host.lower().replace("/", "_")
 
@@ -194,13 +192,13 @@ def _key(host: str) -> str:
 def gpu_variables(
     environ: Mapping[str, str], taken: Mapping[str, Sequence[int]], gpus: int
 ) -> dict[str, str]:
-    """Return variables that show a job only the GPUs of its slots on this host; empty without such.
+    """Return variables that restrict a job to the GPUs of its slots on this host, if it has any.
 
-    On other hosts ranks see what their hosts give them.
+    Other hosts restrict their ranks themselves.
     """
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:
         return {}
-    named = [d for d in environ.get(_VISIBLE, "").split(",") if d not in ("", "-1")]
-    devices = named or [str(number) for number in range(gpus)]
-    return {_VISIBLE: ",".join(devices[number] for number in slots)}
+    visible = [d for d in environ.get(_VISIBLE_GPUS, "").split(",") if d not in ("", "-1")]
+    devices = visible or [str(number) for number in range(gpus)]
+    return {_VISIBLE_GPUS: ",".join(devices[number] for number in slots)}

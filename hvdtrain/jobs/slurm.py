@@ -1,4 +1,4 @@
-"""Jobs that Slurm runs: submitted by sbatch, described by squeue, cancelled by scancel."""
+"""The queue of Slurm: sbatch submits jobs, squeue describes them, scancel cancels them."""
 
 from __future__ import annotations
 
@@ -17,46 +17,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.files import try_lock, write_json
-from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder, JobRequest
 from hvdtrain.jobs.local_queue import job_environment
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER
+from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, QueueState
 
-__all__ = ["QueueAnswer", "QueueWatcher", "SlurmQueue", "script_path"]
+__all__ = ["QueueWatcher", "SlurmQueue", "SqueueAnswer", "script_path"]
 
-# What a controller that is down takes to say so is its own affair.
 TIMEOUT_S = 20.0
-# squeue is asked at most this often by all processes of a user on a host, for all jobs together.
+# All processes of a user on a host together run squeue at most this often.
 INTERVAL_S = 15.0
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmPlan:
-    """A call of sbatch.
-
-    Attributes:
-        request: The job.
-        argv: The command.
-        environ: Its variables.
-    """
+    """A call of sbatch."""
 
     request: JobRequest
     argv: Sequence[str]
     environ: Mapping[str, str]
 
     def preview(self) -> str:
-        """Return the command: only Slurm knows the hosts."""
+        """Return the command, as only Slurm can choose the hosts."""
         return f"{shlex.join(self.argv)}\n"
 
 
 class SlurmQueue:
-    """The cluster that this is a login or compute node of."""
+    """The Slurm cluster of this login or compute node."""
 
     def plan(self, request: JobRequest) -> SlurmPlan:
-        """Return the call of sbatch; the job's own options of sbatch come last, and win."""
+        """Return the call of sbatch, in which the job's own options override the others."""
         job, spec = request.job, request.spec
         argv = [
             "sbatch",
@@ -70,169 +62,173 @@ class SlurmQueue:
             "--",
             *spec.program,
         ]
-        own = {JOB_FOLDER: str(job.path), "PYTHON": spec.python}
-        environ = {**job_environment(spec, request.environ), **own}
+        environ = {
+            **job_environment(spec, request.environ),
+            JOB_FOLDER: str(job.path),
+            "PYTHON": spec.python,
+        }
         return SlurmPlan(request=request, argv=argv, environ=environ)
 
     def submit(self, plan: SlurmPlan) -> None:
-        """Run sbatch, and record the number of the Slurm job; see ``JobBackend``."""
+        """Run sbatch and record the ID of the Slurm job; see ``JobBackend``."""
         spec = plan.request.spec
-        said = _run(plan.argv, plan.environ, spec.folder)
-        # With several clusters theirs stands behind a semicolon.
-        number = said.strip().partition(";")[0]
-        if not number.isdecimal():
-            raise JobError(f"sbatch printed {said!r}, expected the number of a job.")
-        plan.request.job.write_spec(dataclasses.replace(spec, slurm_job=number))
+        output = _run(plan.argv, plan.environ, spec.folder)
+        # With several clusters, sbatch prints "ID;CLUSTER".
+        slurm_job = output.strip().partition(";")[0]
+        if not slurm_job.isdecimal():
+            raise JobError(f"sbatch printed {output!r}, expected a job ID.")
+        plan.request.job.write_spec(dataclasses.replace(spec, slurm_job=slurm_job))
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return what squeue printed of them last; see ``JobBackend``."""
-        known = _WATCHER.answer()
-        # sbatch has not printed the number of the others yet.
+        """Return the states that squeue printed last; see ``JobBackend``."""
+        answer = _WATCHER.answer()
+        # Jobs without an ID are still being submitted.
         return {
-            folder: QueueState("Slurm", *_state_in(known, spec))
+            folder: QueueState("Slurm", *answer.state_of(spec))
             for folder, spec in jobs.items()
             if spec.slurm_job
         }
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
-        """Return None: the job's folder has its log."""
+        """Return None, as the job's folder has its log."""
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Run scancel, which signals the ranks with ``save``; see ``JobBackend``."""
+        """Run scancel, with a signal for the ranks if ``save``; see ``JobBackend``."""
         if not spec.slurm_job:
             raise JobError(
-                f"{job.name} has no number from sbatch yet; try again, or look for it with squeue."
+                f"{job.name} has no Slurm job ID yet; try again, or look for it with squeue."
             )
-        # A signal would leave a job that is queued where it is.
+        # A signal would leave a queued job in the queue.
         signals = ["--batch", "--signal=USR1"] if save and not is_queued else []
         _run(["scancel", *signals, spec.slurm_job])
         if is_queued:
-            job.cancel()
+            job.mark_cancelled()
 
 
 def script_path() -> Path:
-    """``slurm/train.sh``: in a wheel beside this module, in a checkout where it is.
+    """Return the path of ``slurm/train.sh``: next to this module in a wheel, else in the checkout.
 
     Raises:
-        JobError: It is in neither place.
+        JobError: It does not exist.
     """
     here = Path(__file__).resolve()
     for path in (here.with_name("train.sh"), here.parents[2] / "slurm" / "train.sh"):
         if path.exists():
             return path
-    raise JobError(f"slurm/train.sh is not beside {here}; install hvdtrain again.")
+    raise JobError(f"slurm/train.sh is missing next to {here}; reinstall hvdtrain.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueAnswer:
-    """What squeue printed of this user's jobs.
+class SqueueAnswer:
+    """The output of squeue for all jobs of this user.
 
     Attributes:
-        asked_s: When it was started, in seconds since 1970.
-        told_s: When it ended.
-        jobs: The state of each job that Slurm still knows, and the reason for it, in Slurm's words
-            such as PENDING and Priority; None if squeue did not answer.
+        started_s: When squeue started, in seconds since 1970.
+        ended_s: When it ended.
+        jobs: The state and the reason of each job that Slurm knows, such as PENDING and Priority,
+            by job ID; None if squeue did not answer.
     """
 
-    asked_s: float = 0.0
-    told_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
     jobs: Mapping[str, Sequence[str]] | None = None
 
-    @property
-    def age_s(self) -> float:
-        """Seconds since then; negative if the clock was set back."""
-        return time.time() - self.told_s
+    def is_newer_than(self, age_s: float) -> bool:
+        """Return whether the answer is at most ``age_s`` seconds old."""
+        # The age is negative if the clock was set back.
+        return 0 <= time.time() - self.ended_s < age_s
+
+    def state_of(self, spec: JobSpec) -> tuple[str, str]:
+        """Return the state of a job as ``derive_status`` takes it, and the reason."""
+        if self.jobs is None:
+            return NO_ANSWER, ""
+        if spec.slurm_job not in self.jobs:
+            # A job that was submitted after the answer is queued.
+            return ("PENDING" if spec.created_s > self.started_s else GONE), ""
+        state, reason = self.jobs[spec.slurm_job]
+        # slurm/train.sh requeues a preempted job, which an old answer doesn't show yet.
+        if spec.backend.kind == "slurm" and state in ("RUNNING", "COMPLETING"):
+            state = RESTARTABLE
+        return state, reason
 
 
 class QueueWatcher:
-    """Asks squeue for all jobs of this user at most every ``INTERVAL_S``, whoever wants to know.
+    """Runs squeue for all jobs of this user, at most once per ``INTERVAL_S``.
 
     The answer is kept in a file that all processes of the user on this host share.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._newest = QueueAnswer()
+        self._newest = SqueueAnswer()
 
-    def answer(self) -> QueueAnswer:
-        """Return the newest answer, after asking if that is too old."""
+    def answer(self) -> SqueueAnswer:
+        """Return the newest answer; run squeue if it is too old."""
         with self._lock:
-            if not 0 <= self._newest.age_s < INTERVAL_S:
+            if not self._newest.is_newer_than(INTERVAL_S):
                 try:
                     self._newest = _shared_answer(_cache_path(os.environ))
                 except OSError:
-                    # No file can be shared: this process asks for itself.
-                    self._newest = _ask_squeue()
+                    # No file can be shared.
+                    self._newest = _run_squeue()
             return self._newest
 
 
 _WATCHER = QueueWatcher()
 
 
-def _shared_answer(path: Path) -> QueueAnswer:
-    """The answer in a file; asked again if that is too old and no other process is doing so."""
+def _shared_answer(path: Path) -> SqueueAnswer:
+    """Return the answer in a file; renew it if it is too old and no other process does."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        with try_lock(path.with_suffix(".lock")) as lock:
-            found = _read_answer(path)
-            if 0 <= found.age_s < INTERVAL_S:
-                return found
-            if lock is not None:
-                found = _ask_squeue()
-                write_json(path, dataclasses.asdict(found))
-                return found
-        # Another process is asking: what was told last will do, if that is not long ago.
-        if 0 <= found.age_s < 2 * INTERVAL_S:
-            return found
+        with try_lock(path.with_suffix(".lock")) as is_locked:
+            answer = _read_answer(path)
+            if answer.is_newer_than(INTERVAL_S):
+                return answer
+            if is_locked:
+                answer = _run_squeue()
+                write_json(path, dataclasses.asdict(answer))
+                return answer
+        # Another process runs squeue; a slightly older answer avoids waiting for it.
+        if answer.is_newer_than(2 * INTERVAL_S):
+            return answer
         if time.monotonic() > deadline:
-            return QueueAnswer()
+            return SqueueAnswer()
         time.sleep(POLL_S)
 
 
 def _cache_path(environ: Mapping[str, str]) -> Path:
     base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/nowhere"), ".cache")
-    # A home may be that of several clusters.
+    # Several clusters may share a home directory.
     return Path(base, "hvdtrain", f"squeue-{socket.gethostname()}.json")
 
 
-def _read_answer(path: Path) -> QueueAnswer:
+def _read_answer(path: Path) -> SqueueAnswer:
     try:
-        return QueueAnswer(**json.loads(path.read_bytes()))
+        return SqueueAnswer(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
-        return QueueAnswer()
+        return SqueueAnswer()
 
 
-def _ask_squeue() -> QueueAnswer:
-    asked_s = time.time()
+def _run_squeue() -> SqueueAnswer:
+    started_s = time.time()
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %T %r", f"--user={os.getuid()}"]
     jobs = None
     with contextlib.suppress(JobError):
-        found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", _run(argv), re.MULTILINE)
-        jobs = {number: (state, reason) for number, state, reason in found}
-    return QueueAnswer(asked_s=asked_s, told_s=time.time(), jobs=jobs)
-
-
-def _state_in(known: QueueAnswer, spec: JobSpec) -> tuple[str, str]:
-    """The word for a job, as ``status_of`` takes it, and the reason."""
-    if known.jobs is None:
-        return NO_ANSWER, ""
-    if spec.slurm_job not in known.jobs:
-        # One that was submitted since then is in the queue.
-        return ("PENDING" if spec.created_s > known.asked_s else GONE), ""
-    word, reason = known.jobs[spec.slurm_job]
-    # slurm/train.sh queues a job again that was preempted, which the answer may be too old to show.
-    goes_on = word in ("RUNNING", "COMPLETING") and spec.backend.kind == "slurm"
-    return (GOES_ON if goes_on else word), reason
+        rows = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", _run(argv), re.MULTILINE)
+        jobs = {number: (state, reason) for number, state, reason in rows}
+    return SqueueAnswer(started_s=started_s, ended_s=time.time(), jobs=jobs)
 
 
 def _run(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, folder: str | None = None
 ) -> str:
+    """Run a command of Slurm and return its output."""
     try:
         done = subprocess.run(
-            list(argv),
-            env=None if environ is None else dict(environ),
+            argv,
+            env=environ,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -242,7 +238,7 @@ def _run(
         )
     except FileNotFoundError as error:
         raise JobError(
-            f"{error.filename} is not there; {argv[0]} is on Slurm's login and compute nodes."
+            f"{error.filename} not found; {argv[0]} is on Slurm's login and compute nodes."
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JobError(f"{argv[0]} did not answer: {error}") from None

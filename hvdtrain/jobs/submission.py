@@ -1,85 +1,116 @@
-"""Submits jobs to their queues."""
+"""Submits, restarts and stops jobs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import JobRequest
-from hvdtrain.jobs.backends import backend_of
+from hvdtrain.jobs.backends import JobPlan, backend_for, queue_for
 from hvdtrain.jobs.files import try_lock
-from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.folder import JobFolder, JobRequest, create_job
+from hvdtrain.jobs.job_view import JobView, view_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["start_again", "submit_job"]
+__all__ = ["restart_job", "stop_job", "submit_job"]
 
 
 def submit_job(request: JobRequest) -> JobFolder:
-    """Submit a new job; return its folder, which is next to that of the request.
+    """Submit a new job and return its folder, created next to the folder of the request.
 
     Raises:
-        ConfigurationError: The job can't be started as it is described.
-        JobError: It can't be submitted; it has no folder then.
+        ConfigurationError: The job can't be started as described.
+        JobError: The job can't be submitted; its folder is removed.
     """
-    backend_of(request.spec).plan(request).preview()
     directory = request.job.path.parent
     try:
         job = create_job(directory, request.spec)
     except OSError as error:
-        raise JobError(f"the job can't have a folder in {directory}: {error.strerror}") from None
+        raise JobError(f"no job folder can be created in {directory}: {error.strerror}") from None
+    request = dataclasses.replace(request, job=job)
     try:
-        _submit(dataclasses.replace(request, job=job))
-    except JobError:
+        with _job_errors(job):
+            job.write_state(JobState(phase="queued"))
+        plan = _checked_plan(request)
+        with _job_errors(job):
+            backend_for(request.spec).submit(plan)
+    except BaseException:
         job.discard()
         raise
     return job
 
 
-def start_again(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
-    """Submit a job that has ended, in its folder.
+def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
+    """Submit a job that has ended again, in the same folder.
 
     Args:
-        job: The job's folder.
-        request_for: Makes the request from the job's specification.
+        job: The folder.
+        request_for: Returns the request for a specification.
 
     Raises:
-        ConfigurationError: The job can't be started as it is described.
-        JobError: It has not ended, another process restarts it, or it can't be submitted.
+        ConfigurationError: The job can't be started as described.
+        JobError: The job has not ended, another process restarts it, or it can't be submitted.
     """
     try:
-        # Held until the job is queued: another process then sees that it has not ended.
-        with try_lock(job.restart_lock) as lock:
-            if lock is None:
+        # Held until the job is queued, so that another restart sees that it has not ended.
+        with try_lock(job.restart_lock) as is_locked:
+            if not is_locked:
                 raise JobError(f"{job.name} is being restarted by another process.")
             view = view_job(job)
-            view.require_known()
+            if view.doubt:
+                raise JobError(view.doubt)
             if not view.is_over:
-                where = " and may still run" if view.status == "silent" else ""
+                hint = " and may still run" if view.status == "silent" else ""
                 raise JobError(
-                    f"{job.name} is {view.status}{where}; only what has ended starts again. "
-                    f"hvdtrain stop {job.name} ends it, "
-                    f"hvdtrain clone {job.name} makes another."
+                    f"{job.name} is {view.status}{hint}; only a job that has ended can be "
+                    f"restarted. Stop it with hvdtrain stop {job.name}, or start another one with "
+                    f"hvdtrain clone {job.name}."
                 )
             request = request_for(job.spec())
-            backend_of(request.spec).plan(request).preview()
-            _submit(request)
+            plan = _checked_plan(request)
+            with _job_errors(job):
+                job.write_spec(request.spec)
+                while job.take_stop_request() is not None:
+                    # It was meant for the previous run.
+                    pass
+                state = job.state() or JobState(phase="queued")
+                job.write_state(dataclasses.replace(state, phase="queued", launcher=None))
+                backend_for(request.spec).submit(plan)
     except OSError as error:
         raise JobError(f"{job.restart_lock} can't be locked: {error.strerror}") from None
 
 
-def _submit(request: JobRequest) -> None:
-    job, backend = request.job, backend_of(request.spec)
+def _checked_plan(request: JobRequest) -> JobPlan:
+    plan = backend_for(request.spec).plan(request)
+    plan.preview()
+    return plan
+
+
+@contextlib.contextmanager
+def _job_errors(job: JobFolder) -> Iterator[None]:
     try:
-        job.write_spec(request.spec)
-        while job.take_stop() is not None:
-            # It was meant for the run before.
-            pass
-        before = job.state() or JobState(phase="queued")
-        job.write_state(dataclasses.replace(before, phase="queued", launcher=None))
-        backend.submit(backend.plan(request))
+        yield
     except (OSError, subprocess.SubprocessError) as error:
         raise JobError(f"job {job.name} can't be submitted: {error}") from None
+
+
+def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
+    """Request that a job that is not over stops, which may take a while.
+
+    Args:
+        job: The job.
+        view: Its view.
+        save: Whether its ranks save a checkpoint first.
+
+    Raises:
+        JobError: It is unknown whether the job runs, or it can't be reached.
+    """
+    if view.doubt:
+        raise JobError(view.doubt)
+    try:
+        queue_for(view.spec).cancel(job, view.spec, is_queued=view.status == "queued", save=save)
+    except OSError as error:
+        raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None

@@ -13,10 +13,9 @@ from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.keras.progress_report import LossSum
 from hvdtrain.monitor.progress_bar import (
-    EpochProgress,
-    Pace,
     StatusLine,
-    draw,
+    TrainingSpeed,
+    format_progress,
     terminal_columns,
 )
 
@@ -66,7 +65,7 @@ class StepLog(keras.callbacks.Callback):
         self._first_step = 0
         self._resumes = False
         self._epoch = 0
-        self._pace = Pace()
+        self._speed = TrainingSpeed()
         self._last = LossSum()
         self._clear_interval()
         self._marked_s = 0.0
@@ -113,14 +112,14 @@ class StepLog(keras.callbacks.Callback):
         self._interval += new
         self._examples += examples
         self._seconds += seconds
-        self._pace.add(new.steps, examples, seconds)
+        self._speed.add(new.steps, examples, seconds)
         step = self._first_step + self._last.steps
         if step // self._every > (self._first_step + before.steps) // self._every:
             self._line.print(self._describe(step, logs))
             self._clear_interval()
         if now_s - self._drawn_s > _REDRAW_S and not (self.params or {}).get("verbose"):
             self._drawn_s = now_s
-            self._line.show(draw(self._progress(logs), self._line.columns))
+            self._line.show(self._progress(logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Print the results of the epoch."""
@@ -158,15 +157,16 @@ class StepLog(keras.callbacks.Callback):
         # Not min(): an epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done
 
-    def _progress(self, logs: Any) -> EpochProgress:
-        return EpochProgress(
+    def _progress(self, logs: Any) -> str:
+        return format_progress(
+            self._line.columns,
             epoch=self._epoch + 1,
             epochs=self._epochs(),
             done=self._last.steps,
             steps=(self.params or {}).get("steps") or 0,
             loss=self._last.mean(logs),
-            rate=self._pace.rate,
-            step_s=self._pace.step_s,
+            samples_per_s=self._speed.samples_per_s,
+            step_s=self._speed.step_s,
         )
 
     def _epochs(self) -> int:

@@ -1,1 +1,1 @@
-"""Progress reports, timeline and terminal output of a run while it goes on."""
+"""Progress reports, timeline, and terminal output of a running training."""

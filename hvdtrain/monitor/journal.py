@@ -1,4 +1,4 @@
-"""A file that grows while training goes on, and never ends it."""
+"""A file that is written during training and never interrupts it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger(__package__)
 
 
 class Journal:
-    """Text that is written to a file. When that fails it is told once, and given up.
+    """A text file. After the first error it logs a warning and ignores all further text.
 
     Args:
-        path: Folders above it are made.
-        what: Is written there, for the message.
-        flag: Names another file or folder, for the message.
-        mode: "a" to go on with a file that there is, "w" to begin anew.
+        path: The file; its parent folders are created.
+        what: The content, for the warning.
+        flag: The option that names another file, for the warning.
+        mode: "a" to append to an existing file, "w" to replace it.
     """
 
     def __init__(self, path: Path, what: str, flag: str, *, mode: str) -> None:
@@ -31,19 +31,19 @@ class Journal:
         except OSError as error:
             self._give_up(error)
 
-    def write(self, text: str, *, now: bool = False) -> None:
-        """Write more; with ``now`` it is there should this process be killed the next moment."""
+    def write(self, text: str, *, flush: bool = False) -> None:
+        """Write text; with ``flush`` it survives a kill of this process."""
         if self._file is None:
             return
         try:
             self._file.write(text)
-            if now:
+            if flush:
                 self._file.flush()
         except OSError as error:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -56,6 +56,6 @@ class Journal:
             with suppress(OSError):
                 file.close()
         logger.warning(
-            f"can't write {self._what} to {self._path}: {error.strerror or error}. "
-            f"Training goes on without. Make room there, or name another one ({self._flag})."
+            f"can't write {self._what} to {self._path}: {error.strerror or error}. Training "
+            f"continues without it. Free disk space or choose another path ({self._flag})."
         )

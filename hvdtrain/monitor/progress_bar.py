@@ -1,112 +1,101 @@
-"""The progress bar of an epoch, on the last line of a terminal."""
+"""The progress bar of an epoch on the last line of a terminal.
+
+Keras' own ``Progbar`` would not do: it can't print lines above the bar, and does not find the
+terminal behind mpirun.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.config import COLUMNS, LAUNCHER
 
-__all__ = ["EpochProgress", "Pace", "StatusLine", "draw", "terminal_columns"]
+__all__ = ["StatusLine", "TrainingSpeed", "format_progress", "terminal_columns"]
 
 _WIDEST, _NARROWEST = 30, 8
-# By how much what was measured counts less after each measurement.
+# The factor by which older measurements count less after each new one.
 _DECAY = 0.95
 _ERASE = "\r\x1b[K"
 
-# Names of the processes between a rank and its user, as Linux cuts them (15 characters).
+# Names of the processes between a rank and its user, truncated to 15 characters by Linux.
 _LAUNCHERS = {
     *("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted"),
     *("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochProgress:
-    """The progress of an epoch.
+class TrainingSpeed:
+    """An exponential moving average of the training speed.
+
+    The second measurement replaces the first one, which includes compilation.
 
     Attributes:
-        epoch: From 1.
-        epochs: How many there are.
-        done: Steps.
-        steps: How many there are; 0 for nobody knows.
-        loss: The mean loss of this epoch so far; nan for none.
-        rate: Samples a second; 0 for not known.
-        step_s: Seconds for one step; 0 for not known.
-    """
-
-    epoch: int
-    epochs: int
-    done: int
-    steps: int
-    loss: float
-    rate: float
-    step_s: float
-
-
-class Pace:
-    """The speed of training, by the last steps above all.
-
-    The first measurement of all counts until there is another one: it compiles.
+        samples_per_s: Samples per second; 0 if unknown.
+        step_s: Seconds per step; 0 if unknown.
     """
 
     def __init__(self) -> None:
-        self._measured = 0
+        self._count = 0
         self._steps = self._samples = self._seconds = 0.0
+        self.samples_per_s = self.step_s = 0.0
 
     def add(self, steps: int, samples: float, seconds: float) -> None:
-        """Note that so many ``steps`` of ``samples`` in all took ``seconds``."""
-        decay = 0.0 if self._measured == 1 else _DECAY
-        self._measured += 1
+        """Add a measurement: ``steps`` with ``samples`` in total took ``seconds``."""
+        decay = 0.0 if self._count == 1 else _DECAY
+        self._count += 1
         self._steps = decay * self._steps + steps
         self._samples = decay * self._samples + samples
         self._seconds = decay * self._seconds + seconds
-
-    @property
-    def rate(self) -> float:
-        """Samples a second; 0 for not known."""
-        return self._samples / self._seconds if self._seconds > 0 else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Seconds for one step; 0 for not known."""
-        return self._seconds / self._steps if self._steps > 0 else 0.0
+        self.samples_per_s = self._samples / self._seconds if self._seconds > 0 else 0.0
+        self.step_s = self._seconds / self._steps if self._steps > 0 else 0.0
 
 
-def draw(progress: EpochProgress, columns: int) -> str:
-    """Draw ``progress`` in less than ``columns`` characters; the least important goes first."""
-    head = f"epoch {progress.epoch}/{progress.epochs}"
-    count = f"{progress.done}/{progress.steps}" if progress.steps else f"step {progress.done}"
-    words = _words(progress)
-    while words and len(" ".join([head, count, ", ".join(words)])) >= columns:
-        words.pop()
-    rest = " ".join(filter(None, [count, ", ".join(words)]))
+def format_progress(
+    columns: int,
+    *,
+    epoch: int,
+    epochs: int,
+    done: int,
+    steps: int,
+    loss: float,
+    samples_per_s: float,
+    step_s: float,
+) -> str:
+    """Format a progress bar in less than ``columns`` characters, the most important parts first.
+
+    Args:
+        columns: The width of the terminal.
+        epoch: The epoch, from 1.
+        epochs: The number of epochs.
+        done: Completed steps of the epoch.
+        steps: Steps of the epoch; 0 if unknown.
+        loss: The mean loss of the epoch; NaN if unknown.
+        samples_per_s: Samples per second; 0 if unknown.
+        step_s: Seconds per step; 0 if unknown.
+    """
+    head = f"epoch {epoch}/{epochs}"
+    count = f"{done}/{steps}" if steps else f"step {done}"
+    details = [] if math.isnan(loss) else [f"loss = {loss:.2f}"]
+    if (left_s := (steps - done) * step_s) > 0:
+        details.append(f"ETA {_format_duration(left_s)}")
+    if samples_per_s > 0:
+        details.append(f"{samples_per_s:.0f} samples/s")
+    while details and len(" ".join([head, count, ", ".join(details)])) >= columns:
+        details.pop()
+    rest = " ".join(filter(None, [count, ", ".join(details)]))
     room = min(_WIDEST, columns - 1 - len(f"{head} [] {rest}"))
-    if not progress.steps or room < _NARROWEST:
+    if not steps or room < _NARROWEST:
         return f"{head} {rest}"[: columns - 1]
-    filled = min(room, room * progress.done // progress.steps)
+    filled = min(room, room * done // steps)
     return f"{head} [{'=' * filled}{'.' * (room - filled)}] {rest}"
 
 
-def _words(progress: EpochProgress) -> list[str]:
-    """Return what there is to say, the most important first."""
-    words = []
-    if not math.isnan(progress.loss):
-        words.append(f"loss = {progress.loss:.2f}")
-    left_s = (progress.steps - progress.done) * progress.step_s
-    if left_s > 0:
-        words.append(f"ETA {_duration(left_s)}")
-    if progress.rate > 0:
-        words.append(f"{progress.rate:.0f} samples/s")
-    return words
-
-
-def _duration(seconds: float) -> str:
-    """Write a duration as 59 s, 4:07 min or 1:02:03 h."""
+def _format_duration(seconds: float) -> str:
+    """Format a duration as 59 s, 4:07 min or 1:02:03 h."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -115,12 +104,11 @@ def _duration(seconds: float) -> str:
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """The width of the terminal that shows ``stream``; 0 for none that a line can be erased on.
+    """Return the width of the terminal that shows ``stream``; 0 if lines can't be erased there.
 
-    A rank can't ask its own output alone: Open MPI gives every rank a pseudo-terminal without a
-    size, whatever mpirun's own output is, and Hydra a pipe. What they are given comes out at
-    mpirun's output, so that one decides where mpirun runs on this host. ``hvdtrain run`` says by
-    itself what its output is.
+    A rank's own output is not conclusive: Open MPI gives ranks a pseudo-terminal without a size,
+    and Hydra a pipe. Both forward it to mpirun's output, which is checked if mpirun runs on this
+    host. ``hvdtrain run`` passes the width in a variable.
     """
     if LAUNCHER in os.environ:
         return int(os.environ.get(COLUMNS, "0"))
@@ -136,10 +124,10 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _launcher_columns() -> int:
-    """The width of the terminal that the mpirun above this process prints to; 0 for none."""
+    """Return the width of the terminal of the mpirun above this process; 0 if there is none."""
     top, parent = 0, os.getppid()
     while parent > 1:
-        # "pid (name) state parent …"; the name may hold anything.
+        # "pid (name) state parent ..."; the name may contain any character.
         head, _, tail = Path(f"/proc/{parent}/stat").read_text().rpartition(")")
         if head.partition("(")[2] not in _LAUNCHERS:
             break
@@ -154,14 +142,14 @@ def _launcher_columns() -> int:
 
 
 class StatusLine:
-    """Prints lines above a status that stays the last line.
+    """Prints lines above a status that stays on the last line.
 
     Args:
-        stream: Where to print.
-        columns: The terminal's width; 0 for no terminal, where no status is shown.
+        stream: The output.
+        columns: The width of the terminal; 0 if there is none, then no status is shown.
 
     Attributes:
-        columns: The same.
+        columns: The same width.
     """
 
     def __init__(self, stream: TextIO, columns: int) -> None:
@@ -170,18 +158,18 @@ class StatusLine:
         self._status = ""
 
     def print(self, line: str) -> None:
-        """Print ``line`` for good; whatever stands in the last line goes, if it can be redrawn."""
+        """Print a line above the status."""
         erase = _ERASE if self.columns else ""
         self._write(f"{erase}{line}\n{self._status}")
 
     def show(self, status: str) -> None:
-        """Make ``status`` the last line; too long a one is cut, because it could not be erased."""
+        """Replace the status, truncated to the width, as a wrapped line can't be erased."""
         if self.columns:
             self._status = status[: self.columns - 1]
             self._write(_ERASE + self._status)
 
     def clear(self) -> None:
-        """Take the status away."""
+        """Remove the status."""
         if self._status:
             self._status = ""
             self._write(_ERASE)

@@ -1,11 +1,11 @@
-"""Tells ``hvdtrain run`` how far this rank is: its step, its phase, its checkpoints, its failure.
+"""Reports the progress of this rank to ``hvdtrain run``: steps, phases, checkpoints and failures.
 
-The launcher says with it what a failed job has lost, and notices one that hangs. Under any other
-launcher all of it does nothing. Nothing here waits, and no error of it reaches the program.
+The launcher uses the reports to compute what a failed job has lost, and to detect hangs. Under
+other launchers these functions do nothing. They never block or raise.
 
-What is written: one JSON object a line into the file that ``config.REPORT_FD`` names, each with all
-there is to say; ``hvdtrain.agent.rank_report`` is the other side. The first call installs
-Python's own printer of stacks for SIGQUIT, by which the launcher asks a rank where it is.
+Reports are lines of JSON with the whole state, written to the file in ``config.REPORT_FD`` and read
+by ``hvdtrain.agent.rank_report``. The first call registers ``faulthandler`` for SIGQUIT, with which
+the launcher requests the stacks of a rank.
 """
 
 from __future__ import annotations
@@ -43,68 +43,68 @@ __all__ = [
 ]
 
 INTERVAL_S = 1.0
-# What a pipe takes as a whole or not at all (PIPE_BUF).
+# Writes up to PIPE_BUF bytes to a pipe are atomic.
 MOST_BYTES = 4096
 _STDERR = 2
 
 
 def step(step: int, epoch: int) -> None:
-    """``step`` optimizer steps of the whole training are complete, the last one in ``epoch``."""
-    _note(step=step, epoch=epoch)
+    """Report that ``step`` optimizer steps in total are complete, the last one in ``epoch``."""
+    _update(step=step, epoch=epoch)
 
 
 def is_heard() -> bool:
-    """Whether somebody listens; what is costly to find out need not be found out otherwise."""
-    return _note().is_heard
+    """Return whether a launcher receives the reports, to skip expensive measurements otherwise."""
+    return _update().is_open
 
 
 def learned(samples: float, loss: float) -> None:
-    """All ranks have trained on so many samples in this run of the program, the last with ``loss``.
+    """Report how many samples all ranks have trained on in this run, and the newest ``loss``.
 
-    The chief tells it for all.
+    Only the chief calls this.
     """
-    _note(samples=samples, loss=loss)
+    _update(samples=samples, loss=loss)
 
 
 def planned(total_steps: int | None) -> None:
-    """Training is to end after ``total_steps`` optimizer steps in all; None for unknown."""
-    _note(total_steps=total_steps)
+    """Report the total number of optimizer steps of the training; None if unknown."""
+    _update(total_steps=total_steps)
 
 
 def waited_for_input(more_s: float) -> None:
-    """This rank's training has waited so many seconds more for its next batches."""
-    _note(input_s=(_note().input_s or 0.0) + more_s)
+    """Report that this rank has waited ``more_s`` more seconds for its next batches."""
+    _update(input_s=(_update().input_s or 0.0) + more_s)
 
 
 def phase(name: str) -> None:
-    """Report what the program does from now on.
+    """Report the current phase of the program; call it before a long operation.
 
-    Steps are expected in ``"training"`` alone: no other phase (``"compiling"``, ``"validation"``,
-    ``"checkpoint"``, ...) counts as a hang, however long it takes. Say so before something long.
+    Steps are only expected in ``"training"``: any other phase (``"compiling"``, ``"validation"``,
+    ``"checkpoint"``, ...) may last any time without counting as a hang.
     """
-    if _note().phase != name:
-        _note(phase=name).tell()
+    if _update().phase != name:
+        _update(phase=name).send()
 
 
 @contextlib.contextmanager
 def during(name: str) -> Iterator[None]:
-    """Within the block the program is in the phase ``name``; afterwards in the one before."""
-    before = _note().phase
+    """Report the phase ``name`` within the block, and the previous one after it."""
+    previous = _update().phase
     phase(name)
     try:
         yield
     finally:
-        phase(before)
+        phase(previous)
 
 
 def saved(step: int) -> None:
-    """The checkpoint of ``step`` is complete and durable."""
-    _note(saved=step).tell()
+    """Report that the checkpoint of ``step`` is complete and durable."""
+    _update(saved=step).send()
 
 
 def resumed(step: int) -> None:
-    """Training goes on from the checkpoint of ``step``."""
-    _note(resumed=step).tell()
+    """Report that training resumes from the checkpoint of ``step``."""
+    _update(resumed=step).send()
 
 
 def watch(
@@ -112,26 +112,26 @@ def watch(
     waited_s: Callable[[], float] | None = None,
     reduced_bytes: Callable[[], int] | None = None,
 ) -> None:
-    """Ask about once a second what this rank waits for, and what it exchanges.
+    """Set the functions that report waits and traffic about once a second.
+
+    They are called on a separate thread, and replaced by a later call.
 
     Args:
-        waiting_in: Which operation it waits in, ``""`` for none.
-        waited_s: How long it has waited for other ranks in all, in seconds; None for unknown.
-        reduced_bytes: How much it has put into allreduce in all; None for unknown.
-
-    They are called on a thread of its own. A later call replaces them.
+        waiting_in: Returns the operation that this rank waits in; empty if it doesn't wait.
+        waited_s: Returns the total seconds that this rank has waited for other ranks.
+        reduced_bytes: Returns the total bytes that it has contributed to allreduce.
     """
-    _note(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
+    _update(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
 
 
-# Not public: hvdtrain's own hook calls it, which knows the error between ranks behind another one.
+# Not public: hvdtrain's excepthook calls it, which knows the cause of a collective's error.
 def failed(cause: BaseException, error: BaseException) -> None:
-    """This rank's program ends by ``cause``, of which Python prints ``error``, or the same."""
-    _note().tell_failure(cause, error)
+    """Report that the program ends because of ``cause``, with the traceback of ``error``."""
+    _update().send_failure(cause, error)
 
 
 class _Reporter:
-    """The newest state, and the file that it goes to; None for nowhere."""
+    """The newest state, and the file that it is written to; None if there is no launcher."""
 
     def __init__(self, file: int | None) -> None:
         self.step: int | None = None
@@ -148,58 +148,61 @@ class _Reporter:
         self.reduced_bytes: Callable[[], int] | None = None
         self._file = file
         self._pid: int | None = None
-        self._told = b""
+        self._sent = b""
         self._has_failed = False
-        # A signal handler may report while the thread that it interrupts does.
+        # Reentrant, as a signal handler may report while its own thread does.
         self._lock = threading.RLock()
+        if file is not None:
+            self._start()
 
     @property
-    def is_heard(self) -> bool:
-        """Whether there is a file that it goes to."""
+    def is_open(self) -> bool:
+        """Whether a launcher receives the reports."""
         return self._file is not None
 
-    def start(self) -> None:
-        """Let the launcher look into this process, and write what changes."""
+    def _start(self) -> None:
+        """Register the handlers, and start the thread that reports changes."""
         with contextlib.suppress(Exception):
-            # A program that has its own use for the signal is not asked. What was started in the
-            # background by a script ignores it, without having chosen that.
+            # A handler of the program is kept. Programs that a script starts in the background
+            # inherit SIG_IGN.
             if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
                 faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
                 self._pid = os.getpid()
         sys.excepthook = functools.partial(self._on_exception, sys.excepthook)
-        os.register_at_fork(after_in_child=self._fall_silent)
-        atexit.register(self.tell)
-        threading.Thread(target=self._tell_often, name="hvdtrain-report", daemon=True).start()
+        os.register_at_fork(after_in_child=self._close)
+        atexit.register(self.send)
+        threading.Thread(target=self._run, name="hvdtrain-report", daemon=True).start()
 
-    def tell(self) -> None:
-        """Write the state if it has changed; never waits, never raises."""
+    def send(self) -> None:
+        """Write the state if it has changed; never block or raise."""
         if self._file is None:
             return
         with contextlib.suppress(Exception), self._lock:
             state: dict[str, Any] = {"kind": "report", "pid": self._pid}
             for name in ("step", "epoch", "total_steps", "saved", "resumed"):
-                value = getattr(self, name)
-                if value is not None:
+                if (value := getattr(self, name)) is not None:
                     state[name] = int(value)
-            if self.samples is not None and math.isfinite(self.samples):
-                state["samples"] = round(self.samples)
-            if self.loss is not None and math.isfinite(self.loss):
-                state["loss"] = float(f"{self.loss:.6g}")
-            if (waited_s := self._asked(self.waited_s)) is not None:
+            if (samples := _finite(self.samples)) is not None:
+                state["samples"] = round(samples)
+            if (loss := _finite(self.loss)) is not None:
+                state["loss"] = float(f"{loss:.6g}")
+            if (waited_s := _finite(self.waited_s)) is not None:
                 state["waited_s"] = round(waited_s, 3)
-            if self.input_s is not None and math.isfinite(self.input_s):
-                state["input_s"] = round(self.input_s, 3)
-            if (reduced_bytes := self._asked(self.reduced_bytes)) is not None:
+            if (input_s := _finite(self.input_s)) is not None:
+                state["input_s"] = round(input_s, 3)
+            if (reduced_bytes := _finite(self.reduced_bytes)) is not None:
                 state["reduced_bytes"] = round(reduced_bytes)
             state["phase"] = str(self.phase)[:MAX_TEXT_LENGTH]
-            state["waiting_in"] = self._waits()[:MAX_TEXT_LENGTH]
+            state["waiting_in"] = ""
+            with contextlib.suppress(Exception):
+                state["waiting_in"] = str(self.waiting_in())[:MAX_TEXT_LENGTH]
             line = _line(state)
-            # Where whoever reads is slow, the next state will do.
-            if line != self._told and self._send(line):
-                self._told = line
+            # If the pipe is full, the next state replaces this one.
+            if line != self._sent and self._write(line):
+                self._sent = line
 
-    def tell_failure(self, cause: BaseException, error: BaseException) -> None:
-        """Write why the program ends, the first time; never waits, never raises."""
+    def send_failure(self, cause: BaseException, error: BaseException) -> None:
+        """Write why the program ends, the first time; never block or raise."""
         if self._file is None or self._has_failed:
             return
         self._has_failed = True
@@ -211,11 +214,11 @@ class _Reporter:
                 "traceback": "",
                 "time_s": time.time(),
             }
-            printed = traceback.format_exception(type(error), error, error.__traceback__)
-            lines = [line[:MAX_TEXT_LENGTH] for line in "".join(printed).splitlines()]
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            lines = [line[:MAX_TEXT_LENGTH] for line in text.splitlines()]
             while lines and len(_line(record | {"traceback": "\n".join(lines)})) > MOST_BYTES:
                 del lines[len(lines) // 2]
-            self._send(_line(record | {"traceback": "\n".join(lines)}))
+            self._write(_line(record | {"traceback": "\n".join(lines)}))
 
     def _on_exception(
         self,
@@ -224,11 +227,11 @@ class _Reporter:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        self.tell_failure(error, error)
+        self.send_failure(error, error)
         previous(kind, error, trace)
 
-    def _send(self, line: bytes) -> bool:
-        """Write a line as a whole or not at all; return whether that was possible."""
+    def _write(self, line: bytes) -> bool:
+        """Write a line, completely or not at all; return whether it was written."""
         if self._file is None or len(line) > MOST_BYTES:
             return False
         try:
@@ -236,34 +239,28 @@ class _Reporter:
         except BlockingIOError:
             return False
         except OSError:
-            self._file = None
+            self._close()
             return False
         return True
 
-    def _waits(self) -> str:
-        try:
-            return str(self.waiting_in())
-        except Exception:
-            return ""
-
-    @staticmethod
-    def _asked(ask: Callable[[], float] | None) -> float | None:
-        """Ask a function of the program's for a number; None where it gives none."""
-        try:
-            number = None if ask is None else float(ask())
-        except Exception:
-            return None
-        return number if number is not None and math.isfinite(number) else None
-
-    def _tell_often(self) -> None:
+    def _run(self) -> None:
         pause = threading.Event()
         while self._file is not None:
             pause.wait(INTERVAL_S)
-            self.tell()
+            self.send()
 
-    def _fall_silent(self) -> None:
-        """Report nothing in a forked child: its parent is the rank; who held the lock is gone."""
+    def _close(self) -> None:
+        """Stop reporting; forked children do, as only their parent is the rank."""
         self._file = None
+
+
+def _finite(value: float | Callable[[], float] | None) -> float | None:
+    """Return a number, possibly from a function; None if it is unknown or not finite."""
+    try:
+        number = float(value()) if callable(value) else value
+    except Exception:
+        return None
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -271,33 +268,26 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 _reporter: _Reporter | None = None
-_beginning = threading.RLock()
+_start_lock = threading.RLock()
 
 
-def _note(**news: Any) -> _Reporter:
-    """Return this process's reporter, with some attributes changed."""
-    reporter = _reporter or _begin()
-    vars(reporter).update(news)
+def _update(**values: Any) -> _Reporter:
+    """Set attributes of this process's reporter, and return it."""
+    global _reporter
+    reporter = _reporter
+    if reporter is None:
+        with _start_lock:
+            reporter = _reporter = _reporter or _Reporter(_open_pipe())
+    vars(reporter).update(values)
     return reporter
 
 
-def _begin() -> _Reporter:
-    global _reporter
-    with _beginning:
-        if _reporter is None:
-            reporter = _Reporter(_open_file())
-            if reporter._file is not None:
-                reporter.start()
-            _reporter = reporter
-    return _reporter
-
-
-def _open_file() -> int | None:
-    """The launcher's pipe, which from now on is this process's alone; None where there is none."""
+def _open_pipe() -> int | None:
+    """Return the launcher's pipe, no longer inheritable; None if there is none."""
     try:
         number, inode = map(int, os.environ.get(REPORT_FD, "").split(":"))
-        found = os.fstat(number)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
+        status = os.fstat(number)
+        if not stat.S_ISFIFO(status.st_mode) or status.st_ino != inode:
             return None
         os.set_inheritable(number, False)
         os.set_blocking(number, False)

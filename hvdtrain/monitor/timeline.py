@@ -1,6 +1,6 @@
-"""The timeline of this rank's operations between ranks, for Perfetto or chrome://tracing.
+"""The timeline of this rank's collectives, for Perfetto or chrome://tracing.
 
-The format is that of Chrome's traces, an array of events of which the end may be missing:
+The format is Chrome's trace format, a JSON array of events whose end may be missing:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -16,27 +16,26 @@ from typing import Any
 from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.monitor.journal import Journal
 
-__all__ = ["Timeline", "file_of"]
+__all__ = ["Timeline", "timeline_file"]
 
 
 class Timeline:
-    """Writes each operation as soon as it ends: what a killed rank did before is there.
+    """Writes each operation as soon as it ends, so that a killed rank leaves its timeline.
 
-    Times are those of the host's clock, so that files of several ranks fit together as well as
-    their clocks do.
+    Times are those of the host's clock: the timelines of several hosts are aligned as well as their
+    clocks are.
 
     Args:
-        file: Written anew; folders above it are made. When it can't be written that is told, and
-            training goes on.
-        rank: Whose operations.
+        file: The file, which is replaced. If it can't be written, a warning is logged.
+        rank: This rank.
     """
 
     def __init__(self, file: Path, rank: int) -> None:
         self._rank = rank
         self._clock_s = time.time() - time.monotonic()
         self._journal = Journal(file, "the timeline", "--timeline-filename", mode="w")
-        where = f"rank {rank} on {socket.gethostname()}, process {os.getpid()}"
-        self._write("[\n", ph="M", name="process_name", args={"name": where})
+        name = f"rank {rank} on {socket.gethostname()}, process {os.getpid()}"
+        self._write("[\n", ph="M", name="process_name", args={"name": name})
         self._write(ph="M", name="process_sort_index", args={"sort_index": rank})
 
     def note(self, done: FinishedOperation) -> None:
@@ -53,17 +52,17 @@ class Timeline:
         )
 
     def close(self) -> None:
-        """End the file."""
+        """End the array and close the file."""
         self._journal.write("\n]\n")
         self._journal.close()
 
-    def _write(self, before: str = ",\n", **event: Any) -> None:
+    def _write(self, separator: str = ",\n", **event: Any) -> None:
         entry = json.dumps({"pid": self._rank, "tid": 0, **event})
-        self._journal.write(before + entry, now=True)
+        self._journal.write(separator + entry, flush=True)
 
 
-def file_of(pattern: str, rank: int) -> Path | None:
-    """Return a rank's file: each has one where ``{rank}`` is in the name, else rank 0 alone."""
+def timeline_file(pattern: str, rank: int) -> Path | None:
+    """Return the file of a rank; without ``{rank}`` in the pattern only rank 0 has one."""
     if "{rank}" in pattern:
         return Path(pattern.replace("{rank}", str(rank)))
     return Path(pattern) if rank == 0 else None

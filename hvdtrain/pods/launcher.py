@@ -1,9 +1,9 @@
-"""The program of the launcher's pod: waits for workers, runs ``hvdtrain run``, frees the workers.
+"""The program of the launcher's pod: waits for workers, then runs ``hvdtrain run``.
 
     python -m hvdtrain.pods.launcher NAME -- run -np 8 --hostfile FILE -- program ...
 
-If the pod is lost, Kubernetes starts another, and the job continues from its checkpoint. A failed
-job is not started again.
+If the pod is lost, Kubernetes starts another one, and the job continues from its checkpoint. A job
+that fails is not started again.
 """
 
 from __future__ import annotations
@@ -19,189 +19,324 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from hvdtrain.cluster.hosts import parse_hostfile
+from hvdtrain.cluster.managed_hosts import ManagedHost, format_managed_hosts
 from hvdtrain.config import MANAGED_HOSTS
 from hvdtrain.errors import JobError
 from hvdtrain.exit_codes import ExitCode
-from hvdtrain.pods.cluster_api import ClusterApi, persist
-from hvdtrain.pods.names import FOLDER, KEYS_FOLDER, SSH_FOLDER, SSH_PORT, launcher_host
-from hvdtrain.pods.worker_watch import WorkerWatch
+from hvdtrain.pods.cluster_api import ClusterApi, RefusedError
+from hvdtrain.pods.names import (
+    FOLDER,
+    KEYS_FOLDER,
+    SSH_FOLDER,
+    SSH_PORT,
+    STOP,
+    launcher_host,
+    worker_addresses,
+)
+from hvdtrain.pods.pod_states import ending_launchers, managed_hosts
 
-__all__ = ["RunChild", "await_own_name", "await_workers", "free_workers", "main"]
+__all__ = [
+    "RunProcess",
+    "WorkerWatch",
+    "main",
+    "release_workers",
+    "wait_for_own_name",
+    "wait_for_workers",
+]
 
 POLL_S = 0.5
+WATCH_INTERVAL_S = 1.0
 # How often a waiting launcher repeats what it waits for.
-SAY_EVERY_S = 60.0
+REPEAT_S = 60.0
 _CONNECT_TIMEOUT_S = 2.0
-# How long to ask a cluster that does not answer, at the start and at the end.
+# How long to retry requests to the cluster at the start and at the end.
 START_PATIENCE_S = 120.0
-FREE_PATIENCE_S = 3600.0
+RELEASE_PATIENCE_S = 3600.0
+# The rights of the account may appear shortly after the pod; after this long a refusal is final.
+REFUSED_S = 10.0
+# Longer than all requests of one update to a cluster that does not answer.
+CLOSE_TIMEOUT_S = 90.0
 _HOSTS = Path("/tmp/hvdtrain-hosts.json")
 
+_Result = TypeVar("_Result")
 
-class RunChild:
+
+class RunProcess:
     """The process of ``hvdtrain run``; for the main thread, except ``stop``.
 
-    The first signal to end lets the ranks save a checkpoint, as the pod has its grace period left;
-    the second ends them at once.
+    The first SIGTERM or SIGINT lets the ranks save a checkpoint within the grace period of the
+    pod; the second ends them at once.
     """
 
     def __init__(self) -> None:
-        self._ordered: list[int] = []
-        self._child: subprocess.Popen[bytes] | None = None
+        self._signals: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
         # Reentrant, as a signal may arrive while the main thread holds it.
         self._lock = threading.RLock()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward)
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether the pod has received a signal to end."""
-        return bool(self._ordered)
+    def is_stopped(self) -> bool:
+        """Whether the pod has received a signal to end, or the job was stopped before it ran."""
+        return bool(self._signals)
 
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``hvdtrain`` with these arguments, and return its exit code as a shell reports it."""
+        """Run ``hvdtrain`` with these arguments; return its exit code as a shell reports it."""
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
-        child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         with self._lock:
-            self._child = child
-            if self._ordered:
-                # The signal came before the process existed.
+            self._process = process
+            if self._signals:
+                # A signal arrived before the process existed.
                 self.stop(save=False)
-        code = child.wait()
+        code = process.wait()
         return 128 - code if code < 0 else code
 
     def stop(self, *, save: bool) -> None:
-        """End the process, or keep it from starting; may be called from any thread."""
+        """End the process, or prevent its start; may be called from any thread."""
         with self._lock:
-            if self._child is None:
-                self._ordered.append(signal.SIGTERM)
+            if self._process is None:
+                self._signals.append(signal.SIGTERM)
             else:
-                self._child.send_signal(signal.SIGUSR1 if save else signal.SIGTERM)
+                self._process.send_signal(signal.SIGUSR1 if save else signal.SIGTERM)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        is_first = not self._ordered
-        self._ordered.append(number)
-        if self._child is not None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        is_first = not self._signals
+        self._signals.append(number)
+        if self._process is not None:
             self.stop(save=is_first)
 
 
+class WorkerWatch:
+    """Updates the file of ``MANAGED_HOSTS`` from the job's pods on a thread; a context manager.
+
+    Args:
+        api: The cluster.
+        name: The name of the job's objects.
+        slots: The number of ranks on each worker.
+        path: The file; it is written before this returns.
+        on_stop: Called once with "now" or "save" when a user stops the job.
+
+    Raises:
+        JobError: The launcher's account may not read the job.
+    """
+
+    def __init__(
+        self,
+        api: ClusterApi,
+        name: str,
+        *,
+        slots: int,
+        path: Path,
+        on_stop: Callable[[str], None],
+    ) -> None:
+        self._api, self._name, self._slots, self._path = api, name, slots, path
+        self._on_stop = on_stop
+        self._hosts: tuple[ManagedHost, ...] = ()
+        self._closing = threading.Event()
+        self.was_stopped = False
+        self._update()
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+
+    def __enter__(self) -> WorkerWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The hostnames of all requested workers."""
+        return [host.name for host in self._hosts]
+
+    def ending_launchers(self) -> list[str]:
+        """Return the pods of earlier launchers that have not ended yet.
+
+        Raises:
+            JobError: The cluster does not answer.
+        """
+        return ending_launchers(self._api.pods(self._name), time.time())
+
+    def _run(self) -> None:
+        reported = ""
+        while not self._closing.wait(WATCH_INTERVAL_S):
+            try:
+                self._update()
+                reported = ""
+            except JobError as error:
+                # The control plane is busy or restarts; pods keep running.
+                if str(error) != reported:
+                    reported = str(error)
+                    _report(reported)
+
+    def _update(self) -> None:
+        addresses = worker_addresses(self._name, self._api.workers(self._name))
+        hosts = managed_hosts(self._api.pods(self._name), addresses, slots=self._slots)
+        if hosts != self._hosts:
+            draft = self._path.with_suffix(".new")
+            draft.write_text(format_managed_hosts(hosts))
+            draft.replace(self._path)
+            self._hosts = hosts
+        job = self._api.job(self._name)
+        annotations = (job["metadata"].get("annotations") if job is not None else None) or {}
+        if (how := annotations.get(STOP, "")) and not self.was_stopped:
+            self.was_stopped = True
+            self._on_stop(how)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run the job, free its workers if it has ended for good, and return its exit code."""
+    """Run the job, release its workers if it has ended for good, and return its exit code."""
     name, words = arguments[0], arguments[list(arguments).index("--") + 1 :]
-    child = RunChild()
-    _take_keys()
-    listed = Path(FOLDER, "hostfile")
-    hosts = parse_hostfile(listed.read_text(), str(listed))
-    watch = _watch(name, hosts[0].slots, child)
+    process = RunProcess()
+    _copy_key()
+    hostfile = Path(FOLDER, "hostfile")
+    hosts = parse_hostfile(hostfile.read_text(), str(hostfile))
+    watch = _watch_workers(name, hosts[0].slots, process)
     workers = watch.addresses if watch is not None else [host.name for host in hosts]
     code = None
+
+    def is_stopped() -> bool:
+        return process.is_stopped
+
     # From here on a stop is noticed, even during the waits.
     with watch or contextlib.nullcontext():
         if (
-            (watch is None or _await_earlier(watch, child))
-            and await_workers(workers, lambda: child.is_ordered)
-            and await_own_name(launcher_host(name), lambda: child.is_ordered)
+            (watch is None or _wait_for_ending_launchers(watch, is_stopped))
+            and wait_for_workers(workers, is_stopped)
+            and wait_for_own_name(launcher_host(name), is_stopped)
         ):
             managed = {} if watch is None else {MANAGED_HOSTS: str(_HOSTS)}
-            code = child.run(words, {**os.environ, **managed})
+            code = process.run(words, {**os.environ, **managed})
     was_stopped = watch is not None and watch.was_stopped
-    # After other ends Kubernetes starts another launcher, which needs the workers.
+    # Otherwise Kubernetes starts another launcher, which needs the workers.
     if was_stopped or code not in (None, ExitCode.PREEMPTED):
-        free_workers(
-            name, has_failed=code != 0, give_up=lambda: child.is_ordered and not was_stopped
+        release_workers(
+            name, has_failed=code != 0, give_up=lambda: is_stopped() and not was_stopped
         )
     return 128 + signal.SIGTERM if code is None else code
 
 
-def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
-    """Release the workers' resources, and keep a failed job from starting again.
+def _copy_key() -> None:
+    """Copy the key to a file that only its owner may read, as ssh requires."""
+    folder = Path(SSH_FOLDER)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = folder / "id_ed25519"
+    key.unlink(missing_ok=True)
+    with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(Path(KEYS_FOLDER, key.name).read_bytes())
 
-    Nothing else would release them, so this retries until the cluster answers.
+
+def _watch_workers(name: str, slots: int, process: RunProcess) -> WorkerWatch | None:
+    """Return the watch of the workers; None if the launcher's account lacks the rights."""
+
+    def watch() -> WorkerWatch:
+        return WorkerWatch(
+            api,
+            name,
+            slots=slots,
+            path=_HOSTS,
+            on_stop=lambda how: process.stop(save=how == "save"),
+        )
+
+    try:
+        api = ClusterApi.of_pod()
+        return _retry(watch, patience_s=START_PATIENCE_S, give_up=lambda: process.is_stopped)
+    except JobError as error:
+        _report(f"lost or added workers won't be noticed: {error}")
+        return None
+
+
+def release_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
+    """Release the resources of the workers, and keep a failed job from starting again.
+
+    Nothing else would release them, so requests are repeated until the cluster answers.
 
     Args:
         name: The name of the job's objects.
         has_failed: Whether the job failed.
         give_up: Returns whether to stop retrying, because this pod has to end.
     """
+    never_again = {"spec": {"backoffLimit": 0}}
     try:
         api = ClusterApi.of_pod()
-        persist(lambda: api.scale_workers(name, 0), patience_s=FREE_PATIENCE_S, give_up=give_up)
-        if has_failed:
-            never_again = {"spec": {"backoffLimit": 0}}
-            persist(
-                lambda: api.patch_job(name, never_again),
-                patience_s=FREE_PATIENCE_S,
-                give_up=give_up,
-            )
+        requests = [lambda: api.scale_workers(name, 0)]
+        requests += [lambda: api.patch_job(name, never_again)] if has_failed else []
+        for request in requests:
+            _retry(request, patience_s=RELEASE_PATIENCE_S, give_up=give_up)
     except JobError as error:
-        print(
-            f"hvdtrain: the workers still take their resources: {error}. Free them by: "
-            f"kubectl scale statefulset {name}-worker --replicas 0",
-            file=sys.stderr,
-            flush=True,
+        _report(
+            f"the workers still hold their resources: {error}. Release them with: "
+            f"kubectl scale statefulset {name}-worker --replicas 0"
         )
 
 
-def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
-    """Start to watch the workers; None if the launcher's account lacks the rights."""
-    try:
-        api = ClusterApi.of_pod()
-        return persist(
-            lambda: WorkerWatch(
-                api,
-                name,
-                slots=slots,
-                path=_HOSTS,
-                on_stop=lambda word: child.stop(save=word == "save"),
-            ),
-            patience_s=START_PATIENCE_S,
-            give_up=lambda: child.is_ordered,
-        )
-    except JobError as error:
-        print(
-            f"hvdtrain: workers that are lost or added won't be noticed: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return None
+def _retry(
+    act: Callable[[], _Result], *, patience_s: float, give_up: Callable[[], bool]
+) -> _Result:
+    """Call a function until it succeeds, and return its result.
+
+    Raises:
+        JobError: The last failure, after ``patience_s``, or ``REFUSED_S`` if a right is missing.
+    """
+    started, reported = time.monotonic(), ""
+    while True:
+        try:
+            return act()
+        except JobError as error:
+            limit_s = min(patience_s, REFUSED_S) if isinstance(error, RefusedError) else patience_s
+            if give_up() or time.monotonic() - started > limit_s:
+                raise
+            if str(error) != reported:
+                reported = str(error)
+                _report(f"{reported}; trying again")
+        time.sleep(POLL_S)
 
 
-def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
-    """Wait until all workers accept ssh connections; return False if the job has to stop before.
+def _report(message: str) -> None:
+    print(f"hvdtrain: {message}", file=sys.stderr, flush=True)
 
-    Without a time-out: a job waits until the cluster has room for all its workers.
+
+def wait_for_workers(hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
+    """Wait until all workers accept ssh connections; return False if the job is stopped first.
+
+    There is no time-out: a job waits until the cluster has room for all its workers.
     """
     missing = dict.fromkeys(hosts, "")
 
-    def whom() -> str:
+    def pending() -> str:
         nonlocal missing
-        missing = {host: why for host in missing if (why := _why_not(host))}
-        first = "; ".join(f"{host}: {why}" for host, why in [*missing.items()][:3])
+        missing = {host: problem for host in missing if (problem := _connection_problem(host))}
+        first = "; ".join(f"{host}: {problem}" for host, problem in [*missing.items()][:3])
         return f"{len(missing)} of {len(hosts)} workers ({first})" if missing else ""
 
-    return _await(whom, is_ordered)
+    return _wait(pending, is_stopped)
 
 
-def await_own_name(host: str, is_ordered: Callable[[], bool]) -> bool:
-    """Wait until DNS has this pod's address alone; return False if the job has to stop before.
+def wait_for_own_name(host: str, is_stopped: Callable[[], bool]) -> bool:
+    """Wait until DNS resolves to this pod alone; return False if the job is stopped first.
 
     Workers of MPICH and Intel MPI connect to the launcher by its name.
 
     Args:
         host: The hostname of this pod, which is also its subdomain.
-        is_ordered: Returns whether the job has to stop.
+        is_stopped: Returns whether the job has to stop.
     """
     if socket.gethostname() != host:
-        # In the network of its node a pod has the hostname of the node.
-        return not is_ordered()
+        # A pod in the network of its node has the hostname of the node.
+        return not is_stopped()
 
-    def whom() -> str:
-        found = _addresses(f"{host}.{host}")
-        return "" if found and found <= _addresses(host) else f"DNS to know its own name, {host}"
+    def pending() -> str:
+        addresses = _addresses(f"{host}.{host}")
+        is_known = addresses and addresses <= _addresses(host)
+        return "" if is_known else f"the name {host} in DNS"
 
-    return _await(whom, is_ordered)
+    return _wait(pending, is_stopped)
 
 
 def _addresses(host: str) -> set[str]:
@@ -211,54 +346,44 @@ def _addresses(host: str) -> set[str]:
         return set()
 
 
-def _await_earlier(watch: WorkerWatch, child: RunChild) -> bool:
-    """Wait until no earlier launcher has ranks; return False if the job has to stop before.
+def _wait_for_ending_launchers(watch: WorkerWatch, is_stopped: Callable[[], bool]) -> bool:
+    """Wait until no earlier launcher runs; return False if the job is stopped first.
 
     Kubernetes starts a launcher while the ranks of the previous one still save their checkpoint.
     """
 
-    def whom() -> str:
+    def pending() -> str:
         try:
-            return ", ".join(watch.earlier_launchers())
+            names = ", ".join(watch.ending_launchers())
+            return f"the end of {names}" if names else ""
         except JobError as error:
-            return f"word of earlier launchers: {error}"
+            return f"the state of earlier launchers: {error}"
 
-    return _await(whom, lambda: child.is_ordered)
+    return _wait(pending, is_stopped)
 
 
-def _await(whom: Callable[[], str], is_ordered: Callable[[], bool]) -> bool:
-    """Wait until ``whom`` returns nothing, and print what it returns now and then."""
-    said, said_s = "", 0.0
-    while text := whom():
-        if text != said or time.monotonic() > said_s + SAY_EVERY_S:
-            print(f"hvdtrain: waits for {text}", flush=True)
-            said, said_s = text, time.monotonic()
-        if is_ordered():
+def _wait(pending: Callable[[], str], is_stopped: Callable[[], bool]) -> bool:
+    """Wait until ``pending`` returns nothing, and print what it returns periodically."""
+    printed, printed_s = "", 0.0
+    while text := pending():
+        if text != printed or time.monotonic() > printed_s + REPEAT_S:
+            print(f"hvdtrain: waiting for {text}", flush=True)
+            printed, printed_s = text, time.monotonic()
+        if is_stopped():
             return False
         time.sleep(POLL_S)
-    return not is_ordered()
+    return not is_stopped()
 
 
-def _why_not(host: str) -> str:
+def _connection_problem(host: str) -> str:
     """Return why a worker can't be reached; empty if it can."""
     try:
         socket.create_connection((host, SSH_PORT), _CONNECT_TIMEOUT_S).close()
     except socket.gaierror:
-        return "its name is not known yet"
+        return "its name is not in DNS yet"
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _take_keys() -> None:
-    """Copy the key to a file that only its owner may read, as ssh requires."""
-    folder = Path(SSH_FOLDER)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    key = folder / "id_ed25519"
-    key.unlink(missing_ok=True)
-    descriptor = os.open(key, os.O_WRONLY | os.O_CREAT, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(Path(KEYS_FOLDER, key.name).read_bytes())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names that the client and the programs in a job's pods share; pure functions."""
+"""Names that the client shares with the programs in a job's pods; pure functions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = [
 
 JOB_LABEL = "hvdtrain/job"
 ROLE_LABEL = "hvdtrain/role"
-# An annotation of a running Job: stop "now", or once the ranks have saved a checkpoint ("save").
+# An annotation of a running Job: stop "now", or after a checkpoint ("save").
 STOP = "hvdtrain/stop"
 SSH_PORT = 2222
-# Where pods find the hostfile and the keys, and where the launcher keeps its own copy of its key.
+# Mount paths of the hostfile and of the keys, and the launcher's private copy of its key.
 FOLDER = "/etc/hvdtrain"
 KEYS_FOLDER = "/etc/hvdtrain-keys"
 SSH_FOLDER = "/tmp/hvdtrain-ssh"
@@ -35,23 +35,23 @@ Object = dict[str, Any]
 
 
 def plural(kind: str) -> str:
-    """Return the resource of a kind, as paths and rights name it."""
+    """Return the resource of a kind, as used in paths and rights."""
     return f"{kind.lower()}s"
 
 
 def resource_of(one: Object) -> tuple[str, str]:
-    """Return the resource of an object, and its API group; empty for the core group."""
+    """Return the resource and the API group of an object; the core group is empty."""
     group, _, _ = one["apiVersion"].rpartition("/")
     return plural(one["kind"]), group
 
 
 def rights_text(rights: Iterable[tuple[str, str, str]]) -> str:
     """Format rights (verb, resource, API group) as ``create jobs.batch, pods; get pods/log``."""
-    names: dict[str, list[str]] = {}
+    resources: dict[str, list[str]] = {}
     for verb, resource, group in rights:
         name, slash, part = resource.partition("/")
-        names.setdefault(verb, []).append(f"{name}{group and '.'}{group}{slash}{part}")
-    return "; ".join(f"{verb} {', '.join(of_verb)}" for verb, of_verb in names.items())
+        resources.setdefault(verb, []).append(f"{name}{group and '.'}{group}{slash}{part}")
+    return "; ".join(f"{verb} {', '.join(names)}" for verb, names in resources.items())
 
 
 def launcher_host(name: str) -> str:
@@ -60,6 +60,6 @@ def launcher_host(name: str) -> str:
 
 
 def worker_addresses(name: str, workers: int) -> dict[str, str]:
-    """Return the hostnames of workers by the names of their pods."""
+    """Return the hostnames of a job's workers by pod."""
     pods = [f"{name}-worker-{number}" for number in range(workers)]
     return {pod: f"{pod}.{name}" for pod in pods}

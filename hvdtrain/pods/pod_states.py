@@ -1,4 +1,4 @@
-"""The pods of a job as its cluster describes them; pure functions."""
+"""Interprets the pods of a job; pure functions."""
 
 from __future__ import annotations
 
@@ -12,40 +12,49 @@ from hvdtrain.pods.names import ROLE_LABEL, Object
 __all__ = [
     "ending_launchers",
     "find_condition",
-    "hosts_of",
     "launchers_of",
-    "trouble_of",
+    "managed_hosts",
+    "pod_problem",
     "workers_of",
 ]
 
-_CANT_START = {
+_START_PROBLEMS = {
     "ErrImagePull": "its image can't be pulled",
     "ImagePullBackOff": "its image can't be pulled",
-    "ErrImageNeverPull": "its image is not on the node, and may not be pulled",
-    "InvalidImageName": "its image has no name that can be one",
+    "ErrImageNeverPull": "its image is not on the node and must not be pulled",
+    "InvalidImageName": "its image name is not valid",
     "CreateContainerConfigError": "its container can't be configured",
-    "CreateContainerError": "its container can't be made",
+    "CreateContainerError": "its container can't be created",
     "RunContainerError": "its container can't be started",
-    "CrashLoopBackOff": "its container ends again and again",
+    "CrashLoopBackOff": "its container fails repeatedly",
 }
 # How much longer than its grace period a pod may take to end.
 _LATE_S = 30.0
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:
-    """The pods that are or were launchers, the oldest first."""
-    found = [pod for pod in pods if _role(pod) == "launcher"]
-    return sorted(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+    """Return the current and earlier launchers, the oldest first."""
+    launchers = [pod for pod in pods if _role(pod) == "launcher"]
+    return sorted(launchers, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+
+
+def workers_of(pods: Sequence[Object]) -> list[Object]:
+    """Return the pods that run ranks."""
+    return [pod for pod in pods if _role(pod) == "worker"]
+
+
+def _role(pod: Object) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
 
 
 def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
-    """The pods of earlier launchers whose ranks may still save what they have.
+    """Return the names of terminating launchers, whose ranks may still save a checkpoint.
 
     Args:
-        pods: The job's pods.
+        pods: The pods of the job.
         now_s: The time in seconds since 1970.
     """
-    # One that is still there behind its time is on a node that does not answer any more.
+    # A pod that is long overdue is on a node that does not answer.
     return [
         str(pod["metadata"]["name"])
         for pod in launchers_of(pods)
@@ -55,83 +64,77 @@ def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
     ]
 
 
-def workers_of(pods: Sequence[Object]) -> list[Object]:
-    """The pods that have ranks."""
-    return [pod for pod in pods if _role(pod) == "worker"]
-
-
-def hosts_of(
+def managed_hosts(
     pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
 ) -> tuple[ManagedHost, ...]:
-    """How the hosts are that a job's workers are.
+    """Return the workers of a job as hosts.
 
     Args:
-        pods: The job's pods.
-        addresses: The name by which each worker is reached, by the name of its pod.
-        slots: Ranks that each takes.
+        pods: The pods of the job.
+        addresses: The hostname of each worker by pod.
+        slots: The number of ranks on each worker.
     """
-    known = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
+    by_name = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
     return tuple(
-        _host(known.get(name), address, slots=slots) for name, address in addresses.items()
+        _managed_host(by_name.get(name), address, slots=slots)
+        for name, address in addresses.items()
     )
 
 
-def _host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
+def _managed_host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
     if pod is None:
-        return ManagedHost(name=address, slots=slots, state="missing", why="its pod is to come")
+        return ManagedHost(
+            name=address, slots=slots, state="missing", why="its pod does not exist yet"
+        )
     status = pod["status"]
     is_ready = find_condition(status, "Ready", "True") is not None
     state: HostState = "there" if is_ready else "missing"
-    why = "" if is_ready else trouble_of(status) or "its pod starts"
+    why = "" if is_ready else pod_problem(status) or "its pod is starting"
     if pod["metadata"].get("deletionTimestamp"):
-        # Its ranks may save what they have, where it is not just a name any more.
-        runs = status.get("phase") == "Running"
-        state, why = "going" if runs else "missing", _why_deleted(status)
+        # Ranks of a running pod may still save a checkpoint.
+        state = "going" if status.get("phase") == "Running" else "missing"
+        why = _deletion_reason(status)
     uid = str(pod["metadata"]["uid"])
     return ManagedHost(name=address, slots=slots, state=state, generation=uid, why=why)
 
 
-def _why_deleted(status: Object) -> str:
-    # Kubernetes 1.26 and later say who does it.
-    if disrupted := find_condition(status, "DisruptionTarget", "True"):
-        return f"{disrupted.get('reason')}: {disrupted.get('message', '')}".rstrip(": ")
+def _deletion_reason(status: Object) -> str:
+    # Set by Kubernetes 1.26 and later.
+    if disruption := find_condition(status, "DisruptionTarget", "True"):
+        return f"{disruption.get('reason')}: {disruption.get('message', '')}".rstrip(": ")
     return "its pod is deleted"
 
 
-def find_condition(status: Object | None, kind: str, word: str) -> Object | None:
-    """The condition of that type in an object's status, if it is so; None for no such."""
+def find_condition(status: Object | None, kind: str, value: str) -> Object | None:
+    """Return the condition of a type in a status if it has this value; else None."""
     for condition in (status or {}).get("conditions") or ():
-        if (condition["type"], condition["status"]) == (kind, word):
+        if (condition["type"], condition["status"]) == (kind, value):
             return dict(condition)
     return None
 
 
-def trouble_of(status: Object) -> str:
-    """Return what keeps a pod from running, or has ended it, in Kubernetes' words; or nothing."""
+def pod_problem(status: Object) -> str:
+    """Return why a pod does not run or has failed, in Kubernetes' words; empty if it is fine."""
     if status.get("phase") == "Failed" and status.get("reason"):
         # Evicted, or its node is gone.
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    if homeless := find_condition(status, "PodScheduled", "False"):
-        return f"it has no node: {homeless.get('message') or homeless.get('reason')}"
+    if unscheduled := find_condition(status, "PodScheduled", "False"):
+        return f"not scheduled: {unscheduled.get('message') or unscheduled.get('reason')}"
     for container in status.get("containerStatuses") or ():
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
-        if (reason := waiting.get("reason")) in _CANT_START:
-            before = (container.get("lastState") or {}).get("terminated")
-            said = _last_words(before) or waiting.get("message") or reason
-            return f"{_CANT_START[reason]}: {said}"
-        if said := _last_words(state.get("terminated")):
-            return f"its container ended: {said}"
+        if (reason := waiting.get("reason")) in _START_PROBLEMS:
+            previous = (container.get("lastState") or {}).get("terminated")
+            details = _failure(previous) or waiting.get("message") or reason
+            return f"{_START_PROBLEMS[reason]}: {details}"
+        if failure := _failure(state.get("terminated")):
+            return f"its container ended: {failure}"
     return ""
 
 
-def _last_words(terminated: Object | None) -> str:
-    """What a container said last that has ended with a failure; empty for another."""
+def _failure(terminated: Object | None) -> str:
+    """Return the last line of a container that failed; empty if it did not fail."""
     if not terminated or terminated.get("exitCode") in (0, ExitCode.PREEMPTED):
         return ""
     *_, last = str(terminated.get("message") or "").strip().splitlines() or [""]
     return last or f"exit code {terminated.get('exitCode')}"
-
-
-def _role(pod: Object) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))

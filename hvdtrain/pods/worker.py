@@ -1,10 +1,10 @@
-"""Programs of a worker's pod: sshd, for the launcher of this job alone, as the pod's user.
+"""Programs of a worker's pod: sshd for the launcher of this job, as the pod's user.
 
     python -m hvdtrain.pods.worker          becomes sshd
     python -m hvdtrain.pods.worker drain    waits until no ranks are left, before the pod ends
 
-A session of sshd does not have the environment of the container, where an image names its
-libraries, so sshd is configured to set it.
+Sessions of sshd don't inherit the environment of the container, where an image may configure its
+libraries, so the configuration of sshd sets it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import psutil
 from hvdtrain.agent.messages import JOB
 from hvdtrain.pods.names import KEYS_FOLDER, SSH_PORT
 
-__all__ = ["drain", "has_ranks", "serve_ssh", "sshd_config"]
+__all__ = ["drain", "serve_ssh", "sshd_config"]
 
 POLL_S = 0.2
-
 FOLDER = Path("/tmp/hvdtrain-sshd")
-# Set by sshd for each session, or of this process alone.
-_OWN = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_"}
+# Set by sshd for each session, or specific to this process.
+_EXCLUDED = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_"}
 
 
 def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
@@ -40,7 +39,7 @@ def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
     variables = [
         _quoted(f"{name}={value}")
         for name, value in environ.items()
-        if name not in _OWN and "\n" not in value
+        if name not in _EXCLUDED and "\n" not in value
     ]
     lines = [
         f"Port {SSH_PORT}",
@@ -49,7 +48,7 @@ def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
         "AuthenticationMethods publickey",
         "PermitRootLogin prohibit-password",
         "UsePAM no",
-        # A home of an image may belong to another user.
+        # The home directory in an image may belong to another user.
         "StrictModes no",
         "PidFile none",
         "X11Forwarding no",
@@ -57,7 +56,7 @@ def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
         "PrintMotd no",
         # All ranks of a job may connect at once.
         "MaxStartups 1000",
-        # Sessions of a launcher that was lost with its node end.
+        # Close sessions of a launcher whose node is lost.
         "ClientAliveInterval 15",
         "ClientAliveCountMax 4",
         # One line: sshd uses only the first.
@@ -80,40 +79,35 @@ def serve_ssh() -> None:
     for name in ("ssh_host_ed25519_key", "authorized_keys"):
         copy = FOLDER / name
         copy.unlink(missing_ok=True)
-        with open(copy, "wb", opener=_private) as file:
+        with open(os.open(copy, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             file.write((Path(KEYS_FOLDER) / name).read_bytes())
     config = FOLDER / "sshd_config"
     config.write_text(sshd_config(FOLDER, os.environ))
     if os.geteuid() == 0:
-        # sshd confines itself to this folder before authentication.
+        # The folder for privilege separation before authentication.
         os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     os.execv(sshd, [sshd, "-D", "-e", "-f", str(config)])
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def drain() -> None:
+    """Wait until no process of a job is left.
+
+    The launcher sees that the pod terminates and lets all ranks save a checkpoint. Kubernetes ends
+    the pod after its grace period in any case.
+    """
+    while _has_ranks():
+        time.sleep(POLL_S)
 
 
-def has_ranks() -> bool:
-    """Return whether processes run here that belong to a job, by their environment."""
+def _has_ranks() -> bool:
     for process in psutil.process_iter():
         try:
             if JOB in process.environ():
                 return True
         except psutil.Error:
-            # It has ended, or it is another user's.
+            # It has ended or belongs to another user.
             continue
     return False
-
-
-def drain() -> None:
-    """Wait until no ranks are left.
-
-    The launcher sees that the pod is to end, and lets all ranks save a checkpoint. Kubernetes ends
-    the pod after its grace period in any case.
-    """
-    while has_ranks():
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

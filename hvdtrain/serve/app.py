@@ -1,4 +1,4 @@
-"""The page as an ASGI application: routes, and the guard before them."""
+"""The ASGI application of the web page: routes, sessions, and access control."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hvdtrain.version import __version__
 __all__ = ["make_app"]
 
 STATIC = Path(__file__).with_name("static")
-_MOST_FORM = 4096
-# With the icon, as browsers would ask for another.
-_ENTER = """\
+_MOST_FORM_BYTES = 4096
+# Includes the icon, as browsers would request /favicon.ico.
+_LOGGED_IN = """\
 <!doctype html>
 <meta http-equiv="refresh" content="0; url=/">
 <link rel="icon" href="/static/icon.svg" type="image/svg+xml">
@@ -53,17 +53,17 @@ def make_app(
     environ: Mapping[str, str] | None = None,
     rank_metrics: bool = False,
 ) -> Starlette:
-    """Make the ASGI application of the page and its API.
+    """Return the ASGI application.
 
     Args:
-        index: All jobs.
-        keys: Tell who may see them.
-        hosts: What may stand in the header Host.
+        index: The jobs.
+        keys: The token and its signatures.
+        hosts: Allowed Host headers.
         scheme: http or https.
-        codes: Codes that log in once each.
-        read_only: Whether nothing may be started, stopped or changed.
-        environ: Variables for what is started; those of this process if not given.
-        rank_metrics: Whether Prometheus is told of each rank, too.
+        codes: One-time login codes.
+        read_only: Whether requests that change something are refused.
+        environ: The environment of submitted jobs; by default that of this process.
+        rank_metrics: Whether ``/metrics`` includes each rank.
     """
     closing = asyncio.Event()
 
@@ -74,11 +74,6 @@ def make_app(
         closing.set()
         index.close()
 
-    session = _Session(
-        keys, codes or OneTimeCodes(0), secure=scheme == "https", read_only=read_only
-    )
-    jobs = JobApi(index, os.environ if environ is None else environ)
-
     async def index_page(_: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
@@ -86,11 +81,14 @@ def make_app(
         text = await run_in_threadpool(export, index, with_ranks=rank_metrics)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
+    session = _SessionApi(
+        keys, codes or OneTimeCodes(0), secure=scheme == "https", read_only=read_only
+    )
     return Starlette(
         routes=[
             Route("/", index_page, methods=["GET"]),
             *session.routes(),
-            *jobs.routes(),
+            *JobApi(index, os.environ if environ is None else environ).routes(),
             *LiveApi(index, closing).routes(),
             Route("/metrics", metrics, methods=["GET"]),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -100,17 +98,10 @@ def make_app(
     )
 
 
-class _Session:
-    """Logging in and out."""
+class _SessionApi:
+    """The routes for logging in and out."""
 
-    def __init__(
-        self,
-        keys: Keys,
-        codes: OneTimeCodes,
-        *,
-        secure: bool,
-        read_only: bool,
-    ) -> None:
+    def __init__(self, keys: Keys, codes: OneTimeCodes, *, secure: bool, read_only: bool) -> None:
         self._keys = keys
         self._codes = codes
         self._secure = secure
@@ -120,32 +111,32 @@ class _Session:
         return [
             Route("/login", self.login, methods=["GET", "POST"]),
             Route("/logout", self.logout, methods=["POST"]),
-            Route("/api/session", self.about, methods=["GET"]),
+            Route("/api/session", self.session, methods=["GET"]),
         ]
 
     async def login(self, request: Request) -> Response:
-        """Give a cookie for the token in a form, or for the one-time code in a link of ``--open``.
+        """Set the session cookie for the token in a form, or for a one-time code in a link.
 
-        The token itself is not accepted in a URL, which browsers keep and other users may see.
+        The token is not accepted in URLs, which browsers keep and other users may see.
         """
         if request.method == "POST":
             body = bytearray()
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > _MOST_FORM:
-                    return Response("That is too long.\n", 413)
+                if len(body) > _MOST_FORM_BYTES:
+                    return Response("The form is too large.\n", 413)
             given = parse_qs(body.decode("ascii", "replace")).get("token", [""])[0].strip()
             if self._keys.is_token(given):
-                return self._let_in(RedirectResponse("/", 303))
+                return self._log_in(RedirectResponse("/", 303))
         else:
             given = request.query_params.get("code", "")
             if request.method == "GET" and self._codes.redeem(given):
-                # A redirect would not do: the link may come from a file, and where another site
-                # began a chain of redirects, browsers send no strict cookie.
-                return self._let_in(Response(_ENTER, media_type="text/html"))
+                # Not a redirect: the link comes from a file, and browsers send no strict cookie
+                # after redirects that another site started.
+                return self._log_in(Response(_LOGGED_IN, media_type="text/html"))
         return FileResponse(STATIC / "login.html", 403 if given else 200)
 
-    def _let_in(self, answer: Response) -> Response:
+    def _log_in(self, answer: Response) -> Response:
         answer.set_cookie(
             COOKIE,
             self._keys.session(time.time()),
@@ -157,30 +148,24 @@ class _Session:
         return answer
 
     async def logout(self, _: Request) -> Response:
-        """Forget the cookie."""
         answer = JSONResponse({})
         answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=self._secure)
         return answer
 
-    async def about(self, request: Request) -> Response:
-        """Answer with what a page needs to know to ask for more."""
+    async def session(self, request: Request) -> Response:
+        """Return what the page needs for its requests."""
+        backends: list[BackendKind] = ["local"]
+        if shutil.which("sbatch"):
+            backends.append("slurm")
+        if importlib.util.find_spec("kubernetes"):
+            backends.append("kubernetes")
         return JSONResponse(
             {
                 "csrf": self._keys.csrf(request.cookies.get(COOKIE, "")),
                 "version": __version__,
                 "now": time.time(),
                 "folder": os.getcwd(),
-                "backends": _backends(),
+                "backends": backends,
                 "read_only": self._read_only,
             }
         )
-
-
-def _backends() -> list[BackendKind]:
-    """The backends that jobs can be submitted to from here."""
-    found: list[BackendKind] = ["local"]
-    if shutil.which("sbatch"):
-        found.append("slurm")
-    if importlib.util.find_spec("kubernetes"):
-        found.append("kubernetes")
-    return found

@@ -1,4 +1,4 @@
-"""``hvdtrain serve``: jobs in a browser."""
+"""``hvdtrain serve``: shows and controls jobs in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.naming import add_jobs_dir, directory_of
+from hvdtrain.job_commands.arguments import add_jobs_dir, directory_of
 
 if TYPE_CHECKING:
     from hvdtrain.serve.security import OneTimeCodes
@@ -23,67 +23,67 @@ logger = logging.getLogger(__package__)
 
 PORT = 8264
 TOKEN = ".serve-token"
-_LOCAL = ("127.0.0.1", "localhost", "::1")
-# Long enough to copy a link to another machine.
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Enough time to copy a link to another machine.
 CODE_S = 300.0
 _EPILOG = """\
-The page shows and steers the jobs of one folder. It may be ended at any time: jobs go on, and
-nothing is lost. Whoever has the token in that folder (.serve-token) can run any program as you,
-unless --read-only is given.
-From another machine: ssh -L 8264:localhost:8264 HOST, and open http://localhost:8264/ there.
+The page shows and controls the jobs of one folder. It can be stopped at any time without affecting
+jobs. Anyone with the token in that folder (.serve-token) can run any program as you, unless
+--read-only is given.
+From another machine: ssh -L 8264:localhost:8264 HOST, then open http://localhost:8264/ there.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain serve``."""
+    """Add the arguments of ``hvdtrain serve``."""
     parser.usage = "hvdtrain serve [--open] [--port N] [options]"
     parser.epilog = _EPILOG
     add_jobs_dir(parser)
-    where = parser.add_argument_group("where")
-    where.add_argument(
+    network = parser.add_argument_group("network")
+    network.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default %(default)s"
     )
-    where.add_argument("--port", type=int, default=PORT, help="default %(default)s; 0 for any")
-    where.add_argument("--open", action="store_true", help="open it in a browser, logged in")
-    where.add_argument(
-        "--name", action="append", default=[], help="another name under which browsers reach it"
+    network.add_argument(
+        "--port", type=int, default=PORT, help="port to listen on, 0 for any; default %(default)s"
     )
-    where.add_argument("--tls-cert", metavar="FILE", help="certificate, for other hosts than this")
-    where.add_argument("--tls-key", metavar="FILE", help="its private key")
+    network.add_argument("--open", action="store_true", help="open a browser, logged in")
+    network.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="additional hostname in the page's URL; may be repeated",
+    )
+    network.add_argument(
+        "--tls-cert", metavar="FILE", help="TLS certificate, required for other hosts"
+    )
+    network.add_argument("--tls-key", metavar="FILE", help="private key of the certificate")
     parser.add_argument(
         "--rank-metrics",
         action="store_true",
-        help="tell Prometheus of each rank of jobs that run as well: some series for each",
+        help="export metrics of each rank of running jobs to Prometheus, several series per rank",
     )
     parser.add_argument(
-        "--read-only",
-        action="store_true",
-        help="start, stop and change nothing; without it whoever has the token can run programs "
-        "as you",
+        "--read-only", action="store_true", help="refuse to start, stop and change jobs"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until a signal comes.
+    """Serve the page until a signal arrives.
 
     Raises:
-        ConfigurationError: It can't be served so.
-        JobError: Jobs have no folders here.
+        ConfigurationError: A package is missing, or an option is not valid.
+        JobError: Jobs are not recorded.
     """
-    missing = [
-        name
-        for name in ("starlette", "uvicorn", "prometheus_client")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
+    packages = ("starlette", "uvicorn", "prometheus_client")
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(
-            f"the page needs {', '.join(missing)}: python -m pip install 'hvdtrain[serve]'"
+            f"hvdtrain serve needs {', '.join(missing)}: python -m pip install 'hvdtrain[serve]'"
         )
     tls = bool(arguments.tls_cert and arguments.tls_key)
-    if arguments.host not in _LOCAL and not tls:
+    if arguments.host not in _LOOPBACK and not tls:
         raise ConfigurationError(
-            f"--host {arguments.host} would send the token and all else over the network for "
-            "others to read. Give --tls-cert and --tls-key; or leave it out, and reach the page by "
+            f"--host {arguments.host} would send the token over the network unencrypted. Add "
+            "--tls-cert and --tls-key, or remove --host and connect with "
             f"ssh -L {arguments.port}:localhost:{arguments.port} {socket.gethostname()}"
         )
     import uvicorn
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"if no browser opens: {_link(page, codes)} logs in once, within {CODE_S:.0f} s"
         )
     else:
-        logger.info(f"the token is in {directory / TOKEN}; --open logs a browser in")
+        logger.info(f"the token is in {directory / TOKEN}; --open logs in a browser")
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -140,12 +140,11 @@ def _link(page: str, codes: OneTimeCodes) -> str:
 
 
 def _open_browser(page: str, codes: OneTimeCodes) -> TemporaryDirectory[str]:
-    """Open a browser that is logged in; return the folder with the file that it opens.
+    """Open a browser, logged in; return the folder of the file that it opens.
 
-    Other users see the arguments of every process. So the browser gets only the path of a file,
-    which this user alone can read and which leads to a link with a one-time code.
+    Other users can see the arguments of a process, so the browser gets only the path of a private
+    file that redirects to a link with a one-time code.
     """
-
     folder = TemporaryDirectory(prefix="hvdtrain-open-")
     file = Path(folder.name, "open.html")
     refresh = f'<meta http-equiv="refresh" content="0; url={_link(page, codes)}">'
@@ -160,5 +159,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigurationError(
-            f"{host} port {port} can't be listened on: {error.strerror}. Give another --port."
+            f"can't listen on {host} port {port}: {error.strerror}. Choose another --port."
         ) from None

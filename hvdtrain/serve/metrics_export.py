@@ -1,8 +1,9 @@
-"""Metrics of all jobs in the form that Prometheus reads."""
+"""Metrics of all jobs for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -12,39 +13,45 @@ from hvdtrain.serve.index import JobIndex
 
 __all__ = ["export"]
 
-# Name: what it is called in metrics.jsonl, and what it means.
-_MEASURED = {
-    "hvdtrain_job_step": ("step", "Optimizer steps that are complete."),
-    "hvdtrain_job_epoch": ("epoch", "The epoch of the last step, from 0."),
-    "hvdtrain_job_loss": ("loss", "The loss of late."),
+# Metric: field of metrics.jsonl and description.
+_JOB_METRICS = {
+    "hvdtrain_job_step": ("step", "Completed optimizer steps."),
+    "hvdtrain_job_epoch": ("epoch", "Epoch of the last step, from 0."),
+    "hvdtrain_job_loss": ("loss", "Recent loss."),
     "hvdtrain_job_samples": ("samples", "Samples that all ranks have trained on."),
-    "hvdtrain_job_own_step_seconds": ("own_s", "What a step takes the rank in the middle itself."),
+    "hvdtrain_job_own_step_seconds": (
+        "own_s",
+        "Median over the ranks of a step's duration without waits for other ranks.",
+    ),
     "hvdtrain_job_reduced_bytes_per_second": (
         "reduced_bytes_per_s",
-        "What all ranks put into allreduce in a second.",
+        "Bytes that all ranks contribute to allreduce per second.",
     ),
-    "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
-    "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
+    "hvdtrain_job_slow_rank": ("slow", "Rank that the others wait for."),
+    "hvdtrain_job_slow_factor": ("slow_factor", "Step duration of that rank relative to others."),
 }
-# Of each rank: what it is called in ranks.jsonl, what it means, and how many of Prometheus' units
-# one of those is.
-_OF_RANKS = {
-    "hvdtrain_rank_step": ("step", "Optimizer steps that are complete.", 1),
-    "hvdtrain_rank_own_step_seconds": ("own_s", "What a step takes the rank itself.", 1),
-    "hvdtrain_rank_waited_seconds": ("waited_s", "What it has waited for others in all.", 1),
-    "hvdtrain_rank_input_seconds": ("input_s", "What it has waited for its batches in all.", 1),
-    "hvdtrain_rank_reduced_bytes": ("reduced_bytes", "What it has put into allreduce in all.", 1),
-    "hvdtrain_rank_memory_bytes": ("rss_mb", "Memory that it holds.", 1 << 20),
-    "hvdtrain_rank_cores": ("cpu", "Cores that it keeps busy.", 1),
-    "hvdtrain_rank_gpu_percent": ("gpu", "For how much of the time its GPUs compute.", 1),
-    "hvdtrain_rank_gpu_memory_bytes": ("gpu_mb", "Memory that it takes of GPUs.", 1 << 20),
+# Metric: field of ranks.jsonl, description, and the factor that converts the unit.
+_RANK_METRICS = {
+    "hvdtrain_rank_step": ("step", "Completed optimizer steps.", 1),
+    "hvdtrain_rank_own_step_seconds": (
+        "own_s",
+        "Duration of a step without waits for other ranks.",
+        1,
+    ),
+    "hvdtrain_rank_waited_seconds": ("waited_s", "Total time waited for other ranks.", 1),
+    "hvdtrain_rank_input_seconds": ("input_s", "Total time waited for input.", 1),
+    "hvdtrain_rank_reduced_bytes": ("reduced_bytes", "Total bytes contributed to allreduce.", 1),
+    "hvdtrain_rank_memory_bytes": ("rss_mb", "Resident memory.", 1 << 20),
+    "hvdtrain_rank_cores": ("cpu", "Busy cores.", 1),
+    "hvdtrain_rank_gpu_percent": ("gpu", "GPU utilization.", 1),
+    "hvdtrain_rank_gpu_memory_bytes": ("gpu_mb", "GPU memory in use.", 1 << 20),
 }
-# Prometheus has a label "job" of its own, for whom it asks.
+# Prometheus itself uses the label "job".
 _LABEL = "hvdtrain_job"
-_RUNS = ("running", "restarting", "silent")
+_ACTIVE = ("running", "restarting", "silent")
 
 
-class _Jobs:
+class _JobCollector:
     """The collector that prometheus_client asks for metrics."""
 
     def __init__(self, index: JobIndex, *, with_ranks: bool) -> None:
@@ -52,49 +59,51 @@ class _Jobs:
         self._with_ranks = with_ranks
 
     def collect(self) -> Iterator[Metric]:
-        """Yield how many jobs there are of each state, and how far those are that run."""
+        """Yield the number of jobs in each state, and the metrics of active jobs."""
         views = self._index.views()
-        counts = GaugeMetricFamily("hvdtrain_jobs", "Jobs, by their state.", labels=["state"])
+        counts = _gauge("hvdtrain_jobs", "Jobs by state.", "state")
         for status in sorted({view.status for view in views}):
             counts.add_metric([status], sum(view.status == status for view in views))
         yield counts
-        running = [view for view in views if view.status in _RUNS]
-        ranks = GaugeMetricFamily("hvdtrain_job_ranks", "Ranks of a job.", labels=[_LABEL])
-        attempts = GaugeMetricFamily("hvdtrain_job_attempt", "Its attempt.", labels=[_LABEL])
-        families = {
-            field: GaugeMetricFamily(name, text, labels=[_LABEL])
-            for name, (field, text) in _MEASURED.items()
+        active = [view for view in views if view.status in _ACTIVE]
+        ranks = _gauge("hvdtrain_job_ranks", "Ranks of a job.", _LABEL)
+        attempts = _gauge("hvdtrain_job_attempt", "Current attempt of a job.", _LABEL)
+        metrics = {
+            field: _gauge(name, text, _LABEL) for name, (field, text) in _JOB_METRICS.items()
         }
-        for view in running:
+        rank_metrics = {
+            field: (_gauge(name, text, _LABEL, "rank"), scale)
+            for name, (field, text, scale) in _RANK_METRICS.items()
+        }
+        for view in active:
             ranks.add_metric([view.name], view.state.ranks)
             attempts.add_metric([view.name], view.state.attempt)
-            folder = self._index.folder(view.name)
-            now = last_json_line(folder.metrics) if folder is not None else {}
-            for field, family in families.items():
-                if isinstance(now.get(field), (int, float)):
-                    family.add_metric([view.name], now[field])
-        yield from (ranks, attempts, *families.values())
+            if (folder := self._index.folder(view.name)) is None:
+                continue
+            row = last_json_line(folder.metrics)
+            for field, family in metrics.items():
+                _add(family, [view.name], row.get(field))
+            if self._with_ranks:
+                row = last_json_line(folder.ranks)
+                for field, (family, scale) in rank_metrics.items():
+                    for rank, value in enumerate(row.get(field, [])):
+                        _add(family, [view.name, str(rank)], value, scale)
+        yield from (ranks, attempts, *metrics.values())
         if self._with_ranks:
-            yield from self._of_ranks([view.name for view in running])
+            yield from (family for family, _ in rank_metrics.values())
 
-    def _of_ranks(self, names: Sequence[str]) -> Iterator[Metric]:
-        families = {
-            field: (GaugeMetricFamily(name, text, labels=[_LABEL, "rank"]), scale)
-            for name, (field, text, scale) in _OF_RANKS.items()
-        }
-        for name in names:
-            folder = self._index.folder(name)
-            now = last_json_line(folder.ranks) if folder is not None else {}
-            for field, (family, scale) in families.items():
-                for rank, value in enumerate(now.get(field, [])):
-                    if isinstance(value, (int, float)):
-                        family.add_metric([name, str(rank)], value * scale)
-        for family, _ in families.values():
-            yield family
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=labels)
+
+
+def _add(family: GaugeMetricFamily, labels: list[str], value: Any, scale: int = 1) -> None:
+    if isinstance(value, (int, float)):
+        family.add_metric(labels, value * scale)
 
 
 def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
-    """The text of ``/metrics``; with series of each rank of each job that runs if wanted."""
+    """Return the text of ``/metrics``, optionally with series for each rank of running jobs."""
     registry = CollectorRegistry()
-    registry.register(_Jobs(index, with_ranks=with_ranks))
+    registry.register(_JobCollector(index, with_ranks=with_ranks))
     return generate_latest(registry)

@@ -1,9 +1,9 @@
-"""Access control for the page, before any route and for every method.
+"""Access control for all routes and methods of the page.
 
-Requests from other sites and with foreign hostnames (DNS rebinding) are refused: Host and Origin
-must be allowed. The token gets a session cookie that no script can read and no other site can send.
-Requests that change something need a CSRF token as well. Cookies are signed with the token: they
-outlive this process, and a new token invalidates them.
+Host and Origin headers must be allowed, which prevents requests from other sites and DNS rebinding.
+Users exchange the token for a session cookie that is not readable by scripts and not sent by other
+sites. Requests that change something also need a CSRF token. Cookies are signed with the token,
+so they stay valid when the server restarts, and a new token invalidates them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ COOKIE = "hvdtrain_session"
 CSRF_HEADER = "x-csrf-token"
 SESSION_S = 30 * 86400
 READING = ("GET", "HEAD")
-# Paths that need no session; so do the static files.
+# Paths without a session, in addition to static files.
 _OPEN = ("/login", "/favicon.ico")
-# The only routes that accept POST with --read-only: they change nothing but the cookie.
+# The only routes that accept POST with --read-only: they only change the cookie.
 _SESSION = ("/login", "/logout")
 _STATIC = "/static/"
 _METHODS = (*READING, "POST")
@@ -59,7 +59,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file, which is created if missing.
 
     Raises:
-        ConfigurationError: Other users can read the file, or this one can't.
+        ConfigurationError: Other users can read the file, or it is not valid.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,21 +68,21 @@ def read_token(path: Path) -> str:
         except FileExistsError:
             if path.stat().st_mode & 0o077:
                 raise ConfigurationError(
-                    f"{path} can be read by others; remove it, and a new token is created."
+                    f"{path} is readable by other users; remove it to create a new token."
                 ) from None
         else:
             with open(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the token in {path} can't be used: {error}") from None
+        raise ConfigurationError(f"the token in {path} can't be read: {error}") from None
     if len(token) < 16:
-        raise ConfigurationError(f"{path} holds no token; remove it, and a new one is created.")
+        raise ConfigurationError(f"{path} contains no token; remove it to create a new one.")
     return token
 
 
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
-    """Return the allowed Host headers: loopback, the address and ``names``, each with the port."""
+    """Return the allowed Host headers: loopback, ``host`` and ``names``, each with the port."""
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):
         own.add(f"[{host}]" if ":" in host else host)
@@ -91,21 +91,21 @@ def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozense
 
 @dataclass(frozen=True)
 class Keys:
-    """The token, and signatures with it."""
+    """The token and its signatures."""
 
     token: str
 
     def is_token(self, given: str) -> bool:
-        """Return whether this is the token."""
+        """Return whether ``given`` is the token."""
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def session(self, now_s: float) -> str:
-        """Return a new cookie, valid for ``SESSION_S`` seconds."""
+        """Return a new session cookie, valid for ``SESSION_S`` seconds."""
         until = f"{int(now_s + SESSION_S)}-{secrets.token_hex(8)}"
         return f"{until}.{self._sign(f'session {until}')}"
 
     def is_session(self, cookie: str, now_s: float) -> bool:
-        """Return whether ``session`` made this cookie, and it has not expired."""
+        """Return whether a session cookie is valid and has not expired."""
         until, _, signature = cookie.partition(".")
         expected = self._sign(f"session {until}")
         if not hmac.compare_digest(signature.encode(), expected.encode()):
@@ -121,7 +121,7 @@ class Keys:
 
 
 class OneTimeCodes:
-    """Codes for links; each is valid once, for a limited time, in this process alone.
+    """Login codes for links, valid once, for a limited time, and in this process only.
 
     Args:
         valid_s: Seconds until an unused code expires.
@@ -145,7 +145,7 @@ class OneTimeCodes:
 
 
 class Guard:
-    """ASGI middleware that refuses requests without the right to make them.
+    """ASGI middleware that refuses requests that are not allowed.
 
     Args:
         app: The application.
@@ -171,12 +171,11 @@ class Guard:
         self._origins = frozenset(f"{scheme}://{host}" for host in self._hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # The page has no web sockets.
             return
         refusal = self._refusal(scope)
 
@@ -185,7 +184,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                # Static files are revalidated, so that they fit each other after an update.
+                # Browsers revalidate static files, so that an update replaces all of them.
                 static = scope["path"].startswith(_STATIC)
                 headers.setdefault("cache-control", "no-cache" if static else "no-store")
             await send(message)
@@ -193,10 +192,10 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the response to a request that is refused; None if it is not."""
+        """Return the response to a request that is not allowed; None if it is allowed."""
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
-            return _refuse("Unknown Host header; add the name with hvdtrain serve --name.", 421)
+            return _refuse("Unknown Host header; add it with hvdtrain serve --name.", 421)
         if scope["method"] not in _METHODS:
             return _refuse("Method not allowed.", 405)
         origin = headers.get("origin")
@@ -205,17 +204,17 @@ class Guard:
         path: str = scope["path"]
         if path in _OPEN or path.startswith(_STATIC):
             return None
-        if refusal := self._without_session(scope, headers):
+        if refusal := self._session_refusal(scope, headers):
             return refusal
         if self._read_only and scope["method"] not in READING and path not in _SESSION:
-            words = "hvdtrain serve runs with --read-only: it starts, stops and changes nothing."
-            return JSONResponse({"error": words}, 403)
+            message = "hvdtrain serve runs with --read-only; jobs can't be changed."
+            return JSONResponse({"error": message}, 403)
         return None
 
-    def _without_session(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+    def _session_refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._keys.is_token(given.strip()):
-            # A program: browsers don't send this header by themselves.
+            # No CSRF token is needed, as browsers never send this header by themselves.
             return None
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         if not self._keys.is_session(cookie, time.time()):
@@ -228,5 +227,5 @@ class Guard:
         return None
 
 
-def _refuse(words: str, code: int) -> Response:
-    return PlainTextResponse(words + "\n", code)
+def _refuse(message: str, code: int) -> Response:
+    return PlainTextResponse(message + "\n", code)

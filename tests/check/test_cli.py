@@ -98,7 +98,7 @@ def test_a_missing_cluster_is_a_problem(
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
     assert main(["check", *argv]) == 1
     shown = capsys.readouterr().out
-    assert "problem: no cluster is known" in shown
+    assert "problem: no cluster is configured" in shown
     assert shown.endswith("\nnot ready to train: 1 problem\n")
 
 

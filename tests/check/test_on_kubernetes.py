@@ -157,4 +157,4 @@ def test_missing_objects(kubernetes: KubernetesCluster) -> None:
 def test_a_missing_context(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, "--context", "elsewhere")
     assert done.returncode == 1, done
-    assert "problem: no cluster is known" in done.stdout
+    assert "problem: no cluster is configured" in done.stdout

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.job_commands.show import command_line
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import create_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState, own_identity
 
 
-def test_what_is_left_and_what_it_runs_with_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remaining_time_and_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = JobSpec(
         options=(),
         program=("a.py",),
@@ -32,5 +31,10 @@ def test_what_is_left_and_what_it_runs_with_are_told(
     assert main(["show", job.name, "--jobs-dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "step        20 of 620 (epoch 2)" in lines
-    assert "left        about 10 min" in lines
+    assert "remaining   about 10 min" in lines
     assert "versions    hvdtrain 1.2, Python 3.11.7, Keras 3.14, MPICH 4.1" in lines
+
+
+def test_a_command_is_quoted_on_one_line() -> None:
+    line = command_line(["python", "train.py", "$(id)", "a'b\nc", "\x1b[2J", "größer"])
+    assert line == r"""python train.py '$(id)' 'a'"'"'b\nc' '\x1b[2J' 'größer'"""

@@ -1,4 +1,4 @@
-"""Jobs that Slurm runs, on the cluster with a real Slurm."""
+"""The commands on jobs, with a real Slurm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ while not os.path.exists(sys.argv[1]):
 
 
 class Commands:
-    """The command on the head of the cluster, with jobs in a folder that all hosts share."""
+    """Runs ``hvdtrain`` on the head of the cluster, with jobs in a folder shared by all hosts."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -35,7 +35,7 @@ class Commands:
         self._cache = Path(f"{self.folder}-cache")
 
     def run(self, *arguments: str, code: int = 0) -> str:
-        """Run ``hvdtrain`` to its end; what it printed."""
+        """Run ``hvdtrain`` to its end; return its output, or its errors if it fails."""
         done = self.cluster.run(
             [sys.executable, "-m", "hvdtrain", *arguments],
             env={
@@ -48,28 +48,27 @@ class Commands:
         assert done.returncode == code, done
         return done.stdout if code == 0 else done.stderr
 
-    def forget(self) -> None:
-        """Have squeue asked again by the next command."""
+    def clear_cache(self) -> None:
+        """Make the next command call squeue again."""
         for path in self._cache.glob("hvdtrain/squeue-*.json"):
             path.unlink()
 
     def submit(self, *words: str, options: tuple[str, ...] = ()) -> str:
-        """The name of a job of two ranks on two hosts."""
+        """Submit a job of two ranks on two hosts and return its name."""
         argv = ["submit", "--on", "slurm", "--sbatch=--nodes=2", "--sbatch=--time=5", "-np", "2"]
         argv += options
         return self.run(*argv, "--", sys.executable, "-c", _PROGRAM, *words).strip()
 
     def show(self, name: str) -> Mapping[str, Any]:
-        """What is known of a job."""
         return json.loads(self.run("show", name, "--json"))
 
-    def until(self, name: str, status: str) -> Mapping[str, Any]:
-        """Wait until a job is so."""
+    def wait_for(self, name: str, status: str) -> Mapping[str, Any]:
+        """Wait until a job has a status."""
         deadline = time.monotonic() + 90
-        while (seen := self.show(name))["status"] != status:
-            assert time.monotonic() < deadline, (seen, self.cluster.last_words())
+        while (shown := self.show(name))["status"] != status:
+            assert time.monotonic() < deadline, (shown, self.cluster.last_words())
             time.sleep(0.3)
-        return seen
+        return shown
 
 
 @pytest.fixture
@@ -78,15 +77,15 @@ def commands(cluster: Cluster) -> Iterator[Commands]:
     cluster.run(["scancel", "--user=root"], timeout_s=20)
 
 
-def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> None:
+def test_a_job_in_slurm_is_submitted_shown_and_stopped(commands: Commands) -> None:
     go = commands.folder / "go"
     name = commands.submit(str(go), "$(id)", "a b")
     later = commands.submit(str(go), options=("--sbatch=--begin=now+1hour",))
     assert commands.show(later)["status"] == "queued"
-    commands.forget()
-    seen = commands.show(later)
-    assert (seen["status"], seen["verdict"]) == ("queued", "it waits for Slurm: BeginTime")
-    commands.until(name, "running")
+    commands.clear_cache()
+    shown = commands.show(later)
+    assert (shown["status"], shown["verdict"]) == ("queued", "waiting for Slurm: BeginTime")
+    commands.wait_for(name, "running")
     log = commands.run("logs", name)
     deadline = time.monotonic() + 30
     while log.count("rank ") < 2 and time.monotonic() < deadline:
@@ -94,32 +93,32 @@ def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> No
     words = [str(go), "$(id)", "a b"]
     assert sorted(log.splitlines()) == [f"[{n}] rank {n} {words!r}" for n in range(2)]
 
-    # Nobody knows of a job in the queue but a controller that is there.
-    commands.forget()
+    # Without the controller the state of a queued job is unknown.
+    commands.clear_cache()
     with commands.cluster.without_controller():
         rows = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
     assert {row["name"]: row["status"] for row in rows} == {name: "running", later: "unknown"}
 
-    commands.forget()
+    commands.clear_cache()
     assert commands.run("stop", later) == f"{later}: stopped\n"
-    assert "before its turn" in commands.show(later)["verdict"]
+    assert "while it was queued" in commands.show(later)["verdict"]
 
     # Preempted, it is requeued, and stopped there.
     commands.run("stop", name, "--save", "--wait", "0", code=1)
-    seen = commands.until(name, "queued")
+    shown = commands.wait_for(name, "queued")
     assert commands.run("logs", name).count("saved") == 2
-    assert [event["kind"] for event in seen["events"]] == ["began", "ended"]
+    assert [event["kind"] for event in shown["events"]] == ["began", "ended"]
     commands.run("stop", name)
     assert commands.show(name)["status"] == "stopped"
-    shown = commands.cluster.run(["squeue", "--noheader"], timeout_s=20).stdout
-    assert shown.strip() == ""
+    output = commands.cluster.run(["squeue", "--noheader"], timeout_s=20).stdout
+    assert output.strip() == ""
 
 
-def test_sbatchs_own_words_reach_who_submits(commands: Commands) -> None:
-    said = commands.run(
+def test_errors_of_sbatch_are_printed(commands: Commands) -> None:
+    error = commands.run(
         *("submit", "--on", "slurm", "--sbatch=--partition=none", "--", "python", "x.py"), code=1
     )
-    assert "invalid partition" in said
+    assert "invalid partition" in error
     assert "no jobs in" in commands.run("jobs")
     plan = commands.run(
         *("submit", "--on", "slurm", "-np", "3", "--max-restarts", "2", "--dry-run"),

@@ -20,21 +20,21 @@ from hvdtrain.jobs.folder import (
     jobs_directory,
 )
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState, own_identity
+from hvdtrain.jobs.state import JobState, ProcessIdentity, own_identity
 from tests.harness.required import do_without
 
-WHERE = {
-    "named": ({"HVDTRAIN_JOBS_DIR": "/a/jobs", "HOME": "/h"}, "/a/jobs"),
-    "nowhere": ({"HVDTRAIN_JOBS_DIR": "", "HOME": "/h"}, None),
+DIRECTORIES = {
+    "variable": ({"HVDTRAIN_JOBS_DIR": "/a/jobs", "HOME": "/h"}, "/a/jobs"),
+    "empty": ({"HVDTRAIN_JOBS_DIR": "", "HOME": "/h"}, None),
     "xdg": ({"XDG_STATE_HOME": "/s", "HOME": "/h"}, "/s/hvdtrain/jobs"),
     "home": ({"HOME": "/h"}, "/h/.local/state/hvdtrain/jobs"),
-    "homeless": ({}, None),
+    "no-home": ({}, None),
 }
 
 
-@pytest.mark.parametrize(("environ", "found"), WHERE.values(), ids=WHERE)
-def test_where_jobs_are(environ, found) -> None:
-    assert jobs_directory(environ) == (found and Path(found))
+@pytest.mark.parametrize(("environ", "path"), DIRECTORIES.values(), ids=DIRECTORIES)
+def test_directory_of_jobs(environ, path) -> None:
+    assert jobs_directory(environ) == (path and Path(path))
 
 
 def _spec(*program: str, **fields) -> JobSpec:
@@ -46,21 +46,21 @@ NAMES = {
     "module": (["python", "-m", "pkg.train"], "pkg-train"),
     "program": (["/usr/bin/python3.11", "-c", "..."], "python3-11"),
     "path": (["../../etc/passwd"], "passwd"),
-    "nasty": (["$(rm -rf ~)<script>.py"], "rm-rf-script"),
-    "nothing": ([".py"], "job"),
+    "shell": (["$(rm -rf ~)<script>.py"], "rm-rf-script"),
+    "empty": ([".py"], "job"),
     "long": (["x" * 300 + ".py"], "x" * 40),
 }
 
 
-@pytest.mark.parametrize(("program", "word"), NAMES.values(), ids=NAMES)
-def test_a_job_is_called_after_its_program(program, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "name"), NAMES.values(), ids=NAMES)
+def test_a_job_is_named_after_its_program(program, name: str, tmp_path: Path) -> None:
     job = create_job(tmp_path / "jobs", _spec(*program))
-    assert job.name.rpartition("-")[0].rpartition("-")[0] == word
+    assert job.name.rpartition("-")[0].rpartition("-")[0] == name
     assert job.path.parent == tmp_path / "jobs"
     assert job.spec().program == tuple(program)
 
 
-def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
+def test_folders_are_private(tmp_path: Path) -> None:
     job = create_job(tmp_path / "a" / "jobs", _spec("a"))
     job.write_state(JobState(phase="queued"))
     for path in (job.path.parent, job.path):
@@ -68,31 +68,29 @@ def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in job.path.iterdir()} == {0o600}
 
 
-def test_two_jobs_of_one_second_have_two_names(tmp_path: Path) -> None:
+def test_jobs_of_the_same_second_have_different_names(tmp_path: Path) -> None:
     names = [create_job(tmp_path, _spec("a.py")).name for _ in range(3)]
     assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
     assert [job.name for job in all_jobs(tmp_path)] == names
 
 
-def test_a_job_that_slurm_queues_again_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_requeued_slurm_job_keeps_its_folder(tmp_path: Path) -> None:
     first = create_job(tmp_path, _spec("a.py", slurm_job="12"))
-    assert first.name == "a-slurm12"
-    beside = create_job(tmp_path, _spec("a.py", "other", slurm_job="12"))
-    assert beside.name == "a-slurm12-2"
-    again = create_job(tmp_path, _spec("a.py", slurm_job="12", slurm_restarts=1))
-    assert again.name == first.name
-    again = create_job(tmp_path, _spec("a.py", "other", slurm_job="12", slurm_restarts=1))
-    assert again.name == beside.name
+    second = create_job(tmp_path, _spec("a.py", "other", slurm_job="12"))
+    assert (first.name, second.name) == ("a-slurm12", "a-slurm12-2")
+    for job, program in ((first, ["a.py"]), (second, ["a.py", "other"])):
+        again = create_job(tmp_path, _spec(*program, slurm_job="12", slurm_restarts=1))
+        assert again.name == job.name
 
 
-def test_jobs_are_found_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+def test_jobs_are_found_by_a_prefix_of_their_name(tmp_path: Path) -> None:
     for name in ("train-1", "train-12", "mnist-20260101-120000", ".queue"):
         (tmp_path / name).mkdir()
-    assert find_job(tmp_path, "train-1").name == "train-1", "a name that another begins with"
+    assert find_job(tmp_path, "train-1").name == "train-1", "an exact match wins"
     assert find_job(tmp_path, "mn").name == "mnist-20260101-120000"
-    with pytest.raises(JobError, match=r"2 jobs begin with 'tra'; do you mean train-1, train-12"):
+    with pytest.raises(JobError, match=r"2 jobs start with 'tra'; did you mean train-1, train-12"):
         find_job(tmp_path, "tra")
-    with pytest.raises(JobError, match=r"no job 'mnits'; do you mean mnist-2026"):
+    with pytest.raises(JobError, match=r"no job 'mnits'; did you mean mnist-2026"):
         find_job(tmp_path, "mnits")
     for unknown in ("zzzzzzzz", "", "..", "../jobs", ".queue", "/etc"):
         with pytest.raises(JobError, match="hvdtrain jobs lists all"):
@@ -101,7 +99,7 @@ def test_jobs_are_found_by_the_beginning_of_their_names(tmp_path: Path) -> None:
         find_job(tmp_path / "nowhere", "a")
 
 
-def test_a_state_is_written_as_a_whole(tmp_path: Path) -> None:
+def test_the_state_is_replaced_atomically(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     assert job.state() is None
     assert job.status(None) == "unknown"
@@ -113,11 +111,11 @@ def test_a_state_is_written_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"phase": "run')
     assert job.state() is None
     (tmp_path / "spec.json").write_text("[]")
-    with pytest.raises(JobError, match=r"spec.json can't be used: \[\] is not a JSON object"):
+    with pytest.raises(JobError, match=r"spec.json is not valid: \[\] is not a JSON object"):
         job.spec()
 
 
-def test_a_full_disk_leaves_the_state_before(small_disk: Path) -> None:
+def test_a_full_disk_keeps_the_previous_state(small_disk: Path) -> None:
     job = JobFolder(small_disk)
     job.write_state(JobState(phase="running", step=1))
     (small_disk / "ballast").write_bytes(b"x" * (1000 << 10))
@@ -127,39 +125,41 @@ def test_a_full_disk_leaves_the_state_before(small_disk: Path) -> None:
     assert not list(small_disk.glob(".state*"))
 
 
-def test_a_full_disk_leaves_no_job_that_nobody_can_read(small_disk: Path) -> None:
+def test_a_full_disk_leaves_no_incomplete_job(small_disk: Path) -> None:
     spec = JobSpec(options=(), program=("true", "x" * (1 << 20)), folder="/")
     with pytest.raises(OSError, match="No space"):
         create_job(small_disk / "jobs", spec)
     assert all_jobs(small_disk / "jobs") == []
 
 
-def test_a_folder_with_nothing_in_it_is_as_old_as_it_is(tmp_path: Path) -> None:
+def test_a_job_without_a_specification_is_as_old_as_its_folder(tmp_path: Path) -> None:
     assert JobFolder(tmp_path).created_s() == pytest.approx(time.time(), abs=60)
     assert JobFolder(tmp_path / "gone").created_s() == 0
 
 
-def test_a_launcher_elsewhere_that_is_quiet_for_long_is_told(tmp_path: Path) -> None:
+def test_a_remote_launcher_without_heartbeats_is_silent(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
-    elsewhere = JobState(
-        phase="running", launcher=own_identity().__class__(host="elsewhere", pid=1)
-    )
-    job.write_state(elsewhere)
-    assert job.status(elsewhere) == "running"
-    before = time.time() - PATIENCE_S - 1
-    os.utime(tmp_path / "state.json", (before, before))
-    assert job.status(elsewhere) == "silent"
+    remote = JobState(phase="running", launcher=ProcessIdentity(host="elsewhere", pid=1))
+    job.write_state(remote)
+    assert job.status(remote) == "running"
+    _age_state(job)
+    assert job.status(remote) == "silent"
     job.touch_state()
-    assert job.status(elsewhere) == "running"
+    assert job.status(remote) == "running"
 
 
-def test_a_word_that_a_job_is_to_stop_is_taken_once(tmp_path: Path) -> None:
+def _age_state(job: JobFolder) -> None:
+    before = time.time() - PATIENCE_S - 1
+    os.utime(job.path / "state.json", (before, before))
+
+
+def test_a_stop_request_is_taken_once(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
-    assert job.take_stop() is None
+    assert job.take_stop_request() is None
     for number in (signal.SIGUSR1, signal.SIGTERM):
         job.request_stop(number)
-        assert job.take_stop() == number
-        assert job.take_stop() is None
+        assert job.take_stop_request() == number
+        assert job.take_stop_request() is None
 
 
 _IN_A_CONTAINER = """
@@ -174,16 +174,14 @@ sys.stdin.read()
 """
 
 
-def test_containers_with_the_same_hostname_do_not_take_each_others_jobs_for_lost(
-    tmp_path: Path,
-) -> None:
+def test_jobs_in_containers_with_the_same_hostname_are_not_lost(tmp_path: Path) -> None:
     inside, outside = JobFolder(tmp_path / "inside"), JobFolder(tmp_path / "outside")
     for job in (inside, outside):
         job.path.mkdir()
     outside.write_state(JobState(phase="running", launcher=own_identity()))
     namespaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*namespaces, "true"], capture_output=True).returncode != 0:
-        do_without("namespaces", "this user may make no PID namespace")
+        do_without("namespaces", "this user may not create PID namespaces")
     argv = [*namespaces, "--kill-child", sys.executable, "-c", _IN_A_CONTAINER]
     with subprocess.Popen(
         [*argv, str(inside.path), str(outside.path)],
@@ -194,7 +192,6 @@ def test_containers_with_the_same_hostname_do_not_take_each_others_jobs_for_lost
         assert container.stdout is not None
         assert container.stdout.readline() == "running\n"
         assert inside.status(inside.state()) == "running"
-        before = time.time() - PATIENCE_S - 1
-        os.utime(inside.path / "state.json", (before, before))
+        _age_state(inside)
         assert inside.status(inside.state()) == "lost"
         container.communicate(timeout=10)

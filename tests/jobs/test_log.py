@@ -1,5 +1,3 @@
-"""A log is written by one process and read by others, meanwhile and afterwards."""
-
 from __future__ import annotations
 
 import contextlib
@@ -43,23 +41,22 @@ def _texts(folder: Path, begin: int = 0) -> list[str | None]:
 
 @pytest.mark.parametrize("rank", [LAUNCHER, 0, 1023])
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_line_comes_back_as_it_was(text: str, rank: int) -> None:
+def test_a_line_is_formatted_and_parsed(text: str, rank: int) -> None:
     line = _line(text, rank, 1764168603.123, "stderr")
     data = format_line(line)
     assert data.count(b"\n") == 1
     assert parse_line(data) == line
 
 
-def test_what_no_line_is_is_none() -> None:
-    assert [parse_line(data) for data in (b"", b"x\n", b"1.5 0 o a\n", b"1.500 a o b\n")] == [
-        None
-    ] * 4
-    # What JSON may hold and no file can.
+def test_invalid_lines_and_characters() -> None:
+    for data in (b"", b"x\n", b"1.5 0 o a\n", b"1.500 a o b\n"):
+        assert parse_line(data) is None
+    # Valid in JSON, but not in a line of a file.
     assert parse_line(format_line(_line("\ud800"))) == _line("\\ud800")
     assert parse_line(format_line(_line("a\nb"))) == _line("a b")
 
 
-def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
+def test_a_growing_log_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     assert _texts(folder) == []
     writer = LogWriter(folder)
@@ -69,7 +66,7 @@ def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
     writer.append([_line("c")])
     assert _texts(folder, end) == ["c"]
     writer.close()
-    # As an earlier version left it; and the same job starts again.
+    # The index of an earlier version, and a restart of the job.
     (folder / f"{0:020}.idx").write_text('{"begin":0,"end":7,"time":1.5,"ranks":"0"}\n')
     writer = LogWriter(folder)
     writer.append([_line("d")])
@@ -77,7 +74,7 @@ def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
     assert _texts(folder) == ["a", "b", "c", "d"]
 
 
-def test_a_half_written_line_is_left_to_whoever_comes_next(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_terminated_by_the_next_writer(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     writer = LogWriter(folder)
     writer.append([_line("a")])
@@ -91,7 +88,7 @@ def test_a_half_written_line_is_left_to_whoever_comes_next(tmp_path: Path) -> No
 
 @pytest.fixture
 def long_log(tmp_path: Path) -> Path:
-    """2,000 lines of about 1 KB, by turns of ranks 0 to 3 in runs of 250; small segments."""
+    """2,000 lines of about 1 KB in small segments; 250 of rank 0, 250 of rank 1, and so on."""
     folder = tmp_path / "log"
     writer = LogWriter(folder, segment_bytes=256 << 10)
     for first in range(0, 2000, 10):
@@ -101,7 +98,7 @@ def long_log(tmp_path: Path) -> Path:
     return folder
 
 
-def test_segments_follow_without_a_gap(long_log: Path) -> None:
+def test_segments_have_no_gaps(long_log: Path) -> None:
     assert len(segments(long_log)) == 8
     texts = _texts(long_log)
     assert [int(text.split()[0]) for text in texts if text] == list(range(2000))
@@ -109,25 +106,25 @@ def test_segments_follow_without_a_gap(long_log: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [0, 1, 3, 700, 2000, 5000])
-def test_the_last_lines(long_log: Path, lines: int) -> None:
+def test_read_the_last_lines(long_log: Path, lines: int) -> None:
     part = read_before(long_log, log_end(long_log), lines)
-    shown = [int(one.line.text.split()[0]) for one in part.entries if one.line]
-    assert shown == list(range(max(0, 2000 - lines), 2000))
+    numbers = [int(one.line.text.split()[0]) for one in part.entries if one.line]
+    assert numbers == list(range(max(0, 2000 - lines), 2000))
     part = read_before(long_log, log_end(long_log), lines, lambda line: line.rank == 0)
     assert [one.line.rank for one in part.entries if one.line] == [0] * min(lines, 500)
 
 
-def _backwards(folder: Path, lines: int, *wanted) -> list[LogEntry]:
-    position, found = log_end(folder), []
+def _read_backwards(folder: Path, lines: int, *matches) -> list[LogEntry]:
+    position, entries = log_end(folder), []
     while position > 0:
-        part = read_before(folder, position, lines, *wanted)
+        part = read_before(folder, position, lines, *matches)
         assert part.begin < position
-        position, found = part.begin, part.entries + found
-    return found
+        position, entries = part.begin, part.entries + entries
+    return entries
 
 
 @pytest.mark.parametrize("lines", [1, 7, 5000])
-def test_a_log_read_backwards_is_the_same(tmp_path: Path, lines: int) -> None:
+def test_reading_backwards_finds_the_same_lines(tmp_path: Path, lines: int) -> None:
     folder = tmp_path / "log"
     writer = LogWriter(folder, segment_bytes=90_000, head_bytes=100_000, tail_bytes=300_000)
     for number in range(700):
@@ -135,12 +132,12 @@ def test_a_log_read_backwards_is_the_same(tmp_path: Path, lines: int) -> None:
         writer.append([_line(f"{number} " + "x" * length, rank=number % 4)])
     everything = list(read_log(folder))
     assert sum(one.line is None for one in everything) == 1
-    assert _backwards(folder, lines) == everything
+    assert _read_backwards(folder, lines) == everything
     texts = [one for one in everything if one.line is None or one.line.rank == 2]
-    assert _backwards(folder, lines, lambda line: line.rank == 2) == texts
+    assert _read_backwards(folder, lines, lambda line: line.rank == 2) == texts
 
 
-def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
+def test_reading_backwards_skips_an_incomplete_last_line(long_log: Path) -> None:
     end = log_end(long_log)
     with segment_path(long_log, segments(long_log)[-1]).open("ab") as file:
         file.write(b"1764168603.123 0 o half")
@@ -149,22 +146,22 @@ def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
     assert read_before(long_log, log_end(long_log), 2, lambda line: False).end == end
 
 
-def test_a_search_backwards_reads_no_line_twice(long_log: Path, monkeypatch) -> None:
+def test_searching_backwards_reads_each_line_once(long_log: Path, monkeypatch) -> None:
     parsed = []
     monkeypatch.setattr(
         "hvdtrain.jobs.log.parse_line", lambda data: parsed.append(data) or parse_line(data)
     )
-    assert _backwards(long_log, 1, lambda line: False) == []
+    assert _read_backwards(long_log, 1, lambda line: False) == []
     assert len(parsed) == 2000
 
 
-def test_a_search_without_patience_says_how_far_it_came(long_log: Path) -> None:
+def test_a_search_that_times_out_returns_its_position(long_log: Path) -> None:
     part = read_before(long_log, log_end(long_log), 1, lambda line: False, patience_s=0)
     assert part.entries == []
     assert part.begin == log_end(long_log)
 
 
-def test_of_a_long_log_the_beginning_and_the_end_are_kept(tmp_path: Path) -> None:
+def test_the_middle_of_a_long_log_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     sizes = {"segment_bytes": 10_000, "head_bytes": 20_000, "tail_bytes": 50_000}
     writer = LogWriter(folder, **sizes)
@@ -172,20 +169,20 @@ def test_of_a_long_log_the_beginning_and_the_end_are_kept(tmp_path: Path) -> Non
         writer.append([_line(f"{number:03} " + "x" * 500)])
     kept = sum(path.stat().st_size for path in folder.glob("*.log"))
     assert 70_000 <= kept <= 70_000 + 3 * 10_600
-    found = list(read_log(folder))
-    [gap] = [one for one in found if one.line is None]
-    numbers = [int(one.line.text.split()[0]) for one in found if one.line]
+    entries = list(read_log(folder))
+    [gap] = [one for one in entries if one.line is None]
+    numbers = [int(one.line.text.split()[0]) for one in entries if one.line]
     assert numbers[0] == 0
     assert numbers[-1] == 999
-    at = found.index(gap)
+    at = entries.index(gap)
     assert numbers[:at] == list(range(at))
     assert numbers[at:] == list(range(numbers[at], 1000))
     assert gap.end - gap.begin > 300_000
-    # Who had read up to the middle goes on behind the gap.
+    # A reader within the gap continues after it.
     assert next(read_log(folder, gap.begin + 5)).end == gap.end
 
 
-def test_a_disk_that_is_full_loses_no_line_that_is_tried_again(small_disk: Path) -> None:
+def test_lines_that_are_retried_on_a_full_disk_are_not_lost(small_disk: Path) -> None:
     folder = small_disk / "log"
     writer = LogWriter(folder, segment_bytes=100_000)
     ballast = small_disk / "ballast"

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import JobRequest
-from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.folder import JobFolder, JobRequest
 from hvdtrain.jobs.slurm import QueueWatcher, SlurmPlan, SlurmQueue, script_path
 from hvdtrain.jobs.spec import LOCAL, Backend, JobSpec
-from hvdtrain.jobs.state import GOES_ON, GONE
+from hvdtrain.jobs.state import GONE, RESTARTABLE
 
 SPEC = JobSpec(
     options=("-np", "4", "--max-restarts", "2"),
@@ -30,7 +29,7 @@ def _plan(ranks: int | None, environ: Mapping[str, str]) -> SlurmPlan:
     return SlurmQueue().plan(JobRequest(job=job, spec=SPEC, environ=environ, ranks=ranks))
 
 
-def test_the_command_is_a_list_of_words() -> None:
+def test_the_command_of_sbatch() -> None:
     plan = _plan(4, {"HOME": "/root", "HVDTRAIN_MODE": "sync-ps"})
     assert plan.argv == [
         *("sbatch", "--parsable", "--job-name=a-1", "--output=/jobs/a-1/slurm.txt"),
@@ -42,21 +41,21 @@ def test_the_command_is_a_list_of_words() -> None:
     assert not any("ntasks" in word for word in _plan(None, {}).argv)
 
 
-def test_without_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_commands_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert QueueWatcher().answer().jobs is None
     spec = dataclasses.replace(SPEC, folder="/", slurm_job="1")
     environ = {"PATH": str(tmp_path)}
     request = JobRequest(job=JobFolder(tmp_path), spec=spec, environ=environ, ranks=1)
-    with pytest.raises(JobError, match="sbatch is not there; sbatch is on Slurm's login"):
+    with pytest.raises(JobError, match="sbatch not found; sbatch is on Slurm's login"):
         SlurmQueue().submit(SlurmQueue().plan(request))
-    with pytest.raises(JobError, match="scancel is not there"):
+    with pytest.raises(JobError, match="scancel not found"):
         SlurmQueue().cancel(request.job, spec, is_queued=False, save=True)
 
 
 @pytest.mark.parametrize(
-    ("is_queued", "save", "words"),
+    ("is_queued", "save", "arguments"),
     [
         (False, False, "7"),
         (False, True, "--batch --signal=USR1 7"),
@@ -65,31 +64,31 @@ def test_without_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
         (True, True, "7"),
     ],
 )
-def test_a_queued_job_is_removed_and_not_signalled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_queued: bool, save: bool, words: str
+def test_cancel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_queued: bool, save: bool, arguments: str
 ) -> None:
     scancel, job = tmp_path / "scancel", JobFolder(tmp_path / "a-1")
     scancel.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
     scancel.chmod(0o700)
     job.path.mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(JobError, match="a-1 has no number from sbatch yet"):
+    with pytest.raises(JobError, match="a-1 has no Slurm job ID yet"):
         SlurmQueue().cancel(job, SPEC, is_queued=is_queued, save=save)
     assert job.state() is None
     spec = dataclasses.replace(SPEC, slurm_job="7")
     SlurmQueue().cancel(job, spec, is_queued=is_queued, save=save)
-    assert (tmp_path / "calls").read_text() == f"{words}\n"
+    assert (tmp_path / "calls").read_text() == f"{arguments}\n"
     state = job.state()
     assert (state is not None and state.phase == "ended") == is_queued
 
 
-# Stands for squeue: notes each call, and takes a while.
+# A slow squeue that logs its calls.
 _SQUEUE = """#!/bin/sh
 echo "$*" >> {calls}
 sleep 0.3
 printf '  7 PENDING Priority\\n8 RUNNING None\\n9 CANCELLED (by root)\\n10_[1-4] PENDING None\\n'
 """
-_ASKS = """
+_POLL = """
 import time
 from hvdtrain.jobs.slurm import QueueWatcher
 watcher = QueueWatcher()
@@ -101,7 +100,7 @@ for _ in range(5):
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The calls of squeue."""
+    """Provide a squeue; return the file that lists its calls."""
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
     squeue.write_text(_SQUEUE.format(calls=tmp_path / "calls"))
@@ -116,27 +115,27 @@ def _count(calls: Path) -> int:
     return len(calls.read_text().splitlines())
 
 
-def test_however_many_want_to_know_squeue_is_asked_once(
+def test_all_processes_share_one_call_of_squeue(
     calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = [subprocess.Popen([sys.executable, "-c", _ASKS]) for _ in range(4)]
-    assert [process.wait(timeout=60) for process in asking] == [0] * 4
-    known = QueueWatcher().answer()
-    assert (_count(calls), known.jobs and known.jobs["9"]) == (1, ["CANCELLED", "(by root)"])
-    # Every page and command of a process has the same watcher.
+    polling = [subprocess.Popen([sys.executable, "-c", _POLL]) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in polling] == [0] * 4
+    jobs = QueueWatcher().answer().jobs
+    assert (_count(calls), jobs and jobs["9"]) == (1, ["CANCELLED", "(by root)"])
+    # The queue of a process has a single watcher.
     monkeypatch.setattr("hvdtrain.jobs.slurm.INTERVAL_S", 0.2)
     time.sleep(0.2)
     SlurmQueue().describe({Path("a"): dataclasses.replace(SPEC, slurm_job="7")})
     assert _count(calls) == 2
 
 
-def test_a_failure_is_not_asked_about_again_at_once(calls: Path, tmp_path: Path) -> None:
+def test_a_failed_call_is_not_repeated_at_once(calls: Path, tmp_path: Path) -> None:
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho x >> {calls}\nexit 1\n")
     assert [QueueWatcher().answer().jobs for _ in range(3)] == [None] * 3
     assert _count(calls) == 1
 
 
-def test_without_a_place_for_the_file_a_process_asks_for_itself(
+def test_without_a_cache_folder_the_process_calls_squeue_itself(
     calls: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").touch()
@@ -145,17 +144,17 @@ def test_without_a_place_for_the_file_a_process_asks_for_itself(
     assert _count(calls) == 1
 
 
-def test_an_old_answer_is_not_taken_for_more_than_it_tells(calls: Path) -> None:
-    def word(number: str, **changes: object) -> str | None:
+def test_states_of_jobs_from_a_possibly_old_answer(calls: Path) -> None:
+    def state(number: str, **changes: object) -> str | None:
         spec = dataclasses.replace(SPEC, slurm_job=number, **{"created_s": 1.0, **changes})
         answers = SlurmQueue().describe({Path("a"): spec})
-        return answers[Path("a")].word if answers else None
+        return answers[Path("a")].state if answers else None
 
-    assert (word("7"), word("9"), word("11")) == ("PENDING", "CANCELLED", GONE)
-    # Submitted since then.
-    assert word("11", created_s=time.time()) == "PENDING"
+    assert (state("7"), state("9"), state("11")) == ("PENDING", "CANCELLED", GONE)
+    # Submitted after the answer.
+    assert state("11", created_s=time.time()) == "PENDING"
     # sbatch has not ended yet.
-    assert word("") is None
-    # train.sh queues it again if it was preempted, another script may not.
-    assert (word("8"), word("8", backend=LOCAL)) == (GOES_ON, "RUNNING")
+    assert state("") is None
+    # train.sh requeues a preempted job; other scripts may not.
+    assert (state("8"), state("8", backend=LOCAL)) == (RESTARTABLE, "RUNNING")
     assert _count(calls) == 1

@@ -3,126 +3,118 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import JobRequest
-from hvdtrain.jobs.folder import JobFolder, all_jobs, create_job
+from hvdtrain.jobs.folder import JobFolder, JobRequest, all_jobs, create_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState, own_identity
-from hvdtrain.jobs.submission import start_again, submit_job
+from hvdtrain.jobs.submission import restart_job, submit_job
 
 
-def _spec(tmp_path: Path, *options: str, **fields: str) -> JobSpec:
-    known = {"folder": str(tmp_path), "python": sys.executable, **fields}
-    return JobSpec(options=options, program=("true",), **known)  # type: ignore[arg-type]
+class Backend:
+    """A queue that records its calls, and fails on request."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.planned: list[JobRequest] = []
+        self.submitted: list[JobRequest] = []
+
+    def plan(self, request: JobRequest) -> SimpleNamespace:
+        self.planned.append(request)
+        return SimpleNamespace(request=request, preview=lambda: "")
+
+    def submit(self, plan: SimpleNamespace) -> None:
+        if self.error:
+            raise OSError(self.error)
+        self.submitted.append(plan.request)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    backend = Backend()
+    monkeypatch.setattr("hvdtrain.jobs.submission.backend_for", lambda spec: backend)
+    return backend
+
+
+@pytest.fixture
+def jobs_dir(tmp_path: Path) -> Path:
+    return tmp_path / "jobs"
+
+
+def _spec(python: str = sys.executable) -> JobSpec:
+    return JobSpec(options=("-np", "1"), program=("true",), folder="/", python=python)
 
 
 def _request(job: JobFolder, spec: JobSpec) -> JobRequest:
     return JobRequest(job=job, spec=spec, environ={}, ranks=1)
 
 
-class Backend:
-    """Records its calls, and plays a queue that fails."""
-
-    def __init__(self, error: str = "") -> None:
-        self.submitted: list[object] = []
-        self._error = error
-
-    def plan(self, request: JobRequest) -> SimpleNamespace:
-        return SimpleNamespace(request=request, preview=lambda: "")
-
-    def submit(self, plan: SimpleNamespace) -> None:
-        if self._error:
-            raise OSError(self._error)
-        self.submitted.append(plan.request)
-
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], None]:
-    """Gives all jobs one backend."""
-    return lambda backend: monkeypatch.setattr(
-        "hvdtrain.jobs.submission.backend_of", lambda spec: backend
-    )
-
-
-def test_what_can_not_be_submitted_leaves_no_folder(
-    tmp_path: Path, use: Callable[[Backend], None]
-) -> None:
-    new = JobFolder(tmp_path / "jobs" / "NAME")
+def test_a_job_that_can_not_be_planned_leaves_no_folder(jobs_dir: Path) -> None:
     with pytest.raises(JobError, match="can't plan the job"):
-        submit_job(_request(new, _spec(tmp_path, python="/nowhere/python")))
-    assert not new.path.parent.exists()
-    use(Backend("no such program"))
+        submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec(python="/nowhere/python")))
+    assert all_jobs(jobs_dir) == []
+
+
+def test_a_job_that_can_not_be_submitted_leaves_no_folder(jobs_dir: Path, backend: Backend) -> None:
+    backend.error = "no such program"
     with pytest.raises(JobError, match="can't be submitted: no such program"):
-        submit_job(_request(new, _spec(tmp_path)))
-    assert all_jobs(new.path.parent) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(JobError, match="the job can't have a folder in"):
-        submit_job(_request(JobFolder(tmp_path / "file" / "NAME"), _spec(tmp_path)))
+        submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec()))
+    assert all_jobs(jobs_dir) == []
+    (jobs_dir / "file").touch()
+    with pytest.raises(JobError, match="no job folder can be created in"):
+        submit_job(_request(JobFolder(jobs_dir / "file" / "NAME"), _spec()))
 
 
-def test_the_plan_of_a_job_has_its_own_folder(
-    tmp_path: Path, use: Callable[[Backend], None]
-) -> None:
-    backend = Backend()
-    use(backend)
-    job = submit_job(_request(JobFolder(tmp_path / "jobs" / "NAME"), _spec(tmp_path)))
+def test_a_job_is_planned_once_with_its_own_folder(jobs_dir: Path, backend: Backend) -> None:
+    job = submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec()))
     [request] = backend.submitted
-    assert isinstance(request, JobRequest)
+    assert backend.planned == [request]
     assert (request.job.path, request.spec) == (job.path, job.spec())
     state = job.state()
     assert state is not None
     assert state.phase == "queued"
 
 
-def test_only_what_has_ended_starts_again_and_as_it_is_asked_for_now(
-    tmp_path: Path, use: Callable[[Backend], None]
-) -> None:
-    job = create_job(tmp_path / "jobs", _spec(tmp_path))
+def test_only_a_job_that_has_ended_is_restarted(jobs_dir: Path, backend: Backend) -> None:
+    job = create_job(jobs_dir, _spec())
     job.write_state(JobState(phase="running", launcher=own_identity()))
 
     def changed(spec: JobSpec) -> JobRequest:
         return _request(job, dataclasses.replace(spec, program=("other",)))
 
-    with pytest.raises(JobError, match="is running; only what has ended starts again"):
-        start_again(job, changed)
+    with pytest.raises(JobError, match="is running; only a job that has ended can be restarted"):
+        restart_job(job, changed)
     (job.path / "state.json").write_bytes(b"")
     with pytest.raises(JobError, match=r"may be running: .*state.json can't be read; if none of"):
-        start_again(job, changed)
+        restart_job(job, changed)
     job.write_state(JobState(phase="ended", attempt=3))
     job.request_stop(signal.SIGTERM)
-    use(Backend("no such program"))
+    backend.error = "no such program"
     with pytest.raises(JobError, match="can't be submitted"):
-        start_again(job, changed)
+        restart_job(job, changed)
     state = job.state()
     assert (job.spec().program, state and state.attempt) == (("other",), 3)
-    # The request was meant for the run before.
-    assert job.take_stop() is None
+    # The request was meant for the previous run.
+    assert job.take_stop_request() is None
 
 
-def test_of_two_restarts_at_once_one_starts_the_job(
-    tmp_path: Path, use: Callable[[Backend], None]
-) -> None:
-    job = create_job(tmp_path / "jobs", _spec(tmp_path, "-np", "1"))
+def test_one_of_two_concurrent_restarts_wins(jobs_dir: Path, backend: Backend) -> None:
+    job = create_job(jobs_dir, _spec())
     job.write_state(JobState(phase="ended", code=1))
-    refused: list[str] = []
+    errors: list[str] = []
 
-    def other(spec: JobSpec) -> JobRequest:
-        """Another process restarts it while this one plans."""
+    def restarted_meanwhile(spec: JobSpec) -> JobRequest:
         with pytest.raises(JobError) as error:
-            start_again(job, lambda spec: pytest.fail("planned"))
-        refused.append(str(error.value))
+            restart_job(job, lambda spec: pytest.fail("planned"))
+        errors.append(str(error.value))
         return _request(job, spec)
 
-    backend = Backend()
-    use(backend)
-    start_again(job, other)
-    with pytest.raises(JobError, match="is queued; only what has ended starts again"):
-        start_again(job, lambda spec: _request(job, spec))
-    assert refused == [f"{job.name} is being restarted by another process."]
+    restart_job(job, restarted_meanwhile)
+    with pytest.raises(JobError, match="is queued; only a job that has ended can be restarted"):
+        restart_job(job, lambda spec: _request(job, spec))
+    assert errors == [f"{job.name} is being restarted by another process."]
     assert len(backend.submitted) == 1

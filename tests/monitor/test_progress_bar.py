@@ -1,5 +1,3 @@
-"""The bar says as much as the terminal has room for, on its last line."""
-
 from __future__ import annotations
 
 import fcntl
@@ -10,24 +8,21 @@ import pty
 import struct
 import termios
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
-from hvdtrain.monitor.progress_bar import EpochProgress, Pace, StatusLine, draw, terminal_columns
+from hvdtrain.monitor.progress_bar import (
+    StatusLine,
+    TrainingSpeed,
+    format_progress,
+    terminal_columns,
+)
 
 
-def progress(**changes: float) -> EpochProgress:
-    stand = {
-        "epoch": 3,
-        "epochs": 10,
-        "done": 8,
-        "steps": 32,
-        "loss": 0.3149,
-        "rate": 1234.5,
-        "step_s": 0.5,
-    }
-    return EpochProgress(**{**stand, **changes})
+def _format(columns: int, **changes: Any) -> str:
+    values = {"epoch": 3, "epochs": 10, "done": 8, "steps": 32, "loss": 0.3149}
+    return format_progress(columns, **{**values, "samples_per_s": 1234.5, "step_s": 0.5, **changes})
 
 
 @pytest.mark.parametrize(
@@ -46,37 +41,36 @@ def progress(**changes: float) -> EpochProgress:
         (8, "epoch 3"),
     ],
 )
-def test_as_wide_as_the_terminal(columns: int, line: str) -> None:
-    drawn = draw(progress(), columns)
-    assert drawn == line
-    assert len(drawn) < columns
+def test_the_bar_fits_the_terminal(columns: int, line: str) -> None:
+    assert _format(columns) == line
+    assert len(line) < columns
 
 
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
         ({"done": 32}, "] 32/32 loss = 0.31, 1234 samples/s"),
-        ({"loss": math.nan, "rate": 0.0, "step_s": 0.0}, "] 8/32"),
+        ({"loss": math.nan, "samples_per_s": 0.0, "step_s": 0.0}, "] 8/32"),
         ({"steps": 0}, "epoch 3/10 step 8 loss = 0.31, 1234 samples/s"),
         ({"step_s": 10.1}, " ETA 4:03 min, 1234 samples/s"),
         ({"step_s": 200}, " ETA 1:20:00 h, 1234 samples/s"),
     ],
 )
-def test_what_is_not_known_is_left_out(changes: dict[str, float], end: str) -> None:
-    assert draw(progress(**changes), 120).endswith(end)
+def test_unknown_values_are_omitted(changes: dict[str, float], end: str) -> None:
+    assert _format(120, **changes).endswith(end)
 
 
-def test_the_pace_follows_the_last_steps() -> None:
-    pace = Pace()
-    assert (pace.rate, pace.step_s) == (0.0, 0.0)
-    pace.add(1, 64, 20.0)
-    assert (pace.rate, pace.step_s) == (3.2, 20.0)
-    pace.add(2, 128, 0.5)
-    assert (pace.rate, pace.step_s) == (256.0, 0.25), "the first step was compiled"
+def test_the_speed_follows_recent_steps() -> None:
+    speed = TrainingSpeed()
+    assert (speed.samples_per_s, speed.step_s) == (0.0, 0.0)
+    speed.add(1, 64, 20.0)
+    assert (speed.samples_per_s, speed.step_s) == (3.2, 20.0)
+    speed.add(2, 128, 0.5)
+    assert (speed.samples_per_s, speed.step_s) == (256.0, 0.25), "the first includes compilation"
     for _ in range(200):
-        pace.add(1, 64, 1.0)
-    assert pace.rate == pytest.approx(64, rel=0.01)
-    assert pace.step_s == pytest.approx(1.0, rel=0.01)
+        speed.add(1, 64, 1.0)
+    assert speed.samples_per_s == pytest.approx(64, rel=0.01)
+    assert speed.step_s == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.fixture
@@ -87,16 +81,13 @@ def terminal() -> Iterator[TextIO]:
     os.close(main)
 
 
-def test_a_terminal_has_its_width(terminal: TextIO) -> None:
+def test_width_of_a_terminal(terminal: TextIO) -> None:
+    assert terminal_columns(terminal) == 0
     fcntl.ioctl(terminal.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 97, 0, 0))
     assert terminal_columns(terminal) == 97
 
 
-def test_a_terminal_without_size_is_nobodys(terminal: TextIO) -> None:
-    assert terminal_columns(terminal) == 0
-
-
-def test_files_pipes_and_buffers_are_no_terminals(tmp_path) -> None:
+def test_files_and_buffers_are_not_terminals(tmp_path) -> None:
     assert terminal_columns(io.StringIO()) == 0
     with (tmp_path / "file").open("w") as file:
         assert terminal_columns(file) == 0
@@ -115,7 +106,7 @@ def test_without_a_terminal_only_lines_are_printed() -> None:
     assert stream.getvalue() == "first\nsecond\n"
 
 
-def test_lines_go_above_the_status() -> None:
+def test_lines_are_printed_above_the_status() -> None:
     stream = io.StringIO()
     line = StatusLine(stream, 10)
     line.show("a long status")

@@ -1,4 +1,4 @@
-"""What a rank's program tells its agent: real processes, and the test at the pipe's other end."""
+"""The programs of these tests are processes; the test reads the other end of their pipe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.agent.rank_report import RankReport, read_report
 from hvdtrain.config import REPORT_FD
 from tests.harness.jobs import REPOSITORY
 
@@ -23,7 +24,7 @@ INTERVAL_S = 1.0
 
 
 class Program:
-    """A process with a pipe to report in."""
+    """A process with a report pipe."""
 
     def __init__(self, code: str, *, inode: int | None = None) -> None:
         self.reader, writer = os.pipe()
@@ -42,21 +43,27 @@ class Program:
         self._data = b""
 
     def reports(self) -> list[dict[str, Any]]:
-        """All that have come so far."""
+        """Return all reports so far."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.reader, 1 << 16):
                 self._data += data
         return [json.loads(line) for line in self._data.splitlines()]
 
-    def until(self, true: Callable[[dict[str, Any]], bool], timeout_s: float = 20.0) -> float:
-        """Wait for a newest report; how long it took."""
-        started = time.monotonic()
-        while not (reports := self.reports()) or not true(reports[-1]):
-            assert time.monotonic() - started < timeout_s, reports
+    def failure(self) -> dict[str, Any]:
+        """Return the failure record."""
+        (failure,) = [report for report in self.reports() if report["kind"] == "failure"]
+        return failure
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait until the newest report fulfils a condition, and return it."""
+        deadline = time.monotonic() + 20
+        while not (reports := self.reports()) or not condition(reports[-1]):
+            assert time.monotonic() < deadline, reports
             time.sleep(0.01)
-        return time.monotonic() - started
+        return reports[-1]
 
     def end(self) -> tuple[str, str]:
+        """Close stdin, and return stdout and stderr."""
         out, err = self.process.communicate(timeout=30)
         return out, err
 
@@ -79,7 +86,7 @@ def start() -> Iterator[Callable[..., Program]]:
 WAIT = "import sys; sys.stdin.read()"
 
 
-def test_the_state_is_told(start: Callable[..., Program]) -> None:
+def test_the_state_is_reported(start) -> None:
     program = start(f"""
         report.resumed(40)
         report.phase("training")
@@ -87,7 +94,7 @@ def test_the_state_is_told(start: Callable[..., Program]) -> None:
         report.saved(41)
         {WAIT}
     """)
-    program.until(lambda report: report.get("saved") == 41)
+    program.wait_for(lambda report: report.get("saved") == 41)
     first, *_, last = program.reports()
     pid = program.process.pid
     assert first == {"kind": "report", "pid": pid, "resumed": 40, "phase": "", "waiting_in": ""}
@@ -95,7 +102,7 @@ def test_the_state_is_told(start: Callable[..., Program]) -> None:
     assert last == {"kind": "report", "pid": pid, **expected, "waiting_in": ""}
 
 
-def test_steps_are_told_now_and_then_and_the_last_at_the_end(start) -> None:
+def test_some_steps_are_reported_and_always_the_last(start) -> None:
     program = start("for step in range(100_000): report.step(step, 0)\nraise ValueError")
     assert "ValueError" in program.end()[1]
     reports = program.reports()
@@ -104,25 +111,23 @@ def test_steps_are_told_now_and_then_and_the_last_at_the_end(start) -> None:
 
 
 @pytest.mark.slow
-def test_what_changes_is_told_while_the_program_waits(start) -> None:
+def test_waits_are_reported_once(start) -> None:
     program = start(f"""
-        words = ["", "allreduce(gradients)"]
-        report.watch(lambda: words[-1])
+        report.watch(lambda: "allreduce(gradients)")
         {WAIT}
     """)
-    program.until(lambda report: report["waiting_in"] == "allreduce(gradients)")
+    program.wait_for(lambda report: report["waiting_in"] == "allreduce(gradients)")
     before = len(program.reports())
     time.sleep(2.5 * INTERVAL_S)
-    assert len(program.reports()) == before, "nothing new is not told again"
+    assert len(program.reports()) == before, "an unchanged state is not repeated"
 
 
-def test_who_is_asked_may_fail(start) -> None:
+def test_a_failing_callback_is_ignored(start) -> None:
     program = start(f"report.watch(lambda: 1 / 0); report.saved(7); {WAIT}")
-    program.until(lambda report: report.get("saved") == 7)
-    assert program.reports()[-1]["waiting_in"] == ""
+    assert program.wait_for(lambda report: report.get("saved") == 7)["waiting_in"] == ""
 
 
-def test_why_the_program_ends_is_told(start) -> None:
+def test_a_failure_is_reported_with_its_cause(start) -> None:
     program = start("""
         try:
             try:
@@ -134,26 +139,26 @@ def test_why_the_program_ends_is_told(start) -> None:
             report.failed(cause, error)
     """)
     assert program.end() == ("", "")
-    failure = next(told for told in program.reports() if told["kind"] == "failure")
+    failure = program.failure()
     assert (failure["exception"], failure["message"]) == ("KeyError", "'x'")
     assert abs(failure["time_s"] - time.time()) < 60
     assert "Traceback (most recent call last)" in failure["traceback"]
-    assert "KeyError: 'x'" in failure["traceback"], "all but what a pipe doesn't take as a whole"
+    assert "KeyError: 'x'" in failure["traceback"], "only the long line is shortened"
 
 
-def test_an_exception_is_recorded_without_init(start) -> None:
+def test_an_uncaught_exception_is_reported(start) -> None:
     program = start("report.phase('training'); raise ValueError('no such batch')")
     assert "ValueError: no such batch" in program.end()[1]
-    (failure,) = [told for told in program.reports() if told["kind"] == "failure"]
+    failure = program.failure()
     assert (failure["exception"], failure["message"]) == ("ValueError", "no such batch")
 
 
-def test_a_long_traceback_is_told_without_its_middle(start) -> None:
+def test_a_long_traceback_is_reported_without_its_middle(start) -> None:
     program = start("""
         def fall(depth):
             if depth == 0:
                 raise ValueError("ö" * 40)
-            # So that Python doesn't leave out lines that repeat.
+            # Alternating, as Python abbreviates repeated lines.
             (fall if depth % 2 else lambda depth: fall(depth))(depth - 1)
         try:
             fall(200)
@@ -161,54 +166,56 @@ def test_a_long_traceback_is_told_without_its_middle(start) -> None:
             report.failed(error, error)
     """)
     assert program.end() == ("", "")
-    (failure,) = [told for told in program.reports() if told["kind"] == "failure"]
-    lines = failure["traceback"].splitlines()
+    text = program.failure()["traceback"]
+    lines = text.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "ValueError: " + "ö" * 40
-    assert 1000 < len(failure["traceback"]) < 4096
+    assert 1000 < len(text) < 4096
 
 
-def test_nonsense_reaches_nobody(start) -> None:
+def test_invalid_values_are_ignored(start) -> None:
     program = start("report.step('x', object()); report.saved(None); report.phase('y'); print(1)")
     assert program.end() == ("1\n", "")
     assert program.reports() == []
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_another_file_of_that_number_is_left_alone(start, number: int) -> None:
+def test_another_file_with_the_same_descriptor_is_not_written(start, number: int) -> None:
     program = start("report.saved(1); report.phase('x'); print(1)", inode=number)
     assert program.end() == ("1\n", "")
     assert program.reports() == []
 
 
-def test_without_the_variable_nothing_happens() -> None:
+def test_without_a_launcher_nothing_happens() -> None:
     code = (
         "import signal, threading; from hvdtrain.monitor import report\n"
-        "signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # in the background it may be ignored\n"
+        "signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # background processes may ignore it\n"
         "report.step(1, 0); report.saved(1); report.phase('x'); report.watch(str)\n"
-        "print(threading.active_count(), signal.getsignal(signal.SIGQUIT).name)"
+        "print(threading.active_count(), signal.getsignal(signal.SIGQUIT).name, report.is_heard())"
     )
     environ = {name: value for name, value in os.environ.items() if name != REPORT_FD}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=environ, capture_output=True, timeout=30
     )
-    assert (done.stdout, done.stderr) == (b"1 SIG_DFL\n", b"")
+    assert (done.stdout, done.stderr) == (b"1 SIG_DFL False\n", b"")
 
 
-def test_a_program_in_the_background_shows_its_stacks_too(start) -> None:
-    """A script's ``program &`` ignores SIGQUIT, as its children do."""
+def test_sigquit_prints_stacks_even_of_a_background_program(start) -> None:
+    # A shell starts background programs with SIGQUIT ignored.
     program = start(
         "import signal, sys; signal.signal(signal.SIGQUIT, signal.SIG_IGN)\n"
-        "report.phase('x'); sys.stdin.read()"
+        "report.phase('x'); print(report.is_heard(), flush=True); sys.stdin.read()"
     )
-    program.until(lambda report: report["pid"] == program.process.pid)
+    program.wait_for(lambda report: report["pid"] == program.process.pid)
     program.process.send_signal(signal.SIGQUIT)
     program.process.stdin.close()
     program.process.stdin = None
-    assert "most recent call first" in program.end()[1]
+    out, err = program.end()
+    assert out == "True\n"
+    assert "most recent call first" in err
 
 
-def test_children_say_nothing(start) -> None:
+def test_child_processes_do_not_report(start) -> None:
     program = start(f"""
         import os, subprocess, sys
         report.saved(1)
@@ -221,12 +228,11 @@ def test_children_say_nothing(start) -> None:
         report.phase("over")
         {WAIT}
     """)
-    program.until(lambda report: report["phase"] == "over")
+    program.wait_for(lambda report: report["phase"] == "over")
     assert {report["saved"] for report in program.reports()} == {1}
 
 
-def test_nobody_reads(start) -> None:
-    """The pipe is full, and then it is gone; the program notices neither."""
+def test_a_full_or_closed_pipe_does_not_disturb_the_program(start) -> None:
     program = start("""
         import sys
         for number in range(20_000): report.saved(number)
@@ -237,30 +243,27 @@ def test_nobody_reads(start) -> None:
     """)
     assert program.process.stdout is not None
     assert program.process.stdout.readline() == "full\n"
-    # Whole lines, however full it was.
-    assert all(report["kind"] == "report" for report in program.reports())
+    assert all(report["kind"] == "report" for report in program.reports()), "lines are complete"
     reader, program.reader = program.reader, os.open(os.devnull, os.O_RDONLY)
     os.close(reader)
     out, err = program.process.communicate("\n", timeout=30)
     assert (out, err, program.process.returncode) == ("gone\n", "", 0)
 
 
-def test_who_uses_sigquit_is_not_asked(start) -> None:
+def test_a_sigquit_handler_of_the_program_is_kept(start) -> None:
     program = start(f"""
         import signal
         signal.signal(signal.SIGQUIT, lambda *_: print("mine", flush=True))
         report.phase("training")
         {WAIT}
     """)
-    program.until(lambda report: report["phase"] == "training")
-    assert program.reports()[-1]["pid"] is None
+    assert program.wait_for(lambda report: report["phase"] == "training")["pid"] is None
     program.process.send_signal(signal.SIGQUIT)
     time.sleep(0.2)
     assert program.end() == ("mine\n", "")
 
 
-def test_a_signal_handler_may_report(start) -> None:
-    """Also while the code that it interrupts does."""
+def test_a_signal_handler_may_interrupt_a_report_with_another(start) -> None:
     program = start("""
         import signal
         calls = []
@@ -281,9 +284,7 @@ def test_a_signal_handler_may_report(start) -> None:
     assert program.end()[1] == ""
 
 
-def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
-    from hvdtrain.agent.rank_report import RankReport, read_report
-
+def test_the_launcher_parses_reports(start, tmp_path: Path) -> None:
     program = start(f"""
         report.watch(lambda: "", lambda: 1.23456, lambda: 7 << 40)
         report.learned(640.0, 0.123456789)
@@ -291,8 +292,7 @@ def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
         report.step(3, 1); report.phase('training'); report.saved(2)
         {WAIT}
     """)
-    program.until(lambda report: report.get("saved") == 2)
-    assert read_report(program.reports()[-1]) == RankReport(
+    assert read_report(program.wait_for(lambda report: report.get("saved") == 2)) == RankReport(
         pid=program.process.pid,
         step=3,
         epoch=1,
@@ -306,9 +306,7 @@ def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_number_is_not_told_and_not_read(start) -> None:
-    from hvdtrain.agent.rank_report import read_report
-
+def test_invalid_numbers_are_neither_sent_nor_accepted(start) -> None:
     program = start(f"""
         report.watch(lambda: "", lambda: float("nan") / 0, lambda: float("inf"))
         report.learned(float("inf"), float("nan"))
@@ -316,36 +314,25 @@ def test_what_is_no_number_is_not_told_and_not_read(start) -> None:
         report.saved(2)
         {WAIT}
     """)
-    program.until(lambda report: report.get("saved") == 2)
-    nonsense = {
+    invalid = {
         "loss": float("nan"),
         "waited_s": "1",
         "input_s": True,
         "reduced_bytes": 0.5,
         "samples": 1.5,
     }
-    assert not nonsense.keys() & program.reports()[-1].keys()
-    for name, value in nonsense.items():
+    assert not invalid.keys() & program.wait_for(lambda report: report.get("saved") == 2).keys()
+    for name, value in invalid.items():
         assert read_report({"kind": "report", name: value}) is None
 
 
-def test_whether_anybody_listens_is_known(start, run_command) -> None:
-    program = start("print(report.is_heard())")
-    assert program.end()[0] == "True\n"
-    alone = "from hvdtrain.monitor import report; print(report.is_heard())"
-    assert run_command([sys.executable, "-c", alone]).stdout == "False\n"
-
-
-def test_a_phase_within_another(start):
-    program = start(
-        """
+def test_a_nested_phase(start) -> None:
+    program = start(f"""
         report.phase("training")
         with report.during("checkpoint"):
             pass
-        import sys; sys.stdin.read()
-        """
-    )
-    program.until(lambda report: report["phase"] == "training")
-    program.until(lambda _: len(program.reports()) >= 3)
+        {WAIT}
+    """)
+    program.wait_for(lambda _: len(program.reports()) >= 3)
     phases = [report["phase"] for report in program.reports()]
     assert phases == ["training", "checkpoint", "training"]

@@ -1,5 +1,3 @@
-"""The timeline: JSON that Perfetto and Chrome read, whatever becomes of the rank."""
-
 import json
 from pathlib import Path
 
@@ -7,24 +5,24 @@ import pytest
 
 import hvdtrain.tensorflow as hvd
 from hvdtrain.collectives.engine_core import FinishedOperation
-from hvdtrain.monitor.timeline import Timeline, file_of
+from hvdtrain.monitor.timeline import Timeline, timeline_file
 
 GATHER = FinishedOperation("allgather(a)", "allgather(a) of int64, ()", 7.0, 7.25, 0.125, "")
 
 
-def bars(text):
+def operations(text):
     return [event for event in json.loads(text) if event.get("ph") == "X"]
 
 
-def test_a_bar_for_each_operation(tmp_path):
+def test_each_operation_is_an_event(tmp_path):
     file = tmp_path / "new" / "timeline.json"
     timeline = Timeline(file, 3)
     timeline.note(GATHER)
     timeline.note(GATHER._replace(start_s=8.0, stop_s=8.0, error="MismatchError: other calls"))
     unfinished = file.read_text()
-    assert bars(unfinished + "]") == bars(unfinished + "\n]\n")
+    assert operations(unfinished + "]") == operations(unfinished + "\n]\n")
     timeline.close()
-    first, second = bars(file.read_text())
+    first, second = operations(file.read_text())
     assert (first["name"], first["pid"], first["dur"]) == ("allgather(a)", 3, 250_000.0)
     assert first["args"] == {"call": GATHER.call, "waited_ms": 125.0}
     assert second["ts"] - first["ts"] == pytest.approx(1e6)
@@ -33,13 +31,13 @@ def test_a_bar_for_each_operation(tmp_path):
     assert name["args"]["name"].startswith("rank 3 on ")
 
 
-def test_who_writes_where():
-    assert file_of("a/t.json", 0) == Path("a/t.json")
-    assert file_of("a/t.json", 1) is None
-    assert file_of("{rank}/t-{rank}.json", 12) == Path("12/t-12.json")
+def test_files_of_ranks():
+    assert timeline_file("a/t.json", 0) == Path("a/t.json")
+    assert timeline_file("a/t.json", 1) is None
+    assert timeline_file("{rank}/t-{rank}.json", 12) == Path("12/t-12.json")
 
 
-def test_full_disk_ends_the_timeline_alone(capsys):
+def test_a_full_disk_is_reported(capsys):
     timeline = Timeline(Path("/dev/full"), 0)
     timeline.note(GATHER)
     timeline.close()
@@ -83,12 +81,12 @@ def run(launch, folder, *more):
     return launch(2, SCRIPT, str(file), *more, env=env)
 
 
-def test_each_rank_writes_what_it_did_and_how_long_it_waited(launch, tmp_path):
+def test_each_rank_writes_its_operations_and_waits(launch, tmp_path):
     done = run(launch, tmp_path)
     assert done.returncode == 0, done
     for rank in range(2):
-        # A program that ends without stop_timeline leaves out the end of the array.
-        events = bars((tmp_path / f"timeline-{rank}.json").read_text() + "]")
+        # Without stop_timeline the end of the array is missing.
+        events = operations((tmp_path / f"timeline-{rank}.json").read_text() + "]")
         names = [event["name"] for event in events]
         assert names == [
             "subset",
@@ -102,15 +100,15 @@ def test_each_rank_writes_what_it_did_and_how_long_it_waited(launch, tmp_path):
         assert waited_ms > 300 if rank == 0 else waited_ms < 300, events[-1]
 
 
-def test_a_rank_that_is_killed_has_told_what_it_did(launch, tmp_path):
+def test_a_killed_rank_leaves_its_timeline(launch, tmp_path):
     done = run(launch, tmp_path, "killed")
     assert done.returncode != 0
-    events = bars((tmp_path / "timeline-1.json").read_text() + "]")
+    events = operations((tmp_path / "timeline-1.json").read_text() + "]")
     assert events[-1]["name"] == "broadcast(late)"
     assert "error" not in events[-1]["args"]
 
 
-def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
+def test_nothing_is_written_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hvd.init()
     hvd.stop_timeline()

@@ -16,13 +16,12 @@ import pytest
 
 from hvdtrain.pods import cluster_api, launcher
 from hvdtrain.pods.cluster_api import ClusterApi
-from hvdtrain.pods.launcher import await_own_name, await_workers, free_workers
+from hvdtrain.pods.launcher import release_workers, wait_for_own_name, wait_for_workers
 
 
-def test_workers_are_waited_for_until_they_answer(
+def test_wait_for_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names come late, and sshd later."""
     known = threading.Event()
     resolve = socket.getaddrinfo
 
@@ -37,22 +36,21 @@ def test_workers_are_waited_for_until_they_answer(
         monkeypatch.setattr(launcher, "POLL_S", 0.05)
         monkeypatch.setattr(socket, "getaddrinfo", late)
         threading.Timer(0.3, known.set).start()
-        assert await_workers(["there", "late"], lambda: False)
+        assert wait_for_workers(["there", "late"], lambda: False)
     assert known.is_set()
     assert capsys.readouterr().out == (
-        "hvdtrain: waits for 1 of 2 workers (late: its name is not known yet)\n"
+        "hvdtrain: waiting for 1 of 2 workers (late: its name is not in DNS yet)\n"
     )
     stop_at = time.monotonic() + 0.3
-    assert not await_workers(["there"], lambda: time.monotonic() > stop_at)
+    assert not wait_for_workers(["there"], lambda: time.monotonic() > stop_at)
     assert "Connection refused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("before", [[], ["10.0.0.1"]], ids=["unknown", "of_the_pod_before"])
-def test_the_launcher_waits_until_workers_can_know_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], before: list[str]
+@pytest.mark.parametrize("previous", [[], ["10.0.0.1"]], ids=["unknown", "previous_pod"])
+def test_wait_for_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], previous: list[str]
 ) -> None:
-    """Its own /etc/hosts has its name from the start."""
-    known = {"x-launcher": ["10.0.0.2"], "x-launcher.x-launcher": before}
+    known = {"x-launcher": ["10.0.0.2"], "x-launcher.x-launcher": previous}
 
     def resolve(host: str, port: None) -> list[object]:
         if not known[host]:
@@ -61,20 +59,20 @@ def test_the_launcher_waits_until_workers_can_know_it(
 
     monkeypatch.setattr(launcher, "POLL_S", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert await_own_name("x-launcher", lambda: False), "in the network of its node"
+    assert wait_for_own_name("x-launcher", lambda: False), "the pod uses the network of its node"
     monkeypatch.setattr(socket, "gethostname", lambda: "x-launcher")
     threading.Timer(0.3, known.update, [{"x-launcher.x-launcher": ["10.0.0.2"]}]).start()
-    assert await_own_name("x-launcher", lambda: False)
+    assert wait_for_own_name("x-launcher", lambda: False)
     assert known["x-launcher.x-launcher"] == ["10.0.0.2"]
-    assert capsys.readouterr().out == "hvdtrain: waits for DNS to know its own name, x-launcher\n"
+    assert capsys.readouterr().out == "hvdtrain: waiting for the name x-launcher in DNS\n"
 
 
 def test_a_stop_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that watches the workers has seen no process yet when there is one."""
+    # The watching thread has seen no process, and records the stop after the process has started.
     appends, checked = threading.Event(), threading.Event()
     sent: list[int] = []
 
-    class Ordered(list[int]):
+    class Signals(list[int]):
         def append(self, number: int) -> None:
             appends.set()
             checked.wait(0.5)
@@ -85,8 +83,8 @@ def test_a_stop_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyP
             return super().__len__()
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    child = launcher.RunChild()
-    child._ordered = Ordered()
+    child = launcher.RunProcess()
+    child._signals = Signals()
     watch = threading.Thread(target=child.stop, kwargs={"save": True})
 
     def wait() -> int:
@@ -104,11 +102,11 @@ def test_a_stop_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyP
 
 
 class ApiServer:
-    """Stands for an API server that fails at first; the client is Kubernetes' own.
+    """An API server that fails at first.
 
     Attributes:
-        failures: The codes of the answers to the first requests; 0 closes the connection.
-        requests: What was asked, with the content.
+        failures: The status codes of the first responses; 0 closes the connection.
+        requests: The method, path and content of each request.
     """
 
     def __init__(self) -> None:
@@ -151,51 +149,51 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         configuration = cluster_api._configuration()
         configuration.host = f"http://127.0.0.1:{server.http.server_address[1]}"
         client = kubernetes.client.ApiClient(configuration)
-        return ClusterApi(cluster_api._by_paths(client), "here")
+        return ClusterApi(cluster_api._dynamic_client(client), "here")
 
     monkeypatch.setattr(ClusterApi, "of_pod", of_pod)
-    monkeypatch.setattr(cluster_api, "POLL_S", 0.02)
+    monkeypatch.setattr(launcher, "POLL_S", 0.02)
     yield server
     server.http.shutdown()
     server.http.server_close()
 
 
-def test_a_cluster_that_fails_at_the_start_is_asked_again(
+def test_failing_requests_are_retried_at_the_start(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launcher, "_HOSTS", tmp_path / "hosts.json")
-    # Its StatefulSet and its rights may come after the launcher's pod.
+    # The StatefulSet and the rights may be created after the launcher's pod.
     server.failures = [0, 503, 404, 403, 200, 500]
-    child: Any = SimpleNamespace(is_ordered=False)
-    watch = launcher._watch("train", 1, child)
+    child: Any = SimpleNamespace(is_stopped=False)
+    watch = launcher._watch_workers("train", 1, child)
     assert watch is not None
     assert watch.addresses == ["train-worker-0.train", "train-worker-1.train"]
 
 
-def test_workers_are_freed_once_the_cluster_answers(
+def test_workers_are_released_once_the_cluster_answers(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.failures = [503, 0, 500, 200, 503]
-    free_workers("train", has_failed=True, give_up=lambda: False)
+    release_workers("train", has_failed=True, give_up=lambda: False)
     scale = "/apis/apps/v1/namespaces/here/statefulsets/train-worker/scale"
     job = "/apis/batch/v1/namespaces/here/jobs/train"
     assert server.requests == [
         *[("PATCH", scale, {"spec": {"replicas": 0}})] * 4,
         *[("PATCH", job, {"spec": {"backoffLimit": 0}})] * 2,
     ]
-    assert "still take their resources" not in capsys.readouterr().err
+    assert "still hold their resources" not in capsys.readouterr().err
 
 
-def test_an_account_without_rights_is_not_waited_for(
+def test_missing_rights_end_the_retries(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cluster_api, "REFUSED_S", 0.1)
+    monkeypatch.setattr(launcher, "REFUSED_S", 0.1)
     server.failures = [403] * 1000
-    free_workers("train", has_failed=False, give_up=lambda: False)
-    said = capsys.readouterr().err
-    assert "Free them by: kubectl scale statefulset train-worker --replicas 0" in said
+    release_workers("train", has_failed=False, give_up=lambda: False)
+    error = capsys.readouterr().err
+    assert "Release them with: kubectl scale statefulset train-worker --replicas 0" in error
     assert len(server.requests) > 1
-    # A pod that is to end does not go on.
+    # A pod that has to end gives up.
     server.failures, before = [503] * 1000, len(server.requests)
-    free_workers("train", has_failed=False, give_up=lambda: True)
+    release_workers("train", has_failed=False, give_up=lambda: True)
     assert len(server.requests) == before + 1

@@ -13,8 +13,8 @@ from tests.testbed.requirements import find_command
 
 
 @pytest.fixture(autouse=True)
-def separation() -> Iterator[None]:
-    """The folder that sshd wants root to have; in a pod the worker makes it."""
+def privilege_separation_folder() -> Iterator[None]:
+    """Create the folder that sshd needs as root; in a pod the worker creates it."""
     folder = Path("/run/sshd")
     missing = os.geteuid() == 0 and not folder.exists()
     if missing:
@@ -24,8 +24,7 @@ def separation() -> Iterator[None]:
         folder.rmdir()
 
 
-def test_sshd_takes_the_configuration_and_any_environment(tmp_path: Path) -> None:
-    """A real sshd reads it, and says what it would set for those who come in."""
+def test_sshd_accepts_the_configuration_and_any_environment(tmp_path: Path) -> None:
     try:
         sshd, keygen = find_command("sshd"), find_command("ssh-keygen")
     except FileNotFoundError as error:
@@ -38,7 +37,7 @@ def test_sshd_takes_the_configuration_and_any_environment(tmp_path: Path) -> Non
     )
     environ = {
         "PATH": "/opt/bin:/usr/bin",
-        "NASTY": "a b \"quoted\" 'single' back\\slash # $(id) %h",
+        "SPECIAL": "a b \"quoted\" 'single' back\\slash # $(id) %h",
         "EMPTY": "",
         "LINES": "1\n2",
         "HOME": "/other",
@@ -47,8 +46,8 @@ def test_sshd_takes_the_configuration_and_any_environment(tmp_path: Path) -> Non
     config.write_text(sshd_config(tmp_path, environ))
     done = subprocess.run([sshd, "-T", "-f", config], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert "port 2222" in said
-    assert "usepam no" in said
-    variables = [line.removeprefix("setenv ") for line in said if line.startswith("setenv ")]
-    assert variables == [f"{name}={environ[name]}" for name in ("PATH", "NASTY", "EMPTY")]
+    lines = done.stdout.splitlines()
+    assert "port 2222" in lines
+    assert "usepam no" in lines
+    variables = [line.removeprefix("setenv ") for line in lines if line.startswith("setenv ")]
+    assert variables == [f"{name}={environ[name]}" for name in ("PATH", "SPECIAL", "EMPTY")]

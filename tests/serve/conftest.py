@@ -1,4 +1,4 @@
-"""A page that somebody has logged in to."""
+"""A client of the page that is logged in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def jobs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page(jobs_dir: Path) -> Iterator[TestClient]:
-    """Logged in, with all rights."""
+    """Return a client that is logged in, with a CSRF token."""
     app = make_app(
         JobIndex(jobs_dir),
         Keys(TOKEN),

@@ -1,4 +1,4 @@
-"""``hvdtrain serve`` as a process of its own."""
+"""``hvdtrain serve`` as a separate process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ __all__ = ["Server"]
 
 
 class Server:
-    """The process, and what it says.
-
-    Args:
-        jobs_dir: The folder of jobs.
-        options: Further options.
-        environ: Further variables.
+    """A process of ``hvdtrain serve``.
 
     Attributes:
         process: The process.
-        url: Where it listens.
-        token: Lets somebody in.
+        url: The URL of the page, without a slash at the end.
+        token: The token.
     """
 
     def __init__(
@@ -45,14 +40,12 @@ class Server:
         self.token = (jobs_dir / ".serve-token").read_text().strip()
 
     def get(self, path: str) -> urllib.request.addinfourl:
-        """An answer, to somebody who has the token."""
-        return urllib.request.urlopen(self._asked(path), timeout=20)
+        """Request a path with the token."""
+        headers = {"authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        return urllib.request.urlopen(request, timeout=20)
 
     def kill(self) -> None:
-        """End it in the middle of whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.communicate(timeout=20)
-
-    def _asked(self, path: str) -> urllib.request.Request:
-        headers = {"authorization": f"Bearer {self.token}"}
-        return urllib.request.Request(self.url + path, headers=headers)

@@ -1,4 +1,4 @@
-"""The page in a real browser, and real jobs behind it."""
+"""The page in a real browser, with real jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 pytestmark = [pytest.mark.mpi, pytest.mark.more, pytest.mark.timeout(300)]
 
-# Two ranks in step, by files: each waits for the other one, and says so.
+# Two ranks that synchronize with files, and report while they wait.
 _PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -48,7 +48,7 @@ for step in range(1, steps + 1):
         report.learned(64.0 * step, 2 / step)
         print("step", step, flush=True)
 """
-# Samples a second, by rows of which the first counts none yet.
+# Samples per second from rows, the first of which has no count.
 _RATE = """
 async () => {
   const { Series } = await import("/static/series.js");
@@ -63,7 +63,7 @@ class Site:
 
     Attributes:
         page: The browser's tab.
-        errors: What the browser complained of.
+        errors: Errors in the browser.
     """
 
     def __init__(self, folder: Path, page) -> None:
@@ -74,12 +74,12 @@ class Site:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on(
             "console",
-            lambda told: self.errors.append(told.text) if told.type == "error" else None,
+            lambda entry: self.errors.append(entry.text) if entry.type == "error" else None,
         )
         self.server = self._serve()
 
     def _serve(self) -> subprocess.Popen[bytes]:
-        # Stands for the user's browser, and notes what it is to open.
+        # The user's browser is a script that records the URL.
         opened = self.folder / "opened.txt"
         program = self.folder / "browser"
         program.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
@@ -96,13 +96,13 @@ class Site:
         assert server.stderr is not None
         self.url = server.stderr.readline().decode().split()[-1].rstrip("/")
         server.stderr.readline()
-        # It leads on at once, which would interrupt a wait for all of it.
+        # It redirects at once, which would interrupt waiting for the whole page.
         self.page.goto(opened.read_text(), wait_until="commit")
         self.page.wait_for_url(f"{self.url}/", timeout=60e3)
         return server
 
     def kill(self) -> None:
-        """End the server in the middle of whatever it does."""
+        """Kill the server."""
         self.server.kill()
         self.server.communicate(timeout=20)
 
@@ -111,23 +111,23 @@ class Site:
         self.page.goto(f"{self.url}/{path}")
 
     def open_job(self, name: str) -> None:
-        """Show a job; what was shown before stays, with its buttons, until its data are there."""
+        """Show a job; the previous view stays until its data arrive."""
         self.open(f"#/jobs/{name}")
         self.page.get_by_role("heading", level=1, name=name, exact=True).wait_for(timeout=60e3)
 
     def see(self, text: str, timeout_s: float = 60.0) -> None:
-        """Wait until a text is on the page."""
+        """Wait for a text on the page."""
         self.page.get_by_text(text, exact=False).first.wait_for(timeout=timeout_s * 1e3)
 
     def state(self, state: str) -> None:
-        """Wait until the job that is shown is so."""
+        """Wait until the job on the page has a state."""
         try:
             self.page.locator(".title .state", has_text=state).wait_for(timeout=150e3)
         except sync_api.TimeoutError:
             raise AssertionError(f"not {state}:\n{self._shown()}") from None
 
     def _shown(self) -> str:
-        """What the page shows, and what is known of all jobs."""
+        """Return the text of the page and the files of all jobs."""
         known = [
             f"{path}\n{path.read_text(errors='replace')[-4000:]}"
             for pattern in ("state.json", "events.jsonl", "launcher.txt", "log/*")
@@ -136,7 +136,7 @@ class Site:
         return "\n".join([self.page.url, self.page.locator("body").inner_text(), *known])
 
     def check(self) -> None:
-        """Nobody is kept out by how the view that is shown is made."""
+        """Check the accessibility of the current view."""
         results = axe.Axe().run(self.page)
         assert results.violations_count == 0, results.generate_report()
 
@@ -145,7 +145,7 @@ class Site:
 def site(tmp_path: Path) -> Iterator[Site]:
     chromium = shutil.which("chromium")
     if chromium is None:
-        do_without("browser", "there is no chromium on PATH")
+        do_without("browser", "chromium is not on PATH")
     (tmp_path / "train.py").write_text(_PROGRAM)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -159,7 +159,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def _rank(mark: str, rank: int) -> int:
-    """The program of a rank."""
+    """Return the process ID of a rank."""
     wanted = f"OMPI_COMM_WORLD_RANK={rank}".encode()
     for pid in marked(mark):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -169,21 +169,21 @@ def _rank(mark: str, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def test_a_job_that_goes_on_draws_no_samples_that_nobody_counted(site: Site) -> None:
+def test_rates_need_sample_counts(site: Site) -> None:
     assert site.page.evaluate(_RATE) == [None, None, 100]
 
 
-def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Site) -> None:
+def test_a_job_is_submitted_followed_stopped_cloned_restarted_and_compared(site: Site) -> None:
     page = site.page
     site.open("#/submit")
     page.get_by_label("Program", exact=True).wait_for(timeout=60e3)
     site.check()
-    nasty = "'$(touch pwned)' '<b>bold</b>'"
-    page.get_by_label("Program", exact=True).fill(f"{sys.executable} train.py 2000 first {nasty}")
+    special = "'$(touch pwned)' '<b>bold</b>'"
+    page.get_by_label("Program", exact=True).fill(f"{sys.executable} train.py 2000 first {special}")
     page.get_by_label("Ranks", exact=True).fill("2")
     page.get_by_label("GPUs", exact=True).select_option("none")
     site.see("CUDA_VISIBLE_DEVICES=")
-    assert page.get_by_role("button", name="Start").is_disabled(), "the plan comes first"
+    assert page.get_by_role("button", name="Start").is_disabled(), "the plan must be shown first"
     page.get_by_role("button", name="Show the plan").click()
     site.see("local rank")
     page.get_by_role("button", name="Start").click()
@@ -193,14 +193,14 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     assert "pwned" not in page.title()
     site.see("<script>document.title = 'pwned'</script> $(id)")
     site.check()
-    # One rank stops: the other one waits for it, and the page says so.
+    # The page shows which rank the other one waits for.
     stopped = _rank(site.mark, 1)
     os.kill(stopped, signal.SIGSTOP)
-    site.see("No rank goes on: the others wait for rank 1")
+    site.see("No progress: the other ranks wait for rank 1")
     os.kill(stopped, signal.SIGCONT)
     page.locator(".slow").wait_for(state="hidden", timeout=60e3)
 
-    # The server dies, and the job goes on.
+    # The job outlives the server.
     site.kill()
     first = page.locator("h1").inner_text()
     site.server = site._serve()

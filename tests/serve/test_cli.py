@@ -1,5 +1,3 @@
-"""``hvdtrain serve`` as a process of its own."""
-
 from __future__ import annotations
 
 import json
@@ -24,27 +22,26 @@ from tests.serve.server import Server
 
 @pytest.fixture
 def job(tmp_path: Path) -> JobFolder:
-    """A job that runs, as this process is there."""
+    """Create a running job, whose launcher is this process."""
     job = create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
     job.write_state(JobState(phase="running", launcher=own_identity(), step=1))
     return job
 
 
 @pytest.mark.slow
-def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
+def test_the_server_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
     server = Server(tmp_path)
     try:
-        with server.get("/api/live") as live, server.get(f"/api/jobs/{job.name}/live") as told:
-            assert live.readline() == b"event: jobs\n"
-            assert told.readline() == b"event: job\n"
-            first = json.loads(told.readline().removeprefix(b"data: "))
+        with server.get("/api/live") as jobs, server.get(f"/api/jobs/{job.name}/live") as live:
+            assert jobs.readline() == b"event: jobs\n"
+            assert live.readline() == b"event: job\n"
+            first = json.loads(live.readline().removeprefix(b"data: "))
             assert (first["view"]["status"], first["view"]["step"]) == ("running", 1)
             job.write_state(JobState(phase="running", launcher=own_identity(), step=2))
-            lines = [told.readline() for _ in range(3)]
+            lines = [live.readline() for _ in range(3)]
             assert json.loads(lines[2].removeprefix(b"data: "))["view"]["step"] == 2
     finally:
         server.kill()
-    # What is there is what is in the folders.
     again = Server(tmp_path, "--rank-metrics")
     with again.get("/api/jobs") as answer:
         assert [row["name"] for row in json.load(answer)["jobs"]] == [job.name]
@@ -53,16 +50,16 @@ def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         series = f'hvdtrain_rank_step{{hvdtrain_job="{job.name}",rank="0"}} 7.0'
         assert series in answer.read().decode()
-    # Also with somebody who listens on.
+    # The server ends while a client listens.
     with again.get("/api/live") as live:
         live.readline()
         again.process.send_signal(signal.SIGTERM)
-        said = again.process.communicate(timeout=20)[1]
-    assert (again.process.returncode, "Traceback" in said) == (-signal.SIGTERM, False), said
+        error = again.process.communicate(timeout=20)[1]
+    assert (again.process.returncode, "Traceback" in error) == (-signal.SIGTERM, False), error
 
 
 @pytest.mark.slow
-def test_no_command_line_and_no_lasting_link_has_the_token(tmp_path: Path) -> None:
+def test_open_uses_one_time_links_in_a_private_file(tmp_path: Path) -> None:
     browser, opened = tmp_path / "browser", tmp_path / "opened.txt"
     browser.write_text(f'#!/bin/sh\nprintf "%s" "$*" > {opened}\n')
     browser.chmod(0o700)
@@ -70,16 +67,15 @@ def test_no_command_line_and_no_lasting_link_has_the_token(tmp_path: Path) -> No
     try:
         assert server.process.stderr is not None
         printed = server.process.stderr.readline()
-        shown = opened.read_text()
-        assert shown.startswith("file:///")
-        assert not [text for text in (server.token, "code=") if text in shown]
-        file = Path(shown.removeprefix("file://"))
-        # Nobody else can look into the folder.
+        url = opened.read_text()
+        assert url.startswith("file:///")
+        assert not [text for text in (server.token, "code=") if text in url]
+        file = Path(url.removeprefix("file://"))
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
         links = [
-            found[1]
+            match[1]
             for text in (file.read_text(), printed)
-            if (found := re.search(r"(http://localhost:\d+/login\?code=[\w-]+)", text))
+            if (match := re.search(r"(http://localhost:\d+/login\?code=[\w-]+)", text))
         ]
         assert len({*links}) == 2
         assert server.token not in "".join([file.read_text(), printed])
@@ -95,27 +91,29 @@ def test_no_command_line_and_no_lasting_link_has_the_token(tmp_path: Path) -> No
         server.kill()
 
 
-def test_only_this_host_is_listened_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listening_on_other_addresses_needs_tls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["serve", "--jobs-dir", str(tmp_path), "--host", "0.0.0.0"]
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert "over the network for others to read" in said
-    assert "ssh -L" in said
+    error = capsys.readouterr().err
+    assert "over the network unencrypted" in error
+    assert "ssh -L" in error
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "--jobs-dir", str(tmp_path), "--port", port]) == 2
-    assert "Give another --port" in capsys.readouterr().err
+    assert "Choose another --port" in capsys.readouterr().err
 
 
-def test_without_the_extra_the_message_names_it(
+def test_missing_packages_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["serve", "--jobs-dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "the page needs starlette, uvicorn, prometheus_client" in said
-    assert "hvdtrain[serve]" in said
+    error = capsys.readouterr().err
+    assert "needs starlette, uvicorn, prometheus_client" in error
+    assert "hvdtrain[serve]" in error
     assert os.listdir(tmp_path) == []

@@ -27,7 +27,7 @@ def _statuses(index: JobIndex) -> dict[str, str]:
     return {view.name: view.status for view in index.views()}
 
 
-def test_changes_are_seen_and_counted(tmp_path: Path) -> None:
+def test_changes_are_found_and_counted(tmp_path: Path) -> None:
     index = JobIndex(tmp_path / "jobs")
     assert index.views() == []
     first = _job(tmp_path / "jobs", 1.0, "a.py")
@@ -44,7 +44,7 @@ def test_changes_are_seen_and_counted(tmp_path: Path) -> None:
     assert list(_statuses(index)) == [first.name]
 
 
-def test_a_launcher_that_dies_is_seen_without_a_change(tmp_path: Path, monkeypatch) -> None:
+def test_a_killed_launcher_is_noticed_in_an_unchanged_folder(tmp_path: Path, monkeypatch) -> None:
     job = _job(tmp_path, 1.0, "a.py")
     index = JobIndex(tmp_path)
     assert _statuses(index) == {job.name: "running"}
@@ -52,7 +52,7 @@ def test_a_launcher_that_dies_is_seen_without_a_change(tmp_path: Path, monkeypat
     assert _statuses(index) == {job.name: "lost"}
 
 
-def test_what_is_over_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
+def test_ended_jobs_are_not_read_again(tmp_path: Path, monkeypatch) -> None:
     for number in range(50):
         job = _job(tmp_path, float(number), "a.py")
         gone = dataclasses.replace(own_identity(), pid=1, started_ticks=1)
@@ -64,14 +64,12 @@ def test_what_is_over_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
     assert read == []
 
 
-def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_folder_removed_during_a_scan_is_skipped(tmp_path: Path, monkeypatch) -> None:
     jobs = [_job(tmp_path, float(number), "a.py") for number in range(3)]
     index = JobIndex(tmp_path)
 
     class Entry:
-        """As of os.scandir; one is gone when it is looked at."""
+        """An entry of ``os.scandir``; that of the second job has been removed."""
 
         def __init__(self, job: JobFolder) -> None:
             self.name = job.name
@@ -93,7 +91,7 @@ def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
         assert list(_statuses(index)) == [jobs[2].name, jobs[0].name]
 
 
-def test_of_many_jobs_the_newest_are_there_first(tmp_path: Path, monkeypatch) -> None:
+def test_the_newest_jobs_are_read_first(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("hvdtrain.serve.index.FIRST", 2)
     monkeypatch.setattr("hvdtrain.serve.index.BATCH", 3)
     names = []
@@ -101,10 +99,10 @@ def test_of_many_jobs_the_newest_are_there_first(tmp_path: Path, monkeypatch) ->
         names.append(_job(tmp_path, float(number), "a.py").name)
         os.utime(tmp_path / names[-1], (number, number))
     index = JobIndex(tmp_path)
-    for there in (2, 5, 7, 7):
-        assert [view.name for view in index.views()] == names[::-1][:there]
+    for count in (2, 5, 7, 7):
+        assert [view.name for view in index.views()] == names[::-1][:count]
         index.refresh()
-    # By the thread as well, without the pauses that it makes later.
+    # The thread reads the rest without pauses.
     index = JobIndex(tmp_path)
     index.start()
     try:
@@ -116,7 +114,7 @@ def test_of_many_jobs_the_newest_are_there_first(tmp_path: Path, monkeypatch) ->
         index.close()
 
 
-def test_jobs_are_chosen_by_text_and_state(tmp_path: Path) -> None:
+def test_jobs_are_filtered_by_text_and_status(tmp_path: Path) -> None:
     first = _job(tmp_path, 1.0, "train.py", "--model", "LeNet")
     second = _job(tmp_path, 2.0, "eval.py")
     second.write_state(JobState(phase="ended", code=1, cause="exception"))

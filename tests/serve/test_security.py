@@ -1,5 +1,3 @@
-"""Nobody comes in but who may, whatever the route and the method."""
-
 from __future__ import annotations
 
 import stat
@@ -29,13 +27,13 @@ from hvdtrain.serve.security import (
 TOKEN = "a-token-of-the-tests"
 BASE = "http://localhost:8264"
 CODES = OneTimeCodes(60)
-WAYS = ("/stop", "/restart", "/clone")
+ACTIONS = ("/stop", "/restart", "/clone")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    """Nobody yet: a browser that has not logged in."""
+    """Return a client that is not logged in."""
     create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
     hosts = allowed_hosts("127.0.0.1", 8264)
     app = make_app(JobIndex(tmp_path), Keys(TOKEN), hosts=hosts, environ={}, codes=CODES)
@@ -51,7 +49,7 @@ def logged_in(client: TestClient) -> TestClient:
 
 def _paths(client: TestClient) -> list[str]:
     routes = client.app.routes  # type: ignore[attr-defined]
-    # What the login looks like is for everybody.
+    # Static files are public.
     routes = [route for route in routes if route.path != "/static"]
     assert all(isinstance(route, Route) for route in routes)
     paths = [route.path.replace("{name}", "a-19700101-000001") for route in routes]
@@ -59,7 +57,7 @@ def _paths(client: TestClient) -> list[str]:
     return paths
 
 
-def test_without_a_cookie_there_is_nothing_but_the_way_in(client: TestClient) -> None:
+def test_without_a_cookie_only_the_login_is_allowed(client: TestClient) -> None:
     for path in _paths(client):
         for method in METHODS:
             code = client.request(method, path).status_code
@@ -72,7 +70,7 @@ def test_without_a_cookie_there_is_nothing_but_the_way_in(client: TestClient) ->
 
 
 @pytest.mark.slow
-def test_other_names_and_other_pages_are_refused_everywhere(logged_in: TestClient) -> None:
+def test_other_hosts_and_origins_are_refused_on_all_routes(logged_in: TestClient) -> None:
     for path in [*_paths(logged_in), "/static/login.html", "/nothing"]:
         for method in METHODS:
             for host in (
@@ -93,34 +91,34 @@ def test_other_names_and_other_pages_are_refused_everywhere(logged_in: TestClien
                 assert code in (403, 405), (method, path, origin)
 
 
-def test_only_three_methods_are_known(logged_in: TestClient) -> None:
+def test_other_methods_are_refused(logged_in: TestClient) -> None:
     for path in _paths(logged_in):
         for method in METHODS[3:]:
             assert logged_in.request(method, path).status_code == 405
 
 
-def test_what_changes_something_needs_the_word_of_a_page_from_here(logged_in: TestClient) -> None:
-    acting = {path for path in _paths(logged_in) if path.endswith(WAYS)}
-    assert len(acting) == len(WAYS)
-    for path in [*acting, "/api/jobs", "/api/plan", "/logout"]:
+def test_changes_need_a_csrf_token(logged_in: TestClient) -> None:
+    actions = {path for path in _paths(logged_in) if path.endswith(ACTIONS)}
+    assert len(actions) == len(ACTIONS)
+    for path in [*actions, "/api/jobs", "/api/plan", "/logout"]:
         assert logged_in.post(path, json={}).status_code == 403
         wrong = logged_in.post(path, json={}, headers={CSRF_HEADER: "0" * 64})
         assert wrong.status_code == 403
-    word = logged_in.get("/api/session").json()["csrf"]
-    refused = logged_in.post("/api/jobs", json={"program": ["a"]}, headers={CSRF_HEADER: word})
+    csrf = logged_in.get("/api/session").json()["csrf"]
+    refused = logged_in.post("/api/jobs", json={"program": ["a"]}, headers={CSRF_HEADER: csrf})
     assert refused.status_code == 400
-    assert "expected one that is there" in refused.json()["error"]
-    assert logged_in.post("/logout", headers={CSRF_HEADER: word}).status_code == 200
+    assert "folder must be an existing folder" in refused.json()["error"]
+    assert logged_in.post("/logout", headers={CSRF_HEADER: csrf}).status_code == 200
     assert logged_in.get("/api/jobs").status_code == 401
 
 
-def test_a_program_comes_in_with_the_token(client: TestClient) -> None:
+def test_programs_authenticate_with_the_token(client: TestClient) -> None:
     assert client.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
-    shown = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
-    assert 'hvdtrain_jobs{state="unknown"} 1.0' in shown.text
+    metrics = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+    assert 'hvdtrain_jobs{state="unknown"} 1.0' in metrics.text
 
 
-def test_a_code_logs_in_once_and_the_token_in_a_link_never(
+def test_a_code_in_a_link_logs_in_once_and_the_token_never(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "set-cookie" not in client.get("/login", params={"token": TOKEN}).headers
@@ -139,7 +137,7 @@ def test_a_code_logs_in_once_and_the_token_in_a_link_never(
     assert client.get("/login", params={"code": late}).status_code == 403
 
 
-def test_read_only_refuses_every_route_that_is_not_for_reading(tmp_path: Path) -> None:
+def test_read_only_refuses_all_changes(tmp_path: Path) -> None:
     job = create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
     hosts = allowed_hosts("127.0.0.1", 8264)
     codes = {}
@@ -147,8 +145,7 @@ def test_read_only_refuses_every_route_that_is_not_for_reading(tmp_path: Path) -
         app = make_app(
             JobIndex(tmp_path), Keys(TOKEN), hosts=hosts, environ={}, read_only=read_only
         )
-        # Those that no application of ours routes to are refused by the guard, before any route.
-        acting = [
+        actions = [
             (method, route.path.replace("{name}", job.name))
             for route in app.routes
             if isinstance(route, Route)
@@ -158,19 +155,19 @@ def test_read_only_refuses_every_route_that_is_not_for_reading(tmp_path: Path) -
         with TestClient(app, base_url=BASE, follow_redirects=False) as client:
             client.headers["authorization"] = f"Bearer {TOKEN}"
             assert client.get("/api/session").json()["read_only"] == read_only
-            answers = {way: client.request(*way, json={}) for way in acting}
+            answers = {way: client.request(*way, json={}) for way in actions}
             codes[read_only] = {way: answer.status_code for way, answer in answers.items()}
             for (_, path), answer in answers.items():
                 refused = path not in ("/login", "/logout") and read_only
                 assert ("--read-only" in answer.text) == refused, path
     assert {path for _, path in codes[True]} >= {"/api/jobs", "/api/plan", "/login", "/logout"}
-    ways = codes[True].keys() - {("POST", "/login"), ("POST", "/logout")}
-    assert len(ways) >= len(WAYS) + 2
-    assert {codes[True][way] for way in ways} == {403}
-    assert 403 not in {codes[False][way] for way in ways}
+    changes = codes[True].keys() - {("POST", "/login"), ("POST", "/logout")}
+    assert len(changes) >= len(ACTIONS) + 2
+    assert {codes[True][way] for way in changes} == {403}
+    assert 403 not in {codes[False][way] for way in changes}
 
 
-def test_a_wrong_token_gets_no_cookie(client: TestClient) -> None:
+def test_a_wrong_token_sets_no_cookie(client: TestClient) -> None:
     for answer in (
         client.get("/login", params={"code": "wrong"}),
         client.post("/login", content="token=wrong"),
@@ -183,7 +180,7 @@ def test_a_wrong_token_gets_no_cookie(client: TestClient) -> None:
     assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/"))
 
 
-def test_a_cookie_is_signed_and_ends(client: TestClient) -> None:
+def test_cookies_are_signed_and_expire(client: TestClient) -> None:
     keys, now = Keys(TOKEN), time.time()
     cookie = keys.session(now)
     assert keys.is_session(cookie, now)
@@ -203,7 +200,7 @@ def test_a_cookie_is_signed_and_ends(client: TestClient) -> None:
     assert keys.csrf(cookie) != keys.csrf(keys.session(now))
 
 
-def test_every_answer_forbids_what_a_page_of_ours_does_not_need(logged_in: TestClient) -> None:
+def test_all_responses_have_security_headers(logged_in: TestClient) -> None:
     for path in ("/", "/login", "/api/jobs", "/nothing", "/static/login.html", "/metrics"):
         headers = logged_in.get(path).headers
         policy = headers["content-security-policy"]
@@ -216,34 +213,34 @@ def test_every_answer_forbids_what_a_page_of_ours_does_not_need(logged_in: TestC
 @pytest.mark.parametrize(
     "name", ["..%2f..%2fetc", "%2fetc%2fpasswd", ".queue", "a%00b", " ", "a" * 300]
 )
-def test_no_name_leads_out_of_the_folder(logged_in: TestClient, name: str) -> None:
+def test_names_can_not_leave_the_folder(logged_in: TestClient, name: str) -> None:
     for rest in ("", "/log", "/metrics", "/live"):
         assert logged_in.get(f"/api/jobs/{name}{rest}").status_code == 404
     for path in (f"/static/{name}", f"/static/{name}/cli.py", "/static/..%2fsecurity.py"):
         assert logged_in.get(path).status_code in (401, 404)
 
 
-def test_a_link_is_no_job(logged_in: TestClient, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_a_job(logged_in: TestClient, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc")
     assert logged_in.get("/api/jobs/link").status_code == 404
 
 
-def test_the_token_is_its_users_alone(tmp_path: Path) -> None:
+def test_the_token_file_is_private(tmp_path: Path) -> None:
     path = tmp_path / "jobs" / ".serve-token"
     token = read_token(path)
     assert len(token) >= 40
     assert read_token(path) == token
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
-    with pytest.raises(ConfigurationError, match="can be read by others"):
+    with pytest.raises(ConfigurationError, match="readable by other users"):
         read_token(path)
     path.chmod(0o600)
     path.write_text("x\n")
-    with pytest.raises(ConfigurationError, match="holds no token"):
+    with pytest.raises(ConfigurationError, match="contains no token"):
         read_token(path)
 
 
-def test_the_names_that_are_answered_to() -> None:
+def test_allowed_hosts() -> None:
     assert allowed_hosts("127.0.0.1", 1) == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
     assert "10.0.0.1:1" in allowed_hosts("10.0.0.1", 1)
     assert "[fe80::1]:1" in allowed_hosts("fe80::1", 1)
@@ -251,7 +248,7 @@ def test_the_names_that_are_answered_to() -> None:
     assert not any("0.0.0.0" in host for host in allowed_hosts("0.0.0.0", 1))
 
 
-def test_cookies_of_others_on_this_host_do_not_disturb(logged_in: TestClient) -> None:
+def test_cookies_of_other_servers_are_ignored(logged_in: TestClient) -> None:
     logged_in.cookies.set("other", "x" * 100)
     assert COOKIE in logged_in.cookies
     assert logged_in.get("/api/jobs").status_code == 200

@@ -1,5 +1,3 @@
-"""The files of the page: complete, and nothing in them that turns text into HTML."""
-
 from __future__ import annotations
 
 import re
@@ -15,7 +13,7 @@ PAGES = sorted(STATIC.glob("*.html"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_what_a_script_imports_is_there(script: Path) -> None:
+def test_imports_of_scripts_exist_and_are_used(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     for name in re.findall(r"""(?:from|import\() ?"(\./[^"]+)""", text):
         assert (STATIC / name).is_file(), name
@@ -27,7 +25,7 @@ def test_what_a_script_imports_is_there(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_no_text_becomes_html_or_code(script: Path) -> None:
+def test_scripts_never_interpret_text_as_html_or_code(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function",
@@ -36,20 +34,20 @@ def test_no_text_becomes_html_or_code(script: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_pages_hold_no_scripts_and_ask_nobody_else(page: Path) -> None:
+def test_pages_have_no_inline_scripts_or_external_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|https?:|<script>", text)
     for name in re.findall(r'(?:src|href)="/static/([^"]+)"', text):
         assert (STATIC / name).is_file(), name
 
 
-def test_styles_and_scripts_ask_nobody_else() -> None:
+def test_styles_and_scripts_have_no_external_links() -> None:
     for path in [*SCRIPTS, *STATIC.glob("*.css")]:
         for link in re.findall(r"https?://[^\s\"')]+", path.read_text(encoding="utf-8")):
             assert link.startswith("http://www.w3.org/"), link
 
 
-def test_a_browser_asks_whether_files_have_changed(page: TestClient) -> None:
+def test_static_files_are_revalidated(page: TestClient) -> None:
     for html in ("/", "/login"):
         assert page.get(html).headers["cache-control"] == "no-store"
         links = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.get(html).text)

@@ -1,4 +1,4 @@
-"""From what was asked for to the objects of a cluster: read, checked, created."""
+"""The queue of Kubernetes: plans, creates, describes and deletes the objects of jobs."""
 
 from __future__ import annotations
 
@@ -14,81 +14,75 @@ from typing import NamedTuple
 import yaml
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
-from hvdtrain.jobs.backend import JobRequest, QueueState
-from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.folder import JobFolder, JobRequest
 from hvdtrain.jobs.kubernetes.manifests import PodJob, container_of, job_objects, make_keys
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
-from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
-from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
+from hvdtrain.jobs.spec import JobSpec, exported_variables, is_secret
+from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, JobState, QueueState
 from hvdtrain.pods.cluster_api import DELETE_TIMEOUT_S, ClusterApi, SilentClusterError
 from hvdtrain.pods.names import STOP, Object, resource_of, rights_text
-from hvdtrain.pods.pod_states import find_condition, launchers_of, trouble_of, workers_of
+from hvdtrain.pods.pod_states import find_condition, launchers_of, pod_problem, workers_of
 
 __all__ = [
     "PodBackend",
     "PodPlan",
-    "is_awaited",
+    "awaits_objects",
+    "job_state",
     "object_name",
     "pod_job",
-    "seen_state",
-    "state_of",
+    "queue_state",
 ]
 
-# A StatefulSet's pods have a label with its name, a hyphen and a hash, of at most 63 letters.
-_MOST_LETTERS = 45
-_MOST_TOLD = 3
-NO_VOLUME = "no volume has its folder"
+# Pods of a StatefulSet get a label of its name, a hyphen and a hash, limited to 63 characters.
+_MOST_NAME_CHARACTERS = 45
+_MOST_PROBLEMS = 3
+NO_VOLUME = "its folder is not on a volume"
 ALL_GONE = (
-    f"its pods are gone, and with them its log and its history: {NO_VOLUME}. Submit jobs with "
-    "--volume CLAIM:/PATH and a --jobs-dir below that path to keep them."
+    f"its pods are gone, with its log and its history: {NO_VOLUME}. To keep them, submit "
+    "jobs with --volume CLAIM:/PATH and a --jobs-dir below that path."
 )
-# For so long a cluster that has not answered is not asked how jobs are.
+# A cluster that has not answered is not asked again for this long.
 SILENT_S = 30.0
-# For so long after its submission a job may have no objects yet: those of its run before go first.
+# A submitted job may have no objects for this long: those of its previous run are deleted first.
 _CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
-# The time of a Job is that of a whole second, by the cluster's clock.
-_CLOCKS_DIFFER_S = 2.0
-_NAMES_HOSTS = ("-H", "--hosts", "-hostfile", "--hostfile")
-_HAS_A_KEY = """\
-# The Secret holds private keys of this job alone: keep it out of repositories that others read.
+# Creation times are whole seconds of the cluster's clock.
+_CLOCK_TOLERANCE_S = 2.0
+_HOST_OPTIONS = ("-H", "--hosts", "-hostfile", "--hostfile")
+_PREVIEW_COMMENT = """\
+# The Secret contains private keys of this job: don't commit it to a repository.
 """
 
 
 def object_name(name: str) -> str:
-    """The name of a job's objects: a label of DNS."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[-_MOST_LETTERS:].strip("-")
+    """Return the name of a job's objects, a DNS label."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[-_MOST_NAME_CHARACTERS:].strip("-")
 
 
 def pod_job(
     folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
 ) -> PodJob:
-    """Read what was asked for.
+    """Return the job of a specification.
 
     Args:
-        folder: The job's folder, which pods write where they see it.
-        spec: What was asked for.
-        environ: The variables of who asks, where secrets that ranks are to get have their values.
-        ranks: How many there are to be.
+        folder: The job's folder.
+        spec: The specification.
+        environ: The environment of the caller, which has the values of secrets.
+        ranks: The number of ranks.
 
     Raises:
-        ConfigurationError: It can't run in pods as it is.
+        ConfigurationError: The job can't run in pods as described.
     """
     if ranks is None:
+        raise ConfigurationError("a job on Kubernetes needs -np, the number of ranks.")
+    if named := [word for word in spec.options if word.partition("=")[0] in _HOST_OPTIONS]:
         raise ConfigurationError(
-            "a job on Kubernetes needs -np: there are as many pods as it says."
-        )
-    if named := [word for word in spec.options if word.partition("=")[0] in _NAMES_HOSTS]:
-        raise ConfigurationError(
-            f"{named[0]} names hosts; on Kubernetes they are the job's own pods. Leave it out."
+            f"{named[0]} names hosts, but a job on Kubernetes runs in pods of its own; remove it."
         )
     secrets = {}
-    for variable in asked_for(spec.options):
-        if is_secret(variable):
-            if variable not in environ:
-                raise ConfigurationError(
-                    f"-x {variable} asks for a variable that is not set here; set it first."
-                )
-            secrets[variable] = environ[variable]
+    for variable in filter(is_secret, exported_variables(spec.options)):
+        if variable not in environ:
+            raise ConfigurationError(f"-x {variable} exports a variable that is not set; set it.")
+        secrets[variable] = environ[variable]
     pods = read_pod_options(spec.backend.options)
     return PodJob(
         name=object_name(folder.name),
@@ -103,26 +97,21 @@ def pod_job(
 
 
 class PodPlan(NamedTuple):
-    """The objects of a job.
-
-    Attributes:
-        job: The job.
-        objects: Its objects.
-    """
+    """A job and its objects."""
 
     job: PodJob
     objects: list[Object]
 
     def preview(self) -> str:
-        """Return the objects as ``kubectl apply -f -`` reads them."""
-        return _HAS_A_KEY + yaml.safe_dump_all(self.objects, sort_keys=False)
+        """Return the objects as YAML for ``kubectl apply -f -``."""
+        return _PREVIEW_COMMENT + yaml.safe_dump_all(self.objects, sort_keys=False)
 
 
 class PodBackend:
-    """Clusters of Kubernetes, each as the job's own options name it."""
+    """Kubernetes clusters, chosen by the options of each job."""
 
     def __init__(self) -> None:
-        # Who looks at many jobs waits for a cluster that says nothing once, and not for each.
+        # A silent cluster is waited for once, not for each job.
         self._silent_until: dict[tuple[str, str], float] = {}
 
     def plan(self, request: JobRequest) -> PodPlan:
@@ -134,27 +123,27 @@ class PodBackend:
         """Create the job's objects, all or none; see ``JobBackend``."""
         pods = plan.job.pods
         api = ClusterApi.of_context(pods.context, pods.namespace)
-        needed = dict.fromkeys(("create", *resource_of(one)) for one in plan.objects)
-        if missing := [right for right in needed if not api.may(*right)]:
+        rights = dict.fromkeys(("create", *resource_of(one)) for one in plan.objects)
+        if missing := [right for right in rights if not api.may(*right)]:
             raise JobError(
-                f"you may not {rights_text(missing)} in namespace {api.namespace}. Ask for a role "
-                "that may, or name an account of the launcher's with --service-account."
+                f"you may not {rights_text(missing)} in namespace {api.namespace}. Ask for these "
+                "rights, or give the launcher an existing account with --service-account."
             )
         api.create(plan.objects)
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return the state of each job's pods; see ``JobBackend``."""
-        return {folder: self._state(folder, spec) for folder, spec in jobs.items()}
+        """Return the state of each job from its pods; see ``JobBackend``."""
+        return {folder: self._describe(folder, spec) for folder, spec in jobs.items()}
 
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return what launchers have printed if they don't see the folder; see ``JobBackend``."""
+        """Return the output of launchers that don't see the job's folder; see ``JobBackend``."""
         pods = read_pod_options(spec.backend.options)
         if _is_shared(job.path, pods):
             return None
-        name, found = object_name(job.name), []
-        with self._looked_at(pods) as api:
+        name, lines = object_name(job.name), []
+        with self._cluster(pods) as api:
             launchers = launchers_of(api.pods(name))
             if not launchers and api.job(name) is None:
                 raise JobError(f"{job.name} has no log: {ALL_GONE}")
@@ -165,64 +154,64 @@ class PodBackend:
                 try:
                     text = api.log(pod["metadata"]["name"], container, after)
                 except JobError:
-                    # Of a launcher before the last, whose node is gone.
+                    # The node of an earlier launcher may be gone.
                     if pod is launchers[-1]:
                         raise
                     continue
-                # Not at other characters that end lines for str.splitlines: no time follows them.
+                # Not splitlines(), which also splits at other characters.
                 for line in filter(None, text.split("\n")):
-                    at, _, said = line.partition(" ")
+                    at, _, content = line.partition(" ")
                     if at > after:
-                        found.append((at, said))
-        return found
+                        lines.append((at, content))
+        return lines
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Delete the objects of a queued job, ask a running one to stop; see ``JobBackend``."""
+        """Delete the objects of a queued job, or request a stop; see ``JobBackend``."""
         pods = read_pod_options(spec.backend.options)
         is_shared = _is_shared(job.path, pods)
         if not (is_queued or save) and is_shared:
-            # Also if the cluster can't be reached from here.
+            # Works even if the cluster can't be reached from here.
             job.request_stop(signal.SIGTERM)
             return
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
         if is_queued and not is_shared:
-            # By its pods a job that has lost a worker is queued, too, but ranks may run.
+            # A job that has lost a worker counts as queued, but its ranks may still run.
             phases = [pod["status"].get("phase") for pod in launchers_of(api.pods(name))]
             is_queued = "Running" not in phases
         if is_queued:
-            if (found := api.job(name)) is None or found["metadata"].get("deletionTimestamp"):
-                # Who submits it would create its objects all the same.
-                raise JobError(f"{job.name} is just being submitted; stop it again in a moment.")
+            found = api.job(name)
+            if found is None or found["metadata"].get("deletionTimestamp"):
+                # The submitting process would still create the objects.
+                raise JobError(f"{job.name} is being submitted; stop it again in a moment.")
             api.delete(name)
-            job.cancel()
+            job.mark_cancelled()
         else:
             api.patch_job(name, {"metadata": {"annotations": {STOP: "save" if save else "now"}}})
 
-    def _state(self, folder: Path, spec: JobSpec) -> QueueState:
-        """Return what the cluster says of a job; ``NO_ANSWER`` if it does not answer."""
-        name, listed = object_name(folder.name), []
+    def _describe(self, folder: Path, spec: JobSpec) -> QueueState:
+        name, pods = object_name(folder.name), []
         try:
-            pods = read_pod_options(spec.backend.options)
-            with self._looked_at(pods) as api:
-                found = api.job(name)
-                if is_awaited(found, created_s=spec.created_s, now_s=time.time()):
-                    word, why = "PENDING", ""
-                elif found is None:
-                    word, why = GONE, ""
+            options = read_pod_options(spec.backend.options)
+            with self._cluster(options) as api:
+                job = api.job(name)
+                if awaits_objects(job, created_s=spec.created_s, now_s=time.time()):
+                    state, reason = "PENDING", ""
+                elif job is None:
+                    state, reason = GONE, ""
                 else:
-                    listed = api.pods(name)
-                    word, why = state_of(found, listed)
-                    if not why and not (launchers_of(listed) and workers_of(listed)):
-                        why = api.why_not_created(name)
+                    pods = api.pods(name)
+                    state, reason = queue_state(job, pods)
+                    if not reason and not (launchers_of(pods) and workers_of(pods)):
+                        reason = api.creation_problem(name)
         except HvdtrainError as error:
             return QueueState("Kubernetes", NO_ANSWER, str(error))
-        state = None if _is_shared(folder, pods) else seen_state(word, why, listed)
-        return QueueState("Kubernetes", word, why, state)
+        known = None if _is_shared(folder, options) else job_state(state, reason, pods)
+        return QueueState("Kubernetes", state, reason, known)
 
     @contextlib.contextmanager
-    def _looked_at(self, pods: PodOptions) -> Iterator[ClusterApi]:
-        """The cluster of those pods, unless that has not answered just now."""
+    def _cluster(self, pods: PodOptions) -> Iterator[ClusterApi]:
+        """Yield the cluster of these pods, unless it did not answer recently."""
         key = (pods.context, pods.namespace)
         if time.monotonic() < self._silent_until.get(key, 0.0):
             raise SilentClusterError("the cluster did not answer a moment ago")
@@ -233,77 +222,76 @@ class PodBackend:
             raise
 
 
-def is_awaited(found: Object | None, *, created_s: float, now_s: float) -> bool:
-    """Return whether a job's objects are still to come: who submits it is about to create them.
+def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> bool:
+    """Return whether the submitting process may still create a job's objects.
 
     Args:
-        found: The Job that the cluster has by its name; None for none.
+        job: The Job in the cluster; None if there is none.
         created_s: When the job was submitted, in seconds since 1970.
-        now_s: The time now. With the clock of the cluster it may differ, so this never lasts.
+        now_s: The current time. The cluster's clock may differ, so the wait is limited.
     """
     if not created_s <= now_s < created_s + _CREATED_WITHIN_S:
         return False
-    if found is None:
+    if job is None:
         return True
-    # That of an earlier run is removed first.
-    made = datetime.fromisoformat(found["metadata"]["creationTimestamp"])
-    return made.timestamp() < created_s - _CLOCKS_DIFFER_S
+    # The Job of the previous run is deleted first.
+    made = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+    return made.timestamp() < created_s - _CLOCK_TOLERANCE_S
 
 
-def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """The state of a job by its pods, as ``status_of`` takes it, and the reason for it.
-
-    Args:
-        job: The Job.
-        pods: Its pods.
-    """
+def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
+    """Return the state of a job as ``derive_status`` takes it, and the reason, from its pods."""
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
-    troubles = [(pod["metadata"]["name"], trouble_of(pod["status"])) for pod in pods]
-    why = "; ".join([f"{name}: {trouble}" for name, trouble in troubles if trouble][:_MOST_TOLD])
-    about = job.get("metadata") or {}
-    # The cluster itself finds that out some time after its last launcher has ended.
-    is_stopped = bool(STOP in (about.get("annotations") or {}) or about.get("deletionTimestamp"))
+    problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
+    reason = "; ".join([f"{name}: {text}" for name, text in problems if text][:_MOST_PROBLEMS])
+    metadata = job.get("metadata") or {}
+    # The Job itself records the end of its last launcher only some time later.
+    is_stopped = bool(
+        STOP in (metadata.get("annotations") or {}) or metadata.get("deletionTimestamp")
+    )
     has_failed = find_condition(job.get("status"), "Failed", "True") is not None
     if "Running" in phases:
-        return ("RUNNING" if is_stopped else GOES_ON), why
+        return ("RUNNING" if is_stopped else RESTARTABLE), reason
     if "Pending" in phases or not (phases or is_stopped or has_failed):
-        return "PENDING", why
+        return "PENDING", reason
     if "Succeeded" in phases:
-        return "COMPLETED", why
+        return "COMPLETED", reason
     if is_stopped:
-        return "CANCELLED", why
-    # Unless the cluster has given up, another launcher is to come.
-    return ("FAILED" if has_failed else "REQUEUED"), why
+        return "CANCELLED", reason
+    # Unless the Job has given up, another launcher follows.
+    return ("FAILED" if has_failed else "REQUEUED"), reason
 
 
-def seen_state(word: str, why: str, pods: Sequence[Object]) -> JobState | None:
+def job_state(state: str, reason: str, pods: Sequence[Object]) -> JobState | None:
     """Return the state of a job whose folder its pods don't see; None if it waits for its pods.
 
     Args:
-        word: Its state by its cluster, as ``state_of`` returns it, or ``GONE``.
-        why: The reason.
-        pods: Its pods.
+        state: The state in the cluster, from ``queue_state``, or ``GONE``.
+        reason: The reason for it.
+        pods: The pods of the job.
     """
-    if word in ("PENDING", "REQUEUED"):
+    if state in ("PENDING", "REQUEUED"):
         return None
-    if word in (GOES_ON, "RUNNING"):
+    if state in (RESTARTABLE, "RUNNING"):
         ready = [find_condition(pod["status"], "Ready", "True") for pod in workers_of(pods)]
         if not ready or not all(ready):
             return JobState(phase="queued")
-        return JobState(phase="running", verdict=f"{NO_VOLUME}; hvdtrain logs reads its pods' log")
-    if word == GONE:
+        return JobState(
+            phase="running", verdict=f"{NO_VOLUME}; hvdtrain logs prints the log of its pods"
+        )
+    if state == GONE:
         return JobState(phase="ended", since_s=time.time(), cause="lost", verdict=ALL_GONE)
     return JobState(
         phase="ended",
         since_s=_ended_s(pods),
-        code=0 if word == "COMPLETED" else None,
-        cause={"COMPLETED": "done", "CANCELLED": "ordered"}.get(word, "failed"),
-        verdict=why,
+        code=0 if state == "COMPLETED" else None,
+        cause={"COMPLETED": "done", "CANCELLED": "ordered"}.get(state, "failed"),
+        verdict=reason,
     )
 
 
 def _ended_s(pods: Sequence[Object]) -> float:
-    """When the last launcher ended, in seconds since 1970; now if that is not known."""
+    """Return when the last launcher ended, in seconds since 1970; now if unknown."""
     for pod in reversed(launchers_of(pods)):
         for container in pod["status"].get("containerStatuses") or ():
             if at := ((container.get("state") or {}).get("terminated") or {}).get("finishedAt"):
@@ -312,5 +300,5 @@ def _ended_s(pods: Sequence[Object]) -> float:
 
 
 def _is_shared(folder: Path, pods: PodOptions) -> bool:
-    """Whether pods see a folder that they may write into."""
+    """Return whether pods can write a folder of this machine."""
     return any(folder.is_relative_to(path) for path in pods.shared_paths())

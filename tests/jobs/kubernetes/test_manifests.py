@@ -8,36 +8,30 @@ from typing import Any
 import pytest
 import yaml
 
-from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects, make_keys
-from hvdtrain.jobs.kubernetes.pod_backend import PodPlan, object_name, pod_job
+from hvdtrain.jobs.kubernetes.pod_backend import PodPlan
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
-from hvdtrain.jobs.spec import Backend, JobSpec
 from tests.harness.required import do_without
 
-NASTY = ("python", "a b.py", "$(touch x)", "'\"", "line\nline", "{{ x }}", "- a: b", "é")
+SPECIAL = ("python", "a b.py", "$(touch x)", "'\"", "line\nline", "{{ x }}", "- a: b", "é")
 
 
-def _job(**changes: Any) -> PodJob:
-    pods = PodOptions(image="i", **changes.pop("pods", {}))
-    known: dict[str, Any] = {
-        "name": "train-1",
-        "ranks": 5,
-        "options": ("--max-restarts", "2"),
-        "program": NASTY,
-        "folder": "/jobs/train-1",
-        "variables": {"HVDTRAIN_MODE": "async-ps"},
-        "secrets": {"HF_TOKEN": "secret"},
-    }
-    return PodJob(**{**known, **changes}, pods=pods)
+def _job(job_folder: str = "/jobs/train-1", **pods: Any) -> PodJob:
+    return PodJob(
+        name="train-1",
+        ranks=5,
+        options=("--max-restarts", "2"),
+        program=SPECIAL,
+        folder=job_folder,
+        variables={"HVDTRAIN_MODE": "async-ps"},
+        secrets={"HF_TOKEN": "secret"},
+        pods=PodOptions(image="i", **pods),
+    )
 
 
 def _by_kind(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The objects; of several of a kind the first."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in objects:
-        found.setdefault(one["kind"], one)
-    return found
+    """Return the first object of each kind."""
+    return {one["kind"]: one for one in reversed(objects)}
 
 
 def _container(pod: dict[str, Any]) -> dict[str, Any]:
@@ -45,16 +39,17 @@ def _container(pod: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
-def test_a_job_is_objects_of_any_cluster() -> None:
-    found = _by_kind(job_objects(_job(pods={"ranks_per_pod": 2}), make_keys()))
-    assert list(found) == [
+def test_objects_of_a_job() -> None:
+    objects = job_objects(_job(ranks_per_pod=2), make_keys())
+    assert [one["kind"] for one in objects] == [
         *("Job", "ServiceAccount", "Role", "RoleBinding"),
-        *("Secret", "ConfigMap", "Service", "StatefulSet"),
+        *("Secret", "ConfigMap", "Service", "Service", "StatefulSet"),
     ]
-    launcher = _container(found["Job"]["spec"]["template"])
-    assert launcher["command"][-len(NASTY) :] == list(NASTY)
-    assert found["StatefulSet"]["spec"]["replicas"] == 3
-    hostfile = found["ConfigMap"]["data"]["hostfile"]
+    by_kind = _by_kind(objects)
+    launcher = _container(by_kind["Job"]["spec"]["template"])
+    assert launcher["command"][-len(SPECIAL) :] == list(SPECIAL)
+    assert by_kind["StatefulSet"]["spec"]["replicas"] == 3
+    hostfile = by_kind["ConfigMap"]["data"]["hostfile"]
     assert hostfile.splitlines()[-1] == "train-1-worker-2.train-1 slots=2"
     assert launcher["env"] == [
         {"name": "HVDTRAIN_MODE", "value": "async-ps"},
@@ -64,36 +59,35 @@ def test_a_job_is_objects_of_any_cluster() -> None:
             "valueFrom": {"secretKeyRef": {"name": "train-1", "key": "HF_TOKEN"}},
         },
     ]
-    worker = found["StatefulSet"]["spec"]["template"]
-    assert worker["metadata"]["labels"].items() >= found["Service"]["spec"]["selector"].items()
-    keys = [volume for volume in worker["spec"]["volumes"] if "secret" in volume]
-    assert "HF_TOKEN" not in str(keys), "workers get keys alone"
+    worker = by_kind["StatefulSet"]["spec"]["template"]
+    assert worker["metadata"]["labels"].items() >= by_kind["Service"]["spec"]["selector"].items()
+    secrets = [volume for volume in worker["spec"]["volumes"] if "secret" in volume]
+    assert "HF_TOKEN" not in str(secrets), "workers get only the keys"
     assert worker["spec"]["automountServiceAccountToken"] is False
-    rights = [rule for rule in found["Role"]["rules"] if rule["resources"] != ["pods"]]
-    assert all(rule["resourceNames"] for rule in rights), "its own objects alone"
+    rules = [rule for rule in by_kind["Role"]["rules"] if rule["resources"] != ["pods"]]
+    assert all(rule["resourceNames"] for rule in rules), "only its own objects"
 
 
-def test_pods_have_names_and_the_launcher_one_while_it_is_the_only_one() -> None:
-    """Of a launcher that is to end the name is no more; a worker that comes has it at once."""
+def test_workers_have_names_at_once_and_a_terminating_launcher_has_none() -> None:
     objects = job_objects(_job(), make_keys())
     services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
     early = {name: spec["publishNotReadyAddresses"] for name, spec in services.items()}
     assert early == {"train-1": True, "train-1-launcher": False}
     launcher = _by_kind(objects)["Job"]["spec"]["template"]
-    selected = services["train-1-launcher"]["selector"]
-    assert launcher["metadata"]["labels"].items() >= selected.items()
-    named = launcher["spec"]["hostname"], launcher["spec"]["subdomain"]
-    assert named == ("train-1-launcher", "train-1-launcher")
+    selector = services["train-1-launcher"]["selector"]
+    assert launcher["metadata"]["labels"].items() >= selector.items()
+    names = launcher["spec"]["hostname"], launcher["spec"]["subdomain"]
+    assert names == ("train-1-launcher", "train-1-launcher")
 
 
-def test_words_survive_yaml() -> None:
+def test_the_preview_is_the_objects_as_yaml() -> None:
     objects = job_objects(_job(), make_keys())
-    shown = PodPlan(_job(), objects).preview()
-    assert list(yaml.safe_load_all(shown)) == objects
-    assert shown.startswith("# The Secret holds private keys")
+    preview = PodPlan(_job(), objects).preview()
+    assert list(yaml.safe_load_all(preview)) == objects
+    assert preview.startswith("# The Secret contains private keys")
 
 
-def test_flags_win_over_the_template() -> None:
+def test_options_override_the_template() -> None:
     template = {
         "metadata": {"labels": {"team": "a", "hvdtrain/job": "other"}, "annotations": {"x": "y"}},
         "spec": {
@@ -106,24 +100,24 @@ def test_flags_win_over_the_template() -> None:
             ],
         },
     }
-    pods = {
-        "template": template,
-        "node_selector": {"kind": "gpu"},
-        "tolerations": (Toleration("gpu", "yes", "NoSchedule"),),
-        "volumes": (Volume("data", "/data", True),),
-        "gpus_per_rank": 2,
-        "ranks_per_pod": 4,
-        "resources": {"cpu": "8"},
-        "namespace": "n",
-        "queue": "q",
-        "pull_secrets": ("s",),
-        "folder": "/w",
-    }
-    found = _by_kind(job_objects(_job(pods=pods), make_keys()))
-    assert {one["metadata"]["namespace"] for one in found.values()} == {"n"}
-    assert found["Job"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
-    assert found["Job"]["spec"]["suspend"] is True
-    pod = found["StatefulSet"]["spec"]["template"]
+    job = _job(
+        template=template,
+        node_selector={"kind": "gpu"},
+        tolerations=(Toleration("gpu", "yes", "NoSchedule"),),
+        volumes=(Volume("data", "/data", True),),
+        gpus_per_rank=2,
+        ranks_per_pod=4,
+        resources={"cpu": "8"},
+        namespace="n",
+        queue="q",
+        pull_secrets=("s",),
+        folder="/w",
+    )
+    by_kind = _by_kind(job_objects(job, make_keys()))
+    assert {one["metadata"]["namespace"] for one in by_kind.values()} == {"n"}
+    assert by_kind["Job"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert by_kind["Job"]["spec"]["suspend"] is True
+    pod = by_kind["StatefulSet"]["spec"]["template"]
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["labels"]["hvdtrain/job"] == "train-1"
     assert pod["metadata"]["annotations"] == {"x": "y"}
@@ -135,69 +129,29 @@ def test_flags_win_over_the_template() -> None:
     assert (proxy["image"], container["image"], container["workingDir"]) == ("p", "i", "/w")
     limits = {"cpu": "8", "nvidia.com/gpu": "8"}
     assert container["resources"] == {"requests": limits, "limits": limits}
-    assert template["spec"]["containers"][1]["image"] == "old", "it is left as it was"
+    assert template["spec"]["containers"][1]["image"] == "old", "the template is unchanged"
 
 
-def _spec(*options: str, pods: tuple[str, ...] = ("--image=i",)) -> JobSpec:
-    backend = Backend("kubernetes", pods)
-    return JobSpec(options=options, program=("a",), folder="/", backend=backend)
-
-
-def test_secrets_come_from_who_submits() -> None:
-    environ = {"HF_TOKEN": "t", "MY_KEY": "k", "OTHER_KEY": "o"}
-    spec = _spec("-x", "HF_TOKEN", "-xMY_KEY", "--env=PLAIN=1", "-np", "2")
-    job = pod_job(Path("/jobs/a"), spec, environ, ranks=2)
-    assert job.secrets == {"HF_TOKEN": "t", "MY_KEY": "k"}
-    with pytest.raises(ConfigurationError, match="-x HF_TOKEN asks for a variable that is not"):
-        pod_job(Path("/jobs/a"), spec, {}, ranks=2)
-
-
-def test_a_folder_that_pods_see_is_theirs() -> None:
-    spec = _spec(pods=("--image=i", "--volume=data:/jobs"))
-    assert pod_job(Path("/jobs/a"), spec, {}, ranks=2).folder == "/jobs/a"
-    assert pod_job(Path("/other/a"), spec, {}, ranks=2).folder == ""
-
-
-def test_a_launcher_that_sees_no_folder_keeps_none() -> None:
-    found = _by_kind(job_objects(_job(folder=""), make_keys()))
-    env = _container(found["Job"]["spec"]["template"])["env"]
+def test_a_launcher_without_a_shared_folder_records_nothing() -> None:
+    by_kind = _by_kind(job_objects(_job(job_folder=""), make_keys()))
+    env = _container(by_kind["Job"]["spec"]["template"])["env"]
     assert {"name": "HVDTRAIN_JOBS_DIR", "value": ""} in env
     assert "HVDTRAIN_JOB_FOLDER" not in str(env)
 
 
-def test_what_pods_can_not_do_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="needs -np"):
-        pod_job(Path("/a"), _spec(), {}, ranks=None)
-    for options in (("-H", "a:2"), ("--hostfile=x",)):
-        with pytest.raises(ConfigurationError, match="names hosts; on Kubernetes they are"):
-            pod_job(Path("/a"), _spec(*options), {}, ranks=2)
-
-
 @pytest.mark.parametrize(
-    ("name", "found"),
-    {
-        "train-20261127-044704": "train-20261127-044704",
-        "My_Train-20261127-044704-2": "my-train-20261127-044704-2",
-        "x" * 60 + "-20261127-044704": "x" * 29 + "-20261127-044704",
-    }.items(),
+    ("private", "public"),
+    [("id_ed25519", "authorized_keys"), ("ssh_host_ed25519_key", "known_hosts")],
 )
-def test_objects_have_names_that_kubernetes_takes(name: str, found: str) -> None:
-    assert object_name(name) == found
-
-
-def test_keys_are_a_jobs_own(tmp_path: Path) -> None:
+def test_each_job_has_new_keys(tmp_path: Path, private: str, public: str) -> None:
     if shutil.which("ssh-keygen") is None:
         do_without("cluster", "ssh-keygen is not installed")
     files = make_keys()
-    assert files["id_ed25519"] != make_keys()["id_ed25519"]
+    assert files[private] != make_keys()[private]
     key = tmp_path / "key"
     key.touch(0o600)
-    for private, public in (
-        ("id_ed25519", "authorized_keys"),
-        ("ssh_host_ed25519_key", "known_hosts"),
-    ):
-        key.write_text(files[private])
-        said = subprocess.run(
-            ["ssh-keygen", "-y", "-f", key], capture_output=True, text=True, check=True, timeout=20
-        )
-        assert said.stdout.split()[:2] == files[public].split()[-2:]
+    key.write_text(files[private])
+    done = subprocess.run(
+        ["ssh-keygen", "-y", "-f", key], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert done.stdout.split()[:2] == files[public].split()[-2:]

@@ -222,7 +222,7 @@ def test_what_has_no_room_says_so_and_can_be_stopped(commands: Commands) -> None
     log = f"{PODS}?labelSelector=hvdtrain/job={name}"
     commands.cluster.wait_for("pods", log, lambda found: len(found["items"]) == 2)
     view = commands.wait_for(name, lambda job: job["status"] == "queued")
-    assert "worker-0: it has no node" in view["verdict"], view
+    assert "worker-0: not scheduled" in view["verdict"], view
     assert "Insufficient nvidia.com/gpu" in view["verdict"], view
     commands.run("stop", "--wait", "240", name)
     assert commands.view(name)["status"] == "stopped"
@@ -321,7 +321,7 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     commands.cluster.ask(f"{JOBS}/{objects_named(other)}{WITH_PODS}", method="DELETE")
     log = f"{PODS}?labelSelector=hvdtrain/job={other}"
     commands.cluster.wait_for("end of its pods", log, lambda found: not found["items"])
-    gone = "its pods are gone, and with them its log and its history: no volume has its folder."
+    gone = "its pods are gone, with its log and its history: its folder is not on a volume."
     assert f"{other} has no log: {gone}" in outside.run("logs", other, code=1).stderr
     assert outside.view(other)["status"] == "done", "it was seen before"
     (outside.jobs / other / "state.json").write_text('{"phase": "queued"}')
@@ -329,7 +329,7 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     described = json.loads((spec := outside.jobs / other / "spec.json").read_text())
     spec.write_text(json.dumps({**described, "created_s": 1.0}))
     view = outside.view(other)
-    assert (view["status"], view["verdict"].partition(" Submit")[0]) == ("lost", gone)
+    assert (view["status"], view["verdict"].partition(" To keep them")[0]) == ("lost", gone)
 
 
 def test_what_no_volume_has_is_stopped_and_started_again(
