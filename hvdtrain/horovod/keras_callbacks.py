@@ -12,7 +12,7 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.horovod.broadcast import broadcast_variables
 from hvdtrain.keras.optimizer_patch import plain_optimizers
-from hvdtrain.private_api.keras import rate_of
+from hvdtrain.private_api.keras import learning_rate_of
 
 __all__ = [
     "BestModelCheckpoint",
@@ -145,7 +145,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that the learning rate can be set."""
         for plain in plain_optimizers(self.model.optimizer):
-            if not isinstance(rate_of(plain), keras.Variable):
+            if not isinstance(learning_rate_of(plain), keras.Variable):
                 raise ModelError(
                     f"{type(self).__name__} can't set the learning rate of an optimizer with a "
                     "schedule; pass the optimizer a number, or leave the callback out."

@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.joint_results import reduction_of_metric
-from hvdtrain.private_api.keras import parts_of_metric, set_untracked
+from hvdtrain.private_api.keras import nested_metrics, set_untracked
 
 __all__ = ["AdditiveMetrics", "adds_up"]
 
@@ -91,7 +91,7 @@ def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
         if type(metric).__module__.split(".")[0] != "keras":
             yield metric
         else:
-            yield from _users_metrics(parts_of_metric(metric))
+            yield from _users_metrics(nested_metrics(metric))
 
 
 def _testing(metric: Any, left: Any) -> Any:

@@ -18,7 +18,7 @@ from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.fit_inputs import InputWait
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_interruption
+from hvdtrain.private_api.keras import FitIterator, set_steps_seen, warn_of_interruption
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
@@ -256,7 +256,7 @@ class EpochIterator:
                     continue
             self._done += taken
             self.step += taken
-            note_steps_seen(keras_iterator, step + self._block)
+            set_steps_seen(keras_iterator, step + self._block)
             self._block_steps = taken
             self._epoch_step = step
             yield step, step + self._block - 1, self._iterator

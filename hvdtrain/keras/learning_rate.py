@@ -16,7 +16,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.membership import Change
 from hvdtrain.keras.model_parts import optimizers_of
 from hvdtrain.keras.optimizer_patch import plain_optimizers
-from hvdtrain.private_api.keras import RATE, rate_of, set_untracked
+from hvdtrain.private_api.keras import RATE, learning_rate_of, set_untracked
 
 __all__ = [
     "WarmUp",
@@ -61,7 +61,7 @@ def prepare_rescaling(optimizer: Any) -> None:
     if not _program_scales:
         return
     for plain in plain_optimizers(optimizer):
-        if not isinstance(rate_of(plain), keras.Variable) and not hasattr(plain, _FACTOR):
+        if not isinstance(learning_rate_of(plain), keras.Variable) and not hasattr(plain, _FACTOR):
             _multiply_rate(plain)
 
 
@@ -90,7 +90,7 @@ def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
     """
     if _program_scales:
         for plain in plain_optimizers(optimizer):
-            rate = rate_of(plain)
+            rate = learning_rate_of(plain)
             if isinstance(rate, keras.Variable):
                 rate.assign(rate * (now / before))
 
@@ -149,7 +149,7 @@ class WarmUp(keras.callbacks.Callback):
             )
         (optimizer,) = optimizers
         plain = getattr(optimizer, "inner_optimizer", optimizer)
-        if isinstance(rate_of(plain), keras.optimizers.schedules.LearningRateSchedule):
+        if isinstance(learning_rate_of(plain), keras.optimizers.schedules.LearningRateSchedule):
             raise ModelError(
                 "WarmUp sets the learning rate itself, but this optimizer uses a schedule. Use a "
                 "schedule with a warmup, such as keras.optimizers.schedules.CosineDecay, or a "

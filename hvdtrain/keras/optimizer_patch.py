@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import accumulated_gradients, register_like, set_untracked
+from hvdtrain.private_api.keras import accumulated_gradients, register_as, set_untracked
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
@@ -279,7 +279,7 @@ def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
             "_hvdtrain_plain_class": plain,
         }
         mixed = type(plain.__name__, (mixin, plain), names)
-        register_like(mixed, plain)
+        register_as(mixed, plain)
         optimizer.__class__ = mixed
     mark_distributed(optimizer, reducer)
 

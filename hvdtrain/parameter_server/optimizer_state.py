@@ -16,8 +16,8 @@ from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 from hvdtrain.private_api.keras import (
     NOT_STATE,
     accumulated_gradients,
+    learning_rate_of,
     own_trainable_variables,
-    rate_of,
 )
 
 __all__ = [
@@ -140,7 +140,7 @@ def unpack_states(
 
     A learning rate that can be set is kept: servers have an earlier one of this rank.
     """
-    rate = rate_of(plain_optimizer(optimizer))
+    rate = learning_rate_of(plain_optimizer(optimizer))
     before = rate.numpy() if isinstance(rate, keras.Variable) else None
     split = [
         split_bytes(state, split_state(optimizer, shard)) for shard, state in zip(shards, states)

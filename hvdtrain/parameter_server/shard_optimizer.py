@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import ModelError
-from hvdtrain.private_api.keras import decays, iterations_of, rate_of
+from hvdtrain.private_api.keras import has_weight_decay, iterations_of, learning_rate_of
 
 __all__ = [
     "accumulated_steps",
@@ -36,7 +36,7 @@ class _ShardOptimizer:
     _hvdtrain_steps = 1
 
     def _get_current_learning_rate(self) -> Any:
-        schedule = rate_of(self)
+        schedule = learning_rate_of(self)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             # Keras' schedules also count steps that only accumulate gradients.
             steps = self._hvdtrain_steps
@@ -116,8 +116,8 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
         for done_before in ("gradient_accumulation_steps", "loss_scale_factor"):
             if done_before in config:
                 config[done_before] = None
-        if not isinstance(rate_of(plain), keras.Variable):
-            config["learning_rate"] = rate_of(plain)
+        if not isinstance(learning_rate_of(plain), keras.Variable):
+            config["learning_rate"] = learning_rate_of(plain)
         own = own_kind.from_config(config)
     except Exception as error:
         raise ModelError(
@@ -126,7 +126,7 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
         ) from error
     object.__setattr__(own, "_hvdtrain_steps", accumulated_steps(optimizer))
     # The configuration doesn't have exclusions, which depend on variables and their names.
-    excluded = [p for p, whole in zip(pieces, wholes) if not decays(plain, whole.value)]
+    excluded = [p for p, whole in zip(pieces, wholes) if not has_weight_decay(plain, whole.value)]
     if excluded:
         own.exclude_from_weight_decay(var_list=excluded)
     own.build(list(pieces))

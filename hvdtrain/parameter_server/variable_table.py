@@ -16,7 +16,7 @@ from hvdtrain.parameter_server.gradients import Rows
 from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
 from hvdtrain.parameter_server.shard_optimizer import is_elementwise, optimizer_for_pieces
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
-from hvdtrain.private_api.keras import average_weights, iterations_of, take_averages
+from hvdtrain.private_api.keras import assign_moving_averages, iterations_of, update_moving_averages
 
 __all__ = ["VariableTable"]
 
@@ -149,12 +149,12 @@ class VariableTable:
     def _count_update(self) -> None:
         """Do what Keras does in an update, without any gradient."""
         optimizer = self._optimizer
-        average_weights(optimizer, self._variables)
+        update_moving_averages(optimizer, self._variables)
         iterations_of(optimizer).assign_add(1)
         if optimizer.use_ema and optimizer.ema_overwrite_frequency:
             tf.cond(
                 optimizer.iterations % optimizer.ema_overwrite_frequency == 0,
-                lambda: take_averages(optimizer, self._variables),
+                lambda: assign_moving_averages(optimizer, self._variables),
                 lambda: None,
             )
 

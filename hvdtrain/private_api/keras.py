@@ -48,14 +48,14 @@ try:
     is_grain_dataset = data_adapters.is_grain_dataset
     is_tf_dataset = data_adapters.is_tf_dataset
     is_torch_dataloader = data_adapters.is_torch_dataloader
-    sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
+    class_sample_weights = data_adapter_utils.class_weight_to_sample_weights
     # Makes a function from (x, y) to (x, y, sample_weight) for use inside Dataset.map.
     class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
     # Divides arrays into what fit trains on, and what it validates with.
     split_validation = array_slicing.train_validation_split
     # The mask that a layer leaves with its output, or None.
-    mask_of = masking.get_keras_mask
-    give_mask = masking.set_keras_mask
+    get_mask = masking.get_keras_mask
+    set_mask = masking.set_keras_mask
 except (ImportError, AttributeError) as error:
     raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
 
@@ -69,54 +69,54 @@ __all__ = [
     "FitIterator",
     "accumulated_gradients",
     "are_arrays",
-    "average_weights",
+    "assign_moving_averages",
+    "batch_specs",
     "build_symbolically",
     "check",
+    "check_no_targets",
+    "class_sample_weights",
     "class_weight_map",
     "clear_losses",
     "column",
     "compiled_loss",
     "compute_loss",
-    "decays",
     "default_batch_size",
     "flat_losses",
     "flatten_layers",
     "gather",
-    "give_mask",
+    "get_mask",
     "global_generator",
+    "has_training_argument",
+    "has_weight_decay",
     "host_array",
     "initial_epoch",
     "is_grain_dataset",
     "is_tf_dataset",
     "is_torch_dataloader",
     "iterations_of",
+    "learning_rate_of",
     "length_of_dataloader",
     "loss_tracker",
     "make_global_generator",
-    "mask_of",
     "moving_averages",
-    "note_steps_seen",
+    "nested_metrics",
     "output_spec",
     "own_losses",
     "own_non_trainable_variables",
     "own_trainable_variables",
     "pack_arrays",
-    "parts_of_metric",
-    "rate_of",
     "reduction_axes",
-    "refuse_extra",
-    "register_like",
+    "register_as",
     "replace_moments",
-    "sample_weights_of_classes",
     "scaling_losses",
     "seed_generators_of",
     "set_global_generator",
     "set_initial_epoch",
+    "set_mask",
+    "set_steps_seen",
     "set_untracked",
-    "specs_of_batches",
     "split_validation",
-    "take_averages",
-    "takes_training",
+    "update_moving_averages",
     "warn_of_interruption",
 ]
 
@@ -232,7 +232,7 @@ def clear_losses(model: keras.Model) -> None:
     model._clear_losses()
 
 
-def takes_training(model: keras.Model) -> bool:
+def has_training_argument(model: keras.Model) -> bool:
     """Whether ``call`` of the model has an argument ``training``."""
     return bool(model._call_has_training_arg)
 
@@ -289,7 +289,7 @@ def loss_tracker(model: keras.Model) -> Any:
     return getattr(model, "_loss_tracker", None)
 
 
-def parts_of_metric(metric: Any) -> list[Any]:
+def nested_metrics(metric: Any) -> list[Any]:
     """Return the metrics that a metric is made of: what ``compile`` was given, for its own."""
     return list(getattr(metric, "metrics", None) or _held(metric, "_metrics"))
 
@@ -315,7 +315,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def note_steps_seen(iterator: Any, steps: int) -> None:
+def set_steps_seen(iterator: Any, steps: int) -> None:
     """Tell ``fit``'s iterator how many steps of the epoch are done."""
     _held(iterator, "_steps_seen")
     iterator._steps_seen = steps
@@ -331,7 +331,7 @@ def seed_generators_of(layer: Any) -> list[Any]:
     return list(_held(layer, "_seed_generators"))
 
 
-def register_like(made: type, plain: type) -> None:
+def register_as(made: type, plain: type) -> None:
     """Let a class made of ``plain`` be saved under the name by which that one is registered."""
     if plain in GLOBAL_CUSTOM_NAMES:
         GLOBAL_CUSTOM_NAMES[made] = GLOBAL_CUSTOM_NAMES[plain]
@@ -351,7 +351,7 @@ def reduction_axes(layer: Any) -> list[int]:
 # Optimizers.
 
 
-def rate_of(optimizer: Any) -> Any:
+def learning_rate_of(optimizer: Any) -> Any:
     """Return a plain optimizer's learning rate as it holds it: a variable, schedule or function."""
     return optimizer._learning_rate
 
@@ -372,17 +372,17 @@ def moving_averages(optimizer: Any) -> list[Any]:
     return list(_held(optimizer, _AVERAGES))
 
 
-def average_weights(optimizer: Any, variables: Sequence[Any]) -> None:
+def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
     """Let an optimizer with ``use_ema`` take weights into their moving averages."""
     optimizer._update_model_variables_moving_average(variables)
 
 
-def take_averages(optimizer: Any, variables: Sequence[Any]) -> None:
+def assign_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
     """Give variables the moving averages of their weights."""
     optimizer._overwrite_model_variables_with_average_value(variables)
 
 
-def decays(optimizer: Any, variable: Any) -> bool:
+def has_weight_decay(optimizer: Any, variable: Any) -> bool:
     """Whether weight decay is for this variable, too."""
     return bool(optimizer._use_weight_decay(variable))
 
@@ -410,7 +410,7 @@ def are_arrays(*structures: Any) -> bool:
     )
 
 
-def refuse_extra(kind: str, y: Any, sample_weight: Any) -> None:
+def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
     """Raise Keras' error if targets or weights stand beside an input that holds them itself."""
     if y is not None:
         data_adapters.raise_unsupported_arg("y", "the targets", kind)
@@ -458,7 +458,7 @@ def gather(column: Any, indices: Any) -> Any:
     return tf.gather(column, indices, axis=0)
 
 
-def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
+def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
     """Return the specs that several flat batches (lists of arrays) share, entry by entry."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
     return list(merged)

@@ -42,28 +42,28 @@ __all__ = [
     "abort_collectives",
     "add_control_input",
     "cache_file",
-    "captured_by",
+    "captured_tensors",
     "check",
     "complete_functions",
     "connect",
     "control_flow_context",
-    "draws_anew",
     "exclude_from_autograph",
     "function_body",
     "function_graphs",
     "global_seed",
     "in_control_flow_context",
     "in_use",
+    "input_datasets",
     "is_connected",
+    "is_nondeterministic",
     "iterator_resource",
     "operation_seeds",
-    "parts_of",
     "replace_session_methods",
     "reserve_port",
+    "reshuffles",
     "run_iterations_serially",
     "unfinalize",
-    "variant_of",
-    "yields_in_any_order",
+    "variant_tensor",
 ]
 
 # What hvdtrain overrides, or calls on objects of these classes.
@@ -296,12 +296,12 @@ def exclude_from_autograph(package: str) -> None:
 # Datasets.
 
 
-def parts_of(dataset: Any) -> list[Any]:
+def input_datasets(dataset: Any) -> list[Any]:
     """The datasets that a dataset takes its elements from."""
     return list(dataset._inputs())
 
 
-def captured_by(dataset: Any) -> list[Any]:
+def captured_tensors(dataset: Any) -> list[Any]:
     """The tensors that functions of a dataset use and don't get as arguments."""
     return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
 
@@ -319,13 +319,13 @@ def cache_file(dataset: Any) -> str:
     return name.numpy().decode() if tf.is_tensor(name) else ""
 
 
-def yields_in_any_order(dataset: Any) -> bool | None:
+def is_nondeterministic(dataset: Any) -> bool | None:
     """Return whether a dataset has ``deterministic=False``; None where it does not keep that."""
     value = getattr(dataset, "_deterministic", None)
     return None if value is None else value == "false"
 
 
-def draws_anew(dataset: Any) -> bool:
+def reshuffles(dataset: Any) -> bool:
     """Whether a dataset of random numbers or of an order has others at each iteration."""
     name = _DRAWS.get(_kind(dataset))
     return name is not None and bool(_held(dataset, name))
@@ -335,7 +335,7 @@ def _kind(dataset: Any) -> str:
     return type(dataset).__name__.lstrip("_")
 
 
-def variant_of(dataset: Any) -> tf.Tensor:
+def variant_tensor(dataset: Any) -> tf.Tensor:
     """A dataset as what TensorFlow's operations take."""
     return dataset._variant_tensor
 

@@ -55,11 +55,11 @@ def test_averages_that_an_optimizer_lacks_are_named(world) -> None:
         (private_keras.own_trainable_variables, "_trainable_variables", {}),
         (private_keras.own_non_trainable_variables, "_non_trainable_variables", {}),
         (private_keras.flat_losses, "_flat_losses", {"_compile_loss": SimpleNamespace()}),
-        (private_keras.parts_of_metric, "_metrics", {}),
+        (private_keras.nested_metrics, "_metrics", {}),
         (private_keras.seed_generators_of, "_seed_generators", {}),
         (private_keras.reduction_axes, "_reduction_axes", {}),
         (private_keras.moving_averages, "_model_variables_moving_average", {}),
-        (lambda iterator: private_keras.note_steps_seen(iterator, 1), "_steps_seen", {}),
+        (lambda iterator: private_keras.set_steps_seen(iterator, 1), "_steps_seen", {}),
         (
             private_keras.accumulated_gradients,
             "_accumulated_gradients",

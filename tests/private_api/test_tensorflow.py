@@ -37,8 +37,8 @@ def test_what_is_missing_is_named(monkeypatch, kind: type | ModuleType, name: st
     [
         (private_tensorflow.iterator_resource, "Iterator", "_iterator_resource"),
         (private_tensorflow.cache_file, "CacheDataset", "_filename"),
-        (private_tensorflow.draws_anew, "_ShuffleDataset", "_reshuffle_each_iteration"),
-        (private_tensorflow.draws_anew, "_RandomDataset", "_rerandomize"),
+        (private_tensorflow.reshuffles, "_ShuffleDataset", "_reshuffle_each_iteration"),
+        (private_tensorflow.reshuffles, "_RandomDataset", "_rerandomize"),
     ],
 )
 def test_what_an_object_lacks_is_named(read, kind: str, name: str) -> None:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.loss_weights import Term, ratio
-from hvdtrain.private_api.keras import compute_loss, loss_tracker, takes_training
+from hvdtrain.private_api.keras import compute_loss, has_training_argument, loss_tracker
 
 __all__ = ["BatchWeight", "Compute", "call", "rows_of", "scaled_loss"]
 
@@ -59,7 +59,7 @@ class Compute(Protocol):
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:
     """The model's outputs, as Keras' own steps ask for them."""
-    return model(x, training=training) if takes_training(model) else model(x)
+    return model(x, training=training) if has_training_argument(model) else model(x)
 
 
 def scaled_loss(

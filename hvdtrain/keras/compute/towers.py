@@ -23,10 +23,10 @@ from hvdtrain.private_api.keras import (
     clear_losses,
     compute_loss,
     flatten_layers,
-    give_mask,
+    get_mask,
     loss_tracker,
-    mask_of,
     own_losses,
+    set_mask,
 )
 
 __all__ = ["Towers"]
@@ -309,17 +309,17 @@ def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
             "expected one row for each sample. Put it into the loss with add_loss, or leave "
             "--mode towers out."
         )
-    mask = mask_of(output)
+    mask = get_mask(output)
     kept = output[:rows]
     if mask is not None:
-        give_mask(kept, mask[:rows])
+        set_mask(kept, mask[:rows])
     return kept
 
 
 def _concatenate(*outputs: tf.Tensor) -> tf.Tensor:
     """One output of all towers; its mask too."""
     joined = tf.concat(outputs, axis=0)
-    masks = [mask_of(output) for output in outputs]
+    masks = [get_mask(output) for output in outputs]
     if masks[0] is not None:
-        give_mask(joined, tf.concat(masks, axis=0))
+        set_mask(joined, tf.concat(masks, axis=0))
     return joined

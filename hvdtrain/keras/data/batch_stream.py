@@ -86,7 +86,7 @@ class ShardedStream(ShardedInput):
             )
         self._unread = itertools.chain(examined, standardized)
         self._example = examined[0]
-        self._specs = private_keras.specs_of_batches([present(batch) for batch in examined])
+        self._specs = private_keras.batch_specs([present(batch) for batch in examined])
 
     def report(self) -> InputReport:
         """Report types and shapes of the batches, and a digest of the first one."""

@@ -182,7 +182,7 @@ def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | Non
     if class_weight is not None and count > 1:
         if count > 2:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
-        batch = (*batch, private_keras.sample_weights_of_classes(batch[1], class_weight))
+        batch = (*batch, private_keras.class_sample_weights(batch[1], class_weight))
     return keras.tree.lists_to_tuples(batch)
 
 

@@ -59,13 +59,13 @@ def _create(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> ShardedInput
     if private_keras.are_arrays(x, y, sample_weight):
         return ShardedArrays(x, y, sample_weight, plan)
     if private_keras.is_tf_dataset(x):
-        private_keras.refuse_extra("tf.data.Dataset", y, sample_weight)
+        private_keras.check_no_targets("tf.data.Dataset", y, sample_weight)
         return ShardedPipeline(x, plan)
     if isinstance(x, keras.utils.PyDataset):
-        private_keras.refuse_extra("PyDataset", y, sample_weight)
+        private_keras.check_no_targets("PyDataset", y, sample_weight)
         return ShardedPyDataset(x, plan)
     if kind := stream_kind(x):
-        private_keras.refuse_extra(kind, y, sample_weight)
+        private_keras.check_no_targets(kind, y, sample_weight)
         return ShardedStream(x, plan)
     if x is None:
         raise DataError("The input is missing, got x=None; pass arrays or a dataset.")

@@ -21,13 +21,13 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data.sharded_input import untuned
 from hvdtrain.private_api.tensorflow import (
     cache_file,
-    captured_by,
-    draws_anew,
+    captured_tensors,
     function_graphs,
+    input_datasets,
+    is_nondeterministic,
     iterator_resource,
-    parts_of,
-    variant_of,
-    yields_in_any_order,
+    reshuffles,
+    variant_tensor,
 )
 
 __all__ = ["PipelinePasses", "cache_files", "shuffles", "unordered_operations"]
@@ -55,7 +55,7 @@ _undecorated = tf.autograph.experimental.do_not_convert
 
 def _all_parts(dataset: Any) -> Iterator[Any]:
     yield dataset
-    for part in parts_of(dataset):
+    for part in input_datasets(dataset):
         yield from _all_parts(part)
 
 
@@ -69,7 +69,7 @@ def _function_bodies(dataset: Any) -> Iterator[Any]:
 
 def _graph_nodes(dataset: Any) -> Any:
     graph = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=variant_of(dataset), external_state_policy=_IGNORE_EXTERNAL_STATE
+        input_dataset=variant_tensor(dataset), external_state_policy=_IGNORE_EXTERNAL_STATE
     )
     return tf.compat.v1.GraphDef.FromString(graph.numpy()).node
 
@@ -104,7 +104,7 @@ def unordered_operations(dataset: Any) -> list[str]:
     operations = set()
     for part in _all_parts(dataset):
         kind = type(part).__name__
-        unordered = yields_in_any_order(part)
+        unordered = is_nondeterministic(part)
         if unordered is None and ("Interleave" in kind or "Parallel" in kind):
             unordered = any(map(_is_unordered, _graph_nodes(part)))
         if unordered:
@@ -136,11 +136,11 @@ def _reshuffling_paths(dataset: Any, above: frozenset[str] = frozenset()) -> lis
     kind = type(dataset).__name__
     through = above | {kind}
     paths = []
-    if kind == "_ShuffleDataset" and draws_anew(dataset):
+    if kind == "_ShuffleDataset" and reshuffles(dataset):
         paths.append(above)
     elif _is_unknown(dataset, kind):
         paths.append(through | {"unknown"})
-    for part in parts_of(dataset):
+    for part in input_datasets(dataset):
         paths += _reshuffling_paths(part, through)
     return paths
 
@@ -149,7 +149,7 @@ def _is_unknown(dataset: Any, kind: str) -> bool:
     if kind == "_VariantDataset":
         # Dataset.enumerate uses one to count; any other may hide a pipeline.
         return not _only_counts(dataset)
-    return draws_anew(dataset) or any(t.dtype == tf.variant for t in captured_by(dataset))
+    return reshuffles(dataset) or any(t.dtype == tf.variant for t in captured_tensors(dataset))
 
 
 def _only_counts(dataset: Any) -> bool:

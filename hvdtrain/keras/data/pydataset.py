@@ -47,7 +47,7 @@ class ShardedPyDataset(ShardedInput):
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         examined = [self._standardize(self._dataset[index]) for index in range(count)]
         self._example = examined[0]
-        self._specs = private_keras.specs_of_batches([present(batch) for batch in examined])
+        self._specs = private_keras.batch_specs([present(batch) for batch in examined])
         report = self._report_length()
         report.structure = {
             "kind of input": "a PyDataset",

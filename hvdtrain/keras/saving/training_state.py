@@ -37,7 +37,7 @@ from hvdtrain.keras.moving_statistics import row_weights_of, steps_with_rows_of
 from hvdtrain.keras.optimizer_patch import accumulator_variables
 from hvdtrain.keras.rank_random import seed_generators, seed_of_rank
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
-from hvdtrain.private_api.keras import iterations_of, rate_of
+from hvdtrain.private_api.keras import iterations_of, learning_rate_of
 
 __all__ = ["TrainingState", "unsent_of"]
 
@@ -274,7 +274,9 @@ class TrainingState:
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
             # Rates are equal, and may have to follow the number of ranks.
-            alike = [v for leaf in leaves for v in (*accumulator_variables(leaf), rate_of(leaf))]
+            alike = [
+                v for leaf in leaves for v in (*accumulator_variables(leaf), learning_rate_of(leaf))
+            ]
             found.update(_numbered({"optimizer": optimizer_variables(model)}, without=alike))
         return found
 

@@ -30,7 +30,7 @@ from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
-from hvdtrain.private_api.keras import rate_of
+from hvdtrain.private_api.keras import learning_rate_of
 
 __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
@@ -75,7 +75,7 @@ class _LeavesUpdates(WeightedStepsMixin):
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
-        settable = isinstance(rate_of(self), keras.Variable)
+        settable = isinstance(learning_rate_of(self), keras.Variable)
         weight, grads = self._hvdtrain_take_mean(grads)
         self._hvdtrain_reducer.step(
             grads,
