@@ -1,1 +1,1 @@
-"""The agent beside each rank's program, and the messages between it and the launcher."""
+"""The agent of each rank, and its messages to and from the launcher."""

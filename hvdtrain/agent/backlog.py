@@ -1,4 +1,4 @@
-"""Output on its way to a terminal, pipe or disk that may be slow, stopped or full."""
+"""Bounded buffers for output to a terminal, pipe or disk that may be slow, stopped or full."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Generic, TypeVar
 
 __all__ = ["BackgroundWriter", "Backlog"]
 
-# With this many waiting bytes the ranks should pause, for HOLD_S at most: a rank that is blocked in
-# print() makes the others time out.
-HOLD_BYTES = 8 << 20
-HOLD_S = 5.0
-# Beyond this the oldest items are dropped.
-MOST_BYTES = 4 * HOLD_BYTES
-# Python's overhead for each item.
+# At this size ranks should pause, for PAUSE_S at most: a rank that blocks in print() would make
+# the others time out.
+PAUSE_BYTES = 8 << 20
+PAUSE_S = 5.0
+# Beyond this size the oldest items are dropped.
+MAX_BYTES = 4 * PAUSE_BYTES
+# Python's overhead per item.
 ITEM_BYTES = 100
 BLOCK_BYTES = 1 << 16
 RETRY_S = 0.5
@@ -28,7 +28,7 @@ _Item = TypeVar("_Item")
 
 
 class Backlog(Generic[_Item]):
-    """A bounded queue from one thread that adds items to another that writes them."""
+    """A bounded queue between a thread that adds items and one that writes them."""
 
     def __init__(self) -> None:
         self._added = threading.Condition()
@@ -38,65 +38,65 @@ class Backlog(Generic[_Item]):
         self._full_since: float | None = None
 
     def put(self, item: _Item, size: int, *, lines: int = 1) -> None:
-        """Add an item of ``size`` bytes that holds ``lines``; drop the oldest if too much waits."""
+        """Add an item of ``size`` bytes with this many lines; drop the oldest items if full."""
         with self._added:
             self._items.append((item, size + ITEM_BYTES, lines))
             self._bytes += size + ITEM_BYTES
-            while self._bytes > MOST_BYTES and len(self._items) > 1:
-                _, oldest, missing = self._items.popleft()
-                self._bytes -= oldest
-                self._dropped += missing
-            if self._full_since is None and self._bytes >= HOLD_BYTES:
+            while self._bytes > MAX_BYTES and len(self._items) > 1:
+                _, dropped_bytes, dropped_lines = self._items.popleft()
+                self._bytes -= dropped_bytes
+                self._dropped += dropped_lines
+            if self._full_since is None and self._bytes >= PAUSE_BYTES:
                 self._full_since = time.monotonic()
             self._added.notify()
 
-    def take(self, most_bytes: int = BLOCK_BYTES) -> tuple[int, list[_Item]]:
-        """Remove the oldest items; return how many lines were dropped before, and the items."""
+    def take(self, max_bytes: int = BLOCK_BYTES) -> tuple[int, list[_Item]]:
+        """Remove the oldest items; return the number of lines dropped before them and the items."""
         with self._added:
             items: list[_Item] = []
-            taken = 0
-            while self._items and taken < most_bytes:
+            taken_bytes = 0
+            while self._items and taken_bytes < max_bytes:
                 item, size, _ = self._items.popleft()
                 items.append(item)
-                taken += size
-            self._bytes -= taken
-            if self._bytes < HOLD_BYTES // 2:
+                taken_bytes += size
+            self._bytes -= taken_bytes
+            if self._bytes < PAUSE_BYTES // 2:
                 self._full_since = None
             dropped, self._dropped = self._dropped, 0
             return dropped, items
 
     def put_back(self, dropped: int, items: Sequence[tuple[_Item, int]]) -> None:
-        """Undo ``take`` of lines: they, with their sizes, could not be written."""
+        """Undo ``take`` of single lines, given with their sizes, after a failed write."""
         with self._added:
             self._items.extendleft((item, size + ITEM_BYTES, 1) for item, size in reversed(items))
             self._bytes += sum(size + ITEM_BYTES for _, size in items)
             self._dropped += dropped
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is an item."""
+        """Wait for an item."""
         with self._added:
             self._added.wait_for(lambda: self._items, timeout_s)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no item waits."""
+        """Whether all items have been taken."""
         return not self._items
 
     @property
-    def holds_up(self) -> bool:
-        """Whether the ranks should pause until some of it is written."""
+    def should_pause(self) -> bool:
+        """Whether ranks should pause until part of the backlog is written."""
         full_since = self._full_since
-        return full_since is not None and time.monotonic() - full_since < HOLD_S
+        return full_since is not None and time.monotonic() - full_since < PAUSE_S
 
 
 class BackgroundWriter:
-    """Writes to a file descriptor on a thread, so that ``write`` never blocks.
+    """Writes to a file descriptor on a thread, so ``write`` never blocks.
 
     Args:
-        descriptor: Where to write; it stays open.
-        gap: Makes the line that stands for a number of dropped lines.
-        fails: Called on the writing thread with an error; returns whether to try again. If not,
-            everything else is discarded.
+        descriptor: The file descriptor, which stays open.
+        gap: Returns the line that replaces a number of dropped lines.
+        fails: Called on the thread with a write error; returns whether to retry. Otherwise all
+            further output is discarded.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class BackgroundWriter:
         self._written = 0
 
     def write(self, data: bytes) -> None:
-        """Write or drop ``data``, which is a line or redraws one, as a whole."""
+        """Queue ``data``, a line or its redrawing, which is written or dropped as a whole."""
         if self._is_broken:
             return
         if self._thread is None:
-            # Only when there is something to write: agents fork first.
+            # Not in the constructor, as agents fork after it.
             self._thread = threading.Thread(target=self._run, name="hvdtrain-output", daemon=True)
             self._thread.start()
         self._backlog.put(data, len(data), lines=int(data.endswith(b"\n")))
 
     @property
-    def holds_up(self) -> bool:
-        """Whether the ranks should pause until some of it is written."""
-        return self._backlog.holds_up and not self._is_broken
+    def should_pause(self) -> bool:
+        """Whether ranks should pause until part of the output is written."""
+        return self._backlog.should_pause and not self._is_broken
 
     def close(self, patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until everything is written, or nothing could be for ``patience_s``."""
+        """Wait until everything is written, or there is no progress for ``patience_s``."""
         written, since = self._written, time.monotonic()
         while not self._is_idle() and not give_up():
             if self._written != written:
@@ -139,7 +139,7 @@ class BackgroundWriter:
         self._is_closed = True
 
     def _is_idle(self) -> bool:
-        # In this order: what the thread takes out it is writing before.
+        # In this order: the thread sets _is_writing before it empties the backlog.
         return self._is_broken or (self._backlog.is_empty and not self._is_writing)
 
     def _run(self) -> None:
@@ -157,7 +157,7 @@ class BackgroundWriter:
             try:
                 size = os.write(self._descriptor, data)
             except BlockingIOError:
-                # Another process that has the same terminal or pipe does not want to wait for it.
+                # Another process has made this terminal or pipe non-blocking.
                 select.select([], [self._descriptor], [], RETRY_S)
             except OSError as error:
                 if self._fails(error):

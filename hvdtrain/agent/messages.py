@@ -1,14 +1,13 @@
-"""The protocol between launcher and agents: variables, and one JSON object a line over TCP.
+"""The protocol between launcher and agents: one JSON object per line over TCP, and variables.
 
-An agent begins with ``hello``; then it sends ``line``, ``status``, ``report``, ``failure`` and
-``told`` as they come, and at last ``end``, with what the kernel killed where the program failed.
-The launcher sends ``stop``, and ``bye`` for an ``end`` that it has noted. Asked to ``look`` at a
-rank that hangs, the agent has its program print its stacks, and answers with ``looked``.
+An agent first sends ``hello``, then ``line``, ``status``, ``report``, ``usage``, ``failure`` and
+``told`` (a signal of mpirun or srun) as they occur, and finally ``end``, with the kernel's
+out-of-memory kills if the program failed. The launcher sends ``stop``, and ``bye`` after ``end``.
+At ``look`` the agent makes a hanging program print its stacks, and answers ``looked``.
 
-The launcher also confirms by ``taken`` how many bytes it has received, and withholds that while the
-ranks should write less. An agent never has more than ``WINDOW_BYTES`` under way, which the
-launcher's kernel accepts in any case. So neither a launcher that is stopped nor one that withholds
-``taken`` closes TCP's window, and TCP's own time-outs mean that the other host is gone.
+With ``taken`` the launcher confirms received bytes, and delays it while ranks should pause. An
+agent has at most ``WINDOW_BYTES`` unconfirmed, which fit into the launcher's socket buffer. So
+TCP's window never closes, even if the launcher is stopped, and a TCP time-out means a lost host.
 """
 
 from __future__ import annotations
@@ -37,22 +36,24 @@ __all__ = [
     "receive",
 ]
 
-# A random word that only this job knows.
+# A random secret of the job.
 JOB = "HVDTRAIN_JOB"
-# 0 leaves the ranks to the scheduler, on all cores.
+# 0 leaves ranks unbound, on all cores.
 BIND = "HVDTRAIN_BIND"
 OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
-# The number of this start of the job by one hvdtrain run, from 1.
+# The number of this attempt of the job, from 1.
 ATTEMPT = "HVDTRAIN_ATTEMPT"
 
-# Characters; a longer line is passed on in parts, as it has to fit into memory.
-LONGEST_LINE = 4 << 20
-# The limit for unknown clients on the port: they can't fill the memory.
-MOST_BYTES = 1 << 20
+# Characters; longer lines are split to limit memory.
+MAX_LINE_LENGTH = 4 << 20
+# Limit for unknown clients of the port.
+MAX_MESSAGE_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
-# After that long without an answer a silent connection counts as lost.
+# A silent connection is lost after these times and counts.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+# Of these kinds, only the newest waiting message is sent.
+_STATES = ("status", "report", "usage")
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:
@@ -61,36 +62,32 @@ def format_addresses(hosts: Sequence[str], port: int) -> str:
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
-    """Read what ``format_addresses`` wrote: pairs of host and port.
+    """Parse the value of ``config.LAUNCHER`` into pairs of host and port.
 
     Raises:
-        LaunchError: It is something else.
+        LaunchError: The value is invalid.
     """
     *hosts, port = text.split() or [""]
     if not hosts or not port.isdecimal():
-        raise LaunchError(f"{LAUNCHER}={text!r} names no launcher; start ranks with hvdtrain run.")
+        raise LaunchError(f"{LAUNCHER}={text!r} is invalid; start ranks with hvdtrain run.")
     return [(host, int(port)) for host in hosts]
 
 
-# Where messages wait, only the newest of these kinds is of use.
-_STATES = ("status", "report", "usage")
-
-
 def encode(kind: str, **fields: Any) -> bytes:
-    """Return one message as bytes."""
+    """Return a message as bytes."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Decoder:
-    """Turns bytes, as they arrive, into complete messages.
+    """Decodes messages from bytes as they arrive.
 
     Attributes:
-        most_bytes: How long a message may be.
-        taken: How many bytes have arrived.
+        max_bytes: Maximum size of a message.
+        taken: Number of bytes received.
     """
 
     def __init__(self) -> None:
-        self.most_bytes = MOST_BYTES
+        self.max_bytes = MAX_MESSAGE_BYTES
         self.taken = 0
         self._rest = bytearray()
 
@@ -98,7 +95,7 @@ class Decoder:
         """Return the messages that ``data`` completes.
 
         Raises:
-            LaunchError: The other side uses another protocol.
+            LaunchError: The data is not a message.
         """
         self.taken += len(data)
         complete, newline, rest = data.rpartition(b"\n")
@@ -107,7 +104,7 @@ class Decoder:
             lines = bytes(self._rest + complete).split(b"\n")
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > self.most_bytes:
+        if len(self._rest) > self.max_bytes:
             raise LaunchError(f"received {len(self._rest)} bytes that are not a message")
         try:
             messages = [json.loads(line) for line in lines]
@@ -129,7 +126,7 @@ def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]]
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Detect the loss of the other host within a few seconds."""
+    """Let TCP detect the loss of the other host within seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -141,7 +138,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
-    """Connect to the launcher, over the first of its addresses that answers.
+    """Connect to the launcher at the first address that answers.
 
     Raises:
         OSError: No address answers.
@@ -158,15 +155,15 @@ def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
             keep_alive(connection)
             return connection
         time.sleep(0.2)
-    tried = "; ".join(f"{address}: {why}" for address, why in errors.items())
+    details = "; ".join(f"{address}: {error}" for address, error in errors.items())
     raise OSError(
-        f"the launcher can't be reached ({tried}). Ranks need a TCP connection to the host where "
-        "hvdtrain run was started; look for a firewall between them."
+        f"the launcher can't be reached ({details}). Ranks need a TCP connection to the host of "
+        "hvdtrain run; check the firewalls between them."
     )
 
 
 class LauncherLink:
-    """Sends messages and never waits for the launcher: what it has not taken yet stays here.
+    """An agent's connection to the launcher, which queues messages instead of blocking.
 
     Attributes:
         is_lost: Whether the launcher or its host is gone.
@@ -177,20 +174,20 @@ class LauncherLink:
         self._decoder = Decoder()
         self._unsent = bytearray()
         self._states: dict[str, bytes] = {}
-        self._under_way = 0
+        self._unconfirmed_bytes = 0
         self.is_lost = False
 
     def fileno(self) -> int:
-        """The socket as ``selectors`` take it."""
+        """Return the file descriptor, for ``selectors``."""
         return self._connection.fileno()
 
     @property
     def is_full(self) -> bool:
-        """Whether messages wait until the launcher has taken others."""
+        """Whether messages wait for the launcher's confirmation of earlier ones."""
         return bool(self._unsent or self._states) and not self.is_lost
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, now or when the launcher accepts it."""
+        """Send or queue a message."""
         if self.is_lost:
             return
         if self._unsent and kind in _STATES:
@@ -205,18 +202,18 @@ class LauncherLink:
         self.is_lost = self.is_lost or messages is None
         for message in messages or ():
             if message["kind"] == "taken":
-                self._under_way -= int(message["size"])
+                self._unconfirmed_bytes -= int(message["size"])
         self._send_more()
         return messages or []
 
     def _send_more(self) -> None:
-        while self.is_full and self._under_way < WINDOW_BYTES:
+        while self.is_full and self._unconfirmed_bytes < WINDOW_BYTES:
             if not self._unsent:
                 self._unsent += b"".join(self._states.values())
                 self._states.clear()
-            part = bytes(self._unsent[: WINDOW_BYTES - self._under_way])
+            part = bytes(self._unsent[: WINDOW_BYTES - self._unconfirmed_bytes])
             del self._unsent[: len(part)]
-            self._under_way += len(part)
+            self._unconfirmed_bytes += len(part)
             try:
                 self._connection.sendall(part)
             except OSError:

@@ -1,41 +1,90 @@
-"""The output of a rank's program, on its way to the launcher and into a file."""
+"""Relays the output of a rank's program to the launcher and into a file."""
 
 from __future__ import annotations
 
+import codecs
 import os
 import selectors
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.agent.backlog import BackgroundWriter
-from hvdtrain.agent.messages import ATTEMPT, OUTPUT_DIR, LauncherLink
-from hvdtrain.agent.output_lines import LineSplitter
+from hvdtrain.agent.messages import ATTEMPT, MAX_LINE_LENGTH, OUTPUT_DIR, LauncherLink
 from hvdtrain.text import plural
 
-__all__ = ["OutputRelay"]
+__all__ = ["LineSplitter", "OutputRelay"]
 
-# How long the end of a rank may wait for a disk that takes nothing.
+# Time without progress on the disk after which a rank ends nevertheless.
 DISK_PATIENCE_S = 10.0
-# More than a pipe holds.
-_MOST_READS = 100
+MAX_STATUS_LENGTH = 1 << 12
+# More reads than a full pipe needs.
+_MAX_READS = 100
+_ERASE = "\x1b[K"
+
+
+class LineSplitter:
+    """Splits a stream of bytes into lines.
+
+    Text that the program overwrites with a carriage return, such as a progress bar, is a status, of
+    which only the latest state counts.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+        self.status = ""
+
+    def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
+        """Yield the lines that ``data`` completes; with ``final`` also the incomplete last one."""
+        self._rest += self._decoder.decode(data, final)
+        *lines, self._rest = self._rest.split("\n")
+        for line in lines:
+            visible = _visible(line)
+            for start in range(0, max(1, len(visible)), MAX_LINE_LENGTH):
+                yield visible[start : start + MAX_LINE_LENGTH]
+        if "\r" in self._rest:
+            shown = _visible(self._rest)[:MAX_LINE_LENGTH]
+            self.status = shown[:MAX_STATUS_LENGTH]
+            # If the cursor is at the start of the line, further text overwrites the status.
+            self._rest = "\r" + shown + ("\r" if self._rest.endswith("\r") else "")
+        else:
+            if lines:
+                self.status = ""
+            while len(self._rest) > MAX_LINE_LENGTH:
+                yield self._rest[:MAX_LINE_LENGTH]
+                self._rest = self._rest[MAX_LINE_LENGTH:]
+        if final:
+            rest, self._rest, self.status = _visible(self._rest), "", ""
+            if rest:
+                yield rest
+
+
+def _visible(line: str) -> str:
+    """Return the part of a line that carriage returns leave visible."""
+    return line.rstrip("\r").rpartition("\r")[2].replace(_ERASE, "")
 
 
 class OutputRelay:
-    """The output of one program; ``launcher`` gets every line."""
+    """Relays the output of one program.
+
+    Args:
+        selector: Calls the relay when the program writes.
+        launcher: Receives every line.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, launcher: LauncherLink) -> None:
         self._selector = selector
         self._launcher = launcher
         self._splitters: dict[Any, tuple[str, LineSplitter]] = {}
         self._is_paused = False
-        self._log: BackgroundWriter | None = None
-        self._log_error: OSError | None = None
-        self._told_error = False
+        self._file: BackgroundWriter | None = None
+        self._file_error: OSError | None = None
+        self._reported_error = False
 
-    def keep(self, rank: int, environ: Mapping[str, str]) -> None:
-        """Write it into a file as well, where one is asked for.
+    def open_file(self, rank: int, environ: Mapping[str, str]) -> None:
+        """Open the output file if ``environ`` names a folder.
 
         Raises:
             OSError: The file can't be opened.
@@ -44,66 +93,67 @@ class OutputRelay:
             Path(folder).mkdir(parents=True, exist_ok=True)
             # Keep the output of earlier attempts.
             again = environ.get(ATTEMPT, "1") != "1" or "SLURM_RESTART_COUNT" in environ
-            kept = os.O_APPEND if again else os.O_TRUNC
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | kept
+            mode = os.O_APPEND if again else os.O_TRUNC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode
             descriptor = os.open(Path(folder, f"rank-{rank}.log"), flags, 0o666)
-            self._log = BackgroundWriter(descriptor, gap=_gap, fails=self._note_error)
+            self._file = BackgroundWriter(descriptor, gap=_gap, fails=self._note_error)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there may be more output."""
+    def is_open(self) -> bool:
+        """Whether the program may write more output."""
         return bool(self._splitters)
 
     def listen(self, program: subprocess.Popen[bytes]) -> None:
-        """Read the output of ``program`` whenever there is some."""
+        """Read the output of a program as it is written."""
         for name in ("stdout", "stderr"):
             pipe = getattr(program, name)
             os.set_blocking(pipe.fileno(), False)
             self._splitters[pipe] = (name, LineSplitter())
             self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
-    def review(self) -> None:
-        """Pause the program while the launcher or the disk is slow; call this often."""
-        if self._log_error is not None and not self._told_error:
-            self._told_error = True
-            text = f"hvdtrain run: --output-dir can't be written: {self._log_error}; trying again"
+    def update_pause(self) -> None:
+        """Pause the program while the launcher or the disk is slow; call this regularly."""
+        if self._file_error is not None and not self._reported_error:
+            self._reported_error = True
+            text = f"hvdtrain run: writing to --output-dir failed: {self._file_error}; retrying"
             self._launcher.send("line", stream="stderr", text=text)
-        self._pause(self._launcher.is_full or (self._log is not None and self._log.holds_up))
+        file_is_slow = self._file is not None and self._file.should_pause
+        self._pause(self._launcher.is_full or file_is_slow)
+
+    def resume(self) -> None:
+        """Read immediately, even if the launcher or the disk is slow."""
+        self._pause(False)
 
     def finish(self) -> None:
-        """Pass on the rest of the pipes after all their writers have ended."""
+        """Relay the rest of the pipes after all their writers have ended."""
         for pipe, (name, splitter) in list(self._splitters.items()):
-            for _ in range(_MOST_READS):
+            for _ in range(_MAX_READS):
                 if pipe not in self._splitters or not self._read(pipe):
                     break
             for line in splitter.feed(b"", final=True):
-                self.pass_on(name, line)
-        if self._log is not None:
-            self._log.close(DISK_PATIENCE_S)
+                self.relay_line(name, line)
+        if self._file is not None:
+            self._file.close(DISK_PATIENCE_S)
 
-    def resume(self) -> None:
-        """Read from now on at once, even if the launcher or the disk is slow."""
-        self._pause(False)
-
-    def pass_on(self, name: str, line: str) -> None:
-        """One line of stdout or stderr."""
-        # The file first: it is complete where the launcher is not told everything any more.
-        if self._log is not None:
-            self._log.write(f"{line}\n".encode())
+    def relay_line(self, name: str, line: str) -> None:
+        """Relay a line of stdout or stderr."""
+        # First to the file, which stays complete if the launcher is gone.
+        if self._file is not None:
+            self._file.write(f"{line}\n".encode())
         self._launcher.send("line", stream=name, text=line)
 
-    def _pause(self, pauses: bool) -> None:
-        if pauses == self._is_paused:
+    def _pause(self, pause: bool) -> None:
+        if pause == self._is_paused:
             return
-        self._is_paused = pauses
+        self._is_paused = pause
         for pipe in self._splitters:
-            if pauses:
+            if pause:
                 self._selector.unregister(pipe)
             else:
                 self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Pass on the content of a pipe; return whether there was any."""
+        """Relay the content of a pipe; return whether there was any."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -111,7 +161,7 @@ class OutputRelay:
         name, splitter = self._splitters[pipe]
         before = splitter.status
         for line in splitter.feed(data, final=not data):
-            self.pass_on(name, line)
+            self.relay_line(name, line)
         if splitter.status != before:
             self._launcher.send("status", text=splitter.status)
         if not data:
@@ -121,7 +171,7 @@ class OutputRelay:
         return bool(data)
 
     def _note_error(self, error: OSError) -> bool:
-        self._log_error = error
+        self._file_error = error
         return True
 
 

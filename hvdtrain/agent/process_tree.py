@@ -1,8 +1,8 @@
-"""The descendants of a process, ending them, and a pair of processes that watch each other.
+"""Descendants of a process, and a pair of processes that clean up after each other.
 
-mpirun may end its ranks by SIGKILL, and the process that it knows can't clean up then. So that
-process is only a guard, and its child in a separate process group, out of mpirun's reach, does the
-work. Each of the two adopts the orphans of the other.
+mpirun may kill its ranks with SIGKILL, and a killed process can't clean up. So the process that
+mpirun starts is only a guard. Its child does the work in a separate process group, out of mpirun's
+reach. Each of the two adopts the orphans of the other.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(leader: int) -> list[int]:
-    """Return the processes of the session that ``leader`` leads or led, and its descendants."""
-    found: list[int] = []
+    """Return the descendants of ``leader``, and the processes of its session if it leads one."""
+    pids: list[int] = []
     table = _process_table()
     while True:
-        known = {leader, *found}
+        known = {leader, *pids}
         more = [
             pid
             for pid, (parent, session) in table.items()
             if pid not in known and (session == leader or parent in known)
         ]
         if not more:
-            return found
-        found.extend(more)
+            return pids
+        pids.extend(more)
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each of them that still exists."""
+    """Send SIGKILL to all of these processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
-    """Kill all descendants of ``leader``, including those forked meanwhile."""
+    """Kill all descendants of ``leader``, including those that are forked meanwhile."""
     deadline = time.monotonic() + timeout_s
-    while (left := descendants(leader)) and time.monotonic() < deadline:
-        kill_all(left)
+    while (pids := descendants(leader)) and time.monotonic() < deadline:
+        kill_all(pids)
         time.sleep(0.01)
 
 
 def shell_code(code: int) -> int:
-    """Return an exit code of ``subprocess`` as a shell does: 128 + n after signal n."""
+    """Convert an exit code of ``subprocess`` to a shell's: 128 + n after signal n."""
     return 128 - code if code < 0 else code
 
 
 def process_state(pid: int) -> str:
-    """Return the letter that ps shows: R runs, S and D wait, T is stopped; "" for no process."""
+    """Return the state letter of ps, such as R, S, D or T; empty if there is no such process."""
     try:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
@@ -79,12 +79,12 @@ def process_state(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process does nothing, as by SIGSTOP or under a debugger."""
+    """Return whether a process is stopped, by a signal or a debugger."""
     return process_state(pid) in ("t", "T")
 
 
 def start_ticks(pid: int) -> int:
-    """Return a process's start, in ticks since the host's; 0 for no process."""
+    """Return a process's start in clock ticks since boot; 0 if there is no such process."""
     try:
         return int(_fields(Path(f"/proc/{pid}/stat"))[19])
     except OSError:
@@ -92,16 +92,19 @@ def start_ticks(pid: int) -> int:
 
 
 def run_guarded(work: Callable[[int], int]) -> int:
-    """Run ``work`` in a child process; returns what it returned, or 128 + the signal it died of.
+    """Run ``work`` in a child process, pass signals on to it, and kill its descendants at the end.
 
-    Signals to this process are passed on to the child. When the child ends, its descendants are
-    killed. ``work`` gets a file that reaches its end when this process dies.
+    Args:
+        work: Gets a file descriptor that reaches its end when this process dies.
+
+    Returns:
+        The result of ``work``, or 128 + the signal that ended the child.
     """
     adopt_orphans()
-    lifeline, ours = os.pipe()
+    lifeline, own_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(ours)
+        os.close(own_end)
         _lead_group()
         os._exit(work(lifeline))
     os.close(lifeline)
@@ -118,28 +121,28 @@ def run_guarded(work: Callable[[int], int]) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent dies, so that they can be found."""
+    """Become the parent of orphaned descendants, so they can be found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _lead_group() -> None:
-    """Keep signals to the caller's process group away from this process; in a child.
+    """Shield this process from signals to its parent's process group.
 
-    It stays in its session. Linux gives each session the same share of the cores (sched(7),
-    autogroup) and balances worse between sessions than within one: with one session per rank and
-    more ranks than cores there were a fifth fewer updates per second.
+    It stays in the session: Linux shares the cores between sessions (sched(7), autogroup) and
+    balances worse between than within sessions. With a session per rank and more ranks than cores,
+    there were a fifth fewer updates per second.
     """
     os.setpgid(0, 0)
 
 
 def die_with_parent() -> None:
-    """Lead a process group, and die when the parent does; for a child before its exec."""
+    """Lead a process group and die with the parent; for a child before its exec."""
     _lead_group()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call Linux's ``prctl``; elsewhere a rank does without."""
+    """Call Linux's ``prctl``; has no effect on other systems."""
     import ctypes  # only agents need it
 
     with contextlib.suppress(AttributeError, OSError):
@@ -147,7 +150,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process that has not ended (Linux; elsewhere empty)."""
+    """Return parent and session of all processes except zombies; empty on other systems."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -158,5 +161,5 @@ def _process_table() -> dict[int, tuple[int, int]]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """State, parent, group, session, ...; the name before them, in parentheses, may be anything."""
+    """Return state, parent, group, session, ... after the name, which may contain anything."""
     return stat.read_text(errors="replace").rpartition(")")[2].split()

@@ -1,9 +1,9 @@
-"""The process between the launcher and one rank's program, on the rank's host.
+"""The agent of a rank: the process between the launcher and the rank's program.
 
 mpirun or srun starts it instead of the program (``python -m hvdtrain.agent.rank_agent``). It starts
-the program in a separate process group and sends its output and exit code to the launcher. No
-process of the rank outlives the job: the agent ends them when the launcher asks for it, when mpirun
-or srun sends a signal, and when the connection to the launcher is lost.
+the program in a separate process group, and sends its output and exit code to the launcher. It ends
+all processes of the rank when the launcher requests it, when mpirun or srun sends a signal, or when
+the connection to the launcher is lost, so none outlives the job.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__package__)
 
-# Seconds from SIGTERM to SIGKILL without a launcher, and when mpirun or srun ends the rank.
+# Seconds from SIGTERM to SIGKILL after the loss of the launcher, and after a signal of mpirun or
+# srun.
 ORPHAN_GRACE_S = 5.0
-TOLD_GRACE_S = 2.0
+SIGNAL_GRACE_S = 2.0
 DRAIN_S = 0.5
 FLUSH_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program in ``argv`` as this process's rank; returns the exit code for mpirun."""
+    """Run the program in ``argv`` as this process's rank, and return the exit code for mpirun."""
     program = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded(lambda lifeline: _work(program, lifeline))
+    return run_guarded(lambda lifeline: _run_agent(program, lifeline))
 
 
-def _work(program: Sequence[str], lifeline: int) -> int:
+def _run_agent(program: Sequence[str], lifeline: int) -> int:
     try:
         topology = read_topology(os.environ)
         launcher = connect(parse_addresses(os.environ[LAUNCHER]))
     except (HvdtrainError, OSError) as error:
-        host = socket.gethostname()
         configure_log("error", prefix="hvdtrain run: ")
-        logger.error(f"on host {host}: {error}")
+        logger.error(f"on host {socket.gethostname()}: {error}")
         return ExitCode.CANNOT_START
     return Agent(topology, launcher, os.environ).run(program, lifeline)
 
 
 class Agent:
-    """One rank's program and its state."""
+    """The program of one rank and its state."""
 
     def __init__(
         self, topology: Topology, launcher: socket.socket, environ: Mapping[str, str]
@@ -82,7 +82,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._deadline: float | None = None
-        self._dismissed = False
+        self._is_dismissed = False
         self._is_orphan = False
         self._was_signalled = False
         self._passed_on: set[int] = set()
@@ -98,19 +98,21 @@ class Agent:
         self._launcher.send("hello", job=environ[JOB], rank=topology.rank, host=host)
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
-        """Run the program to its end and report how it ended.
+        """Run the program, report its end, and return the exit code for mpirun.
 
-        ``lifeline`` reaches its end when mpirun or srun kills the process that it knows.
+        Args:
+            program: The program and its arguments.
+            lifeline: A file descriptor that reaches its end when mpirun or srun kills the guard.
         """
         for number in (*ENDING, *PREEMPTING):
             signal.signal(number, lambda number, frame: self._signals.append(number))
         adopt_orphans()
         self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
         try:
-            self._output.keep(self._topology.rank, self._environ)
+            self._output.open_file(self._topology.rank, self._environ)
             self._start(program)
         except OSError as error:
-            return self._refuse(program, error)
+            return self._report_start_failure(program, error)
         self._watch()
         return self._finish()
 
@@ -118,27 +120,27 @@ class Agent:
         self._child = subprocess.Popen(
             program,
             env={
-                **_take_cores(self._topology, self._environ),
+                **_bind_cores(self._topology, self._environ),
                 **self._environ,
                 **self._report_pipe.variables,
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            close_fds=False,  # Hydra hands its PMI connection on as an open file
+            close_fds=False,  # Hydra passes its PMI connection as an open file
             preexec_fn=die_with_parent,
         )
-        self._report_pipe.handed_over()
+        self._report_pipe.close_writer()
         self._selector.register(self._report_pipe, selectors.EVENT_READ, self._read_reports)
         self._output.listen(self._child)
 
-    def _refuse(self, program: Sequence[str], error: OSError) -> int:
-        """Report a program that can't be started, with the code that a shell would give."""
+    def _report_start_failure(self, program: Sequence[str], error: OSError) -> int:
+        """Report a program that can't be started, with the exit code of a shell."""
         name = error.filename or (program[0] if program else "")
-        self._output.pass_on("stderr", f"{name}: {error.strerror}")
+        self._output.relay_line("stderr", f"{name}: {error.strerror}")
         self._output.finish()
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        self._say_end(code)
+        self._report_end(code)
         return self._await_dismissal(code)
 
     def _watch(self) -> None:
@@ -148,8 +150,8 @@ class Agent:
             if (usage := self._usage.look(self._child.pid)) is not None:
                 self._launcher.send("usage", **asdict(usage))
             self._wait(0.05)
-            self._output.review()
-            self._act_on_signals()
+            self._output.update_pause()
+            self._handle_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 kill_descendants(os.getpid())
 
@@ -162,7 +164,7 @@ class Agent:
         if self._launcher.is_lost and not self._is_orphan:
             self._is_orphan = True
             self._selector.unregister(self._launcher)
-            self._dismissed = True
+            self._is_dismissed = True
             self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
 
     def _read_reports(self, pipe: ReportPipe) -> None:
@@ -181,44 +183,44 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._child.pid, signal.SIGKILL)
             elif message["kind"] == "look":
-                self._look()
+                self._inspect_hang()
             elif message["kind"] == "bye":
-                self._dismissed = True
+                self._is_dismissed = True
 
     def _lose_guard(self, lifeline: int) -> None:
         self._selector.unregister(lifeline)
         self._launcher.send("told", signal=int(signal.SIGKILL))
-        self._dismissed = True
-        self._stop(signal.SIGTERM, TOLD_GRACE_S)
+        self._is_dismissed = True
+        self._stop(signal.SIGTERM, SIGNAL_GRACE_S)
 
-    def _look(self) -> None:
-        """Report whether a hanging rank is stopped, and have it print the stacks of its threads."""
+    def _inspect_hang(self) -> None:
+        """Report whether a hanging rank is stopped, and make it print the stacks of its threads."""
         assert self._child is not None
-        pid = self._reporting()
+        pid = self._reporting_pid()
         stopped = any(is_stopped(one) for one in (self._child.pid, pid) if one is not None)
         self._launcher.send("looked", stopped=stopped)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGQUIT)
 
-    def _reporting(self) -> int | None:
-        """Return the process of the program that reports and can be asked, or None."""
+    def _reporting_pid(self) -> int | None:
+        """Return the running process of the program that sends reports, or None."""
         pid = self._report_pipe.pid
         return pid if pid in descendants(os.getpid()) else None
 
-    def _act_on_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
             self._launcher.send("told", signal=number)
-            self._stop(number, TOLD_GRACE_S if number in ENDING else None)
+            self._stop(number, SIGNAL_GRACE_S if number in ENDING else None)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
-        """Signal the program; with ``grace_s`` it is killed that many seconds later."""
+        """Signal the program, and with ``grace_s`` schedule SIGKILL."""
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
-        # A warning may arrive twice, from Slurm and from the launcher. A program that is ending by
-        # then may no longer catch it.
+        # Slurm and the launcher may both send a warning, and a program that is already ending
+        # because of the first may not catch the second.
         if number not in self._passed_on:
             self._pass_on(number, self._child.pid)
         if grace_s is not None:
@@ -229,9 +231,8 @@ class Agent:
         pid = None
         if number in PREEMPTING:
             self._passed_on.add(number)
-            # The program saves its state first, and needs its own workers for that, which would die
-            # of the signal.
-            pid = self._reporting()
+            # To save its state, the program needs its workers, which would die of the signal.
+            pid = self._reporting_pid()
         with contextlib.suppress(ProcessLookupError):
             if pid is None:
                 os.killpg(program, number)
@@ -239,59 +240,60 @@ class Agent:
                 os.kill(pid, number)
 
     def _finish(self) -> int:
-        """Read the rest of the output, end what the program left behind, and report."""
+        """Relay the rest of the output, end remaining processes, and report the end."""
         assert self._child is not None
         code = shell_code(self._child.returncode)
-        lost = self._elastic and not self._was_signalled and signal_name(code) is not None
-        if lost:
-            # The other ranks wait for mpirun's notice: end whatever holds the output open.
+        is_lost = self._elastic and not self._was_signalled and signal_name(code) is not None
+        if is_lost:
+            # The other ranks wait for mpirun's notice, so don't wait for processes that hold the
+            # output open.
             kill_descendants(os.getpid())
         self._output.resume()
         deadline = time.monotonic() + DRAIN_S
-        while self._output.goes_on and time.monotonic() < deadline:
+        while self._output.is_open and time.monotonic() < deadline:
             self._wait(0.02)
         self._read_reports(self._report_pipe)
         kill_descendants(os.getpid())
         self._output.finish()
-        self._say_end(code)
-        if lost:
+        self._report_end(code)
+        if is_lost:
             # mpirun continues without this rank and must not see an error.
-            self._await_launcher()
+            self._flush()
             return 0
         return self._await_dismissal(code)
 
-    def _say_end(self, code: int) -> None:
+    def _report_end(self, code: int) -> None:
         kills = asdict(self._oom.kills()) if code != 0 else None
         self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
-        """Stay until the launcher says bye: mpirun and srun would end the ranks that still work.
+        """Stay until the launcher says bye, as mpirun and srun would end the other ranks.
 
-        The connection to a launcher that is gone is lost within seconds.
+        If the launcher is gone, the connection is lost within seconds.
         """
-        while not self._dismissed:
+        while not self._is_dismissed:
             self._wait(0.05)
-            # A signal of mpirun ends the wait.
-            self._dismissed = self._dismissed or bool(self._signals)
-        self._await_launcher()
+            # A signal of mpirun also ends the wait.
+            self._is_dismissed = self._is_dismissed or bool(self._signals)
+        self._flush()
         return code
 
-    def _await_launcher(self) -> None:
+    def _flush(self) -> None:
         """Wait until the launcher has received everything."""
         deadline = time.monotonic() + FLUSH_S
         while self._launcher.is_full and time.monotonic() < deadline:
             self._wait(0.05)
 
 
-def _take_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
-    """Bind this process to its rank's share of the cores; the variables that go with it.
+def _bind_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
+    """Bind this process to its rank's cores, and return variables that limit threads.
 
-    Every library would otherwise compute with as many threads as the host has cores.
+    Without them, every library would start a thread for each core of the host.
     """
     if not hasattr(os, "sched_getaffinity"):
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    # Where Slurm gave the job fewer, but binds nobody, it can't be told which they are.
+    # If Slurm allocated fewer cores without binding, it is unknown which ones.
     allowed = min(len(cores), int(environ.get("SLURM_CPUS_ON_NODE", len(cores))))
     share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
     if place.local_size <= allowed == len(cores) and environ.get(BIND) != "0":

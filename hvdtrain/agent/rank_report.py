@@ -1,4 +1,4 @@
-"""Reports on a rank: its progress and failure from its program, resource usage from its agent."""
+"""Reports on a rank: progress and failure from its program, resource usage from its agent."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The newest state of one rank, sent by ``hvdtrain.monitor.report``.
+    """The latest state of a rank, as ``hvdtrain.monitor.report`` sends it.
 
     Attributes:
-        pid: The process that prints its stacks at SIGQUIT, if any.
-        step: Optimizer steps that are complete; None before the first.
-        epoch: The epoch of the last step.
-        total_steps: The step with which training will end, if known.
-        phase: The part of the program that runs; steps come in ``"training"`` alone.
-        saved: Step of the newest checkpoint that this run of the program wrote.
-        resumed: Step of the checkpoint that it began from.
-        waiting_in: The operation in which it waits for other ranks, or "".
-        waited_s: Total time that it has waited for other ranks, if known.
-        input_s: Total time that its training has waited for batches, if known.
-        reduced_bytes: Total bytes that it has passed to allreduce, if known.
-        samples: Samples that all ranks have trained on, in this run of the program.
-        loss: Their recent loss.
+        pid: The process that prints its stacks at SIGQUIT.
+        step: Number of completed optimizer steps; None before the first.
+        epoch: Epoch of the last step.
+        total_steps: Step at which training will end, if known.
+        phase: Current part of the program; steps are reported only in ``"training"``.
+        saved: Step of the newest checkpoint from this run of the program.
+        resumed: Step of the checkpoint from which this run resumed.
+        waiting_in: The collective in which the rank waits for others; empty if it doesn't.
+        waited_s: Total time in which the rank waited for others, if known.
+        input_s: Total time in which training waited for batches, if known.
+        reduced_bytes: Total bytes passed to allreduce, if known.
+        samples: Number of samples that all ranks have trained on in this run.
+        loss: Recent loss of these samples.
     """
 
     pid: int | None = None
@@ -61,14 +61,14 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The failure of one rank's program; the error file of torchelastic is the model.
+    """The failure of a rank's program, modelled on torchelastic's error file.
 
     Attributes:
-        exception: Name of the class of the exception that ended the program, or of the error
-            between ranks behind it.
-        message: The text of that exception.
-        traceback: The text that Python prints of it, without the middle where it is long.
-        time_s: When it was raised, in seconds since 1970 by the clock of the rank's host.
+        exception: Class name of the exception that ended the program, or of the collective error
+            that caused it.
+        message: Text of the exception.
+        traceback: Its traceback, shortened in the middle if long.
+        time_s: Time of the exception in seconds since 1970, by the clock of the rank's host.
     """
 
     exception: str
@@ -78,7 +78,7 @@ class FailureRecord:
 
     @property
     def kind(self) -> Literal["exception", "follows", "hang", "interrupt"]:
-        """Whether the fault is the program's own, another rank's, or nobody's."""
+        """Kind of the failure; ``"follows"`` is the consequence of another rank's failure."""
         if self.exception == "PeerFailedError":
             return "follows"
         if self.exception == "CollectiveTimeoutError":
@@ -88,20 +88,20 @@ class FailureRecord:
 
     @property
     def is_own(self) -> bool:
-        """Whether the rank failed of itself: neither told to end nor because another had failed."""
+        """Whether the rank itself failed, instead of being stopped or following another."""
         return self.kind in ("exception", "hang")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Resource usage of the processes of a rank.
+    """Resource usage of a rank's processes.
 
     Attributes:
-        rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
-        cpu: Cores that they kept busy since the last time, such as 1.5.
+        rss_bytes: Sum of their resident memory, including shared memory.
+        cpu: Average number of busy cores since the last measurement.
         gpu: Recent utilization of their GPUs in percent, if known.
         gpu_bytes: GPU memory that they use, if known.
-        stopped: Whether one of them is, as by SIGSTOP or a debugger, so that it does nothing.
+        stopped: Whether one of them is stopped, by a signal or a debugger.
     """
 
     rss_bytes: int
@@ -113,12 +113,12 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class OomKills:
-    """Processes that the kernel killed out of memory while a program ran.
+    """Out-of-memory kills by the kernel while a program ran.
 
     Attributes:
-        in_group: Kills in the program's control group, if known.
-        on_host: Kills on the whole host, if known.
-        limit_bytes: Memory that all processes of the group may use together, if limited.
+        in_group: Number of kills in the program's control group, if known.
+        on_host: Number of kills on the host, if known.
+        limit_bytes: Memory limit of the group, if any.
     """
 
     in_group: int | None = None
@@ -126,26 +126,21 @@ class OomKills:
     limit_bytes: int | None = None
 
 
-# Kinds of messages that programs write, and their fields.
+# Fields of the messages that programs write, by kind.
 _FIELDS = {
-    kind: tuple(entry.name for entry in fields(content))
-    for kind, content in (("report", RankReport), ("failure", FailureRecord))
+    kind: tuple(entry.name for entry in fields(record))
+    for kind, record in (("report", RankReport), ("failure", FailureRecord))
 }
-_WHOLE = (
-    *("pid", "step", "epoch", "total_steps", "saved", "resumed"),
-    *("reduced_bytes", "samples"),
-)
 
 
 class ReportPipe:
-    """A pipe; its other end is for the program, through ``variables``.
+    """The pipe through which a program sends reports to its agent.
 
-    Children of the program may hold that end open for as long as they like: the pipe's end says
-    nothing, and is not waited for.
+    Children of the program may keep the pipe open, so the agent doesn't wait for its end.
 
     Attributes:
-        variables: By which the program finds the pipe.
-        pid: The process that prints its stacks at SIGQUIT; None before it said so.
+        variables: Environment variables that tell the program its end of the pipe.
+        pid: The process that prints its stacks at SIGQUIT, once it has reported.
     """
 
     def __init__(self) -> None:
@@ -157,61 +152,59 @@ class ReportPipe:
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:
-        """The pipe's end as ``selectors`` take it."""
+        """Return the file descriptor, for ``selectors``."""
         return self._reader
 
-    def handed_over(self) -> None:
-        """Close the program's end here; the program has been started, and has it."""
+    def close_writer(self) -> None:
+        """Close the program's end in this process, after the program has been started."""
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:
         """Return the received messages; None at the pipe's end or after an invalid message."""
         try:
-            # More than a second's worth; who writes faster is heard the next time.
+            # More than programs write per second; the rest is read next time.
             data = os.read(self._reader, 1 << 16)
             messages = self._decoder.feed(data)
         except BlockingIOError:
             return []
         except (OSError, LaunchError):
             return None
-        told = [
+        known = [
             {name: message[name] for name in ("kind", *_FIELDS[message["kind"]]) if name in message}
             for message in messages
             if message["kind"] in _FIELDS
         ]
-        for message in told:
+        for message in known:
             if type(message.get("pid")) is int:
                 self.pid = message["pid"]
-        return told if data else None
+        return known if data else None
 
 
 def read_report(message: Mapping[str, Any]) -> RankReport | None:
-    """Return the report in a message, or None if it is invalid: a program may write anything."""
-    numbers: dict[str, Any] = {name: message.get(name) for name in _WHOLE}
-    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "input_s", "loss")}
-    words = {name: message.get(name, "") for name in ("phase", "waiting_in")}
-    if not all(value is None or type(value) is int for value in numbers.values()):
-        return None
-    if not all(value is None or _is_finite(value) for value in measured.values()):
-        return None
-    if not all(isinstance(word, str) for word in words.values()):
-        return None
-    shown: dict[str, Any] = {
-        name: _printable(word)[:MAX_TEXT_LENGTH] for name, word in words.items()
-    }
-    return RankReport(**numbers, **measured, **shown)
+    """Return the report in a message, or None if it is invalid, as a program may write anything."""
+    values: dict[str, Any] = {}
+    for entry in fields(RankReport):
+        value = message.get(entry.name, entry.default)
+        if entry.type == "str":
+            if not isinstance(value, str):
+                return None
+            value = _printable(value)[:MAX_TEXT_LENGTH]
+        elif value is not None and not (type(value) is int or _is_number(value, entry.type)):
+            return None
+        values[entry.name] = value
+    return RankReport(**values)
 
 
 def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
     """Return the failure in a message, or None if it is invalid."""
-    words = {name: message.get(name) for name in ("exception", "message", "traceback")}
+    texts = {name: message.get(name) for name in ("exception", "message", "traceback")}
     time_s = message.get("time_s")
-    if not all(isinstance(word, str) for word in words.values()) or type(time_s) is not float:
+    if not all(isinstance(text, str) for text in texts.values()) or type(time_s) is not float:
         return None
-    shown: dict[str, Any] = {
-        name: "\n".join(map(_printable, str(word).splitlines())) for name, word in words.items()
+    printable: dict[str, Any] = {
+        name: "\n".join(map(_printable, str(text).splitlines())) for name, text in texts.items()
     }
-    return FailureRecord(**shown, time_s=time_s)
+    return FailureRecord(**printable, time_s=time_s)
 
 
 def read_usage(message: dict[str, Any]) -> Usage | None:
@@ -229,10 +222,10 @@ def read_usage(message: dict[str, Any]) -> Usage | None:
     )
 
 
-def _is_finite(value: object) -> bool:
-    # JSON of Python's may hold NaN and Infinity.
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _is_number(value: object, annotation: object) -> bool:
+    """Return whether a value is a finite float for a float field; JSON may hold NaN."""
+    return annotation == "float | None" and type(value) is float and math.isfinite(value)
 
 
-def _printable(word: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in word)
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -87,7 +87,7 @@ class JobRecorder(Observer):
     @property
     def holds_up(self) -> bool:
         """Whether ranks should pause until more of their lines are written."""
-        return self._lines.holds_up
+        return self._lines.should_pause
 
     def notice(self, text: str) -> None:
         """Record a message of the launcher."""

@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.agent.messages import LONGEST_LINE, WINDOW_BYTES, Decoder, encode, keep_alive, receive
+from hvdtrain.agent.messages import (
+    MAX_LINE_LENGTH,
+    WINDOW_BYTES,
+    Decoder,
+    encode,
+    keep_alive,
+    receive,
+)
 from hvdtrain.agent.rank_report import (
     FailureRecord,
     OomKills,
@@ -32,7 +39,7 @@ __all__ = ["AgentServer"]
 KEPT_LINES = 100
 KEPT_CHARACTERS = 1 << 14
 # JSON takes up to six bytes for a character.
-MOST_BYTES = 8 * LONGEST_LINE
+MOST_BYTES = 8 * MAX_LINE_LENGTH
 RECEIVE_BUFFERS = 8
 # Modules, pipes, connections that have yet to say hello.
 OTHER_FILES = 200
@@ -214,7 +221,7 @@ class AgentServer:
             connection.close()
             return
         hello = messages[0]
-        decoder.most_bytes = MOST_BYTES
+        decoder.max_bytes = MOST_BYTES
         rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
         self._connected[rank.number] = rank
         self.selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))

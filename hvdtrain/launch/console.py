@@ -274,7 +274,7 @@ class Screen:
     @property
     def holds_up(self) -> bool:
         """Whether the ranks should pause until more is read."""
-        return any(writer.holds_up for writer in self._writers.values())
+        return any(writer.should_pause for writer in self._writers.values())
 
     def close(self, patience_s: float, give_up: Callable[[], bool]) -> None:
         """Wait for the reader, unless ``give_up`` or if it takes nothing for ``patience_s``."""

@@ -1,4 +1,4 @@
-"""Control groups with little memory, in which the kernel really kills."""
+"""Control groups with little memory, in which the kernel kills processes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.oom import group_of
+from hvdtrain.agent.oom import find_group
 
 __all__ = ["CGROUP", "ENTER", "FILL", "LIMIT_BYTES", "cgroup"]
 
 LIMIT_BYTES = 64 << 20
-# Where a process finds the folder of the group that it is to overfill.
+# Variable with the folder of the group.
 CGROUP = "HVDTRAIN_TEST_CGROUP"
-# Python for that. The pause lets the agent see the move; bytes are written, not only asked for.
+# Code that enters the group, with a pause for the agent to notice, and code that fills its memory.
 ENTER = f"open(os.environ[{CGROUP!r}] + '/cgroup.procs', 'w').write('0'); time.sleep(0.5)"
 FILL = f"b'x' * {4 * LIMIT_BYTES}"
 
 
 @contextlib.contextmanager
 def _little_memory() -> Iterator[Path]:
-    """A group that may use ``LIMIT_BYTES``, swap included; whatever is in it ends with it.
+    """Provide a group limited to ``LIMIT_BYTES`` with swap, and kill its processes at the end.
 
-    Skips the test where none can be made.
+    Skips the test if no group can be created.
     """
     folder = _make()
     try:
@@ -38,28 +38,30 @@ def _little_memory() -> Iterator[Path]:
 
 
 def _make() -> Path:
-    own = group_of(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    refused = ["no control group accounts for memory"]
-    for place in own.upwards() if own else []:
+    own = find_group(
+        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
+    )
+    failures = ["no control group accounts for memory"]
+    for place in own.ancestors() if own else []:
         folder = place / f"hvdtrain-test-{uuid.uuid4().hex}"
         try:
             folder.mkdir()
         except OSError as error:
-            refused.append(f"{place}: {error.strerror}")
+            failures.append(f"{place}: {error.strerror}")
             continue
         try:
             _limit(folder)
         except OSError as error:
-            # Version 2: the group around it does not hand memory on.
+            # In version 2 the parent may not delegate memory.
             folder.rmdir()
-            refused.append(f"{place}: {error.strerror}")
+            failures.append(f"{place}: {error.strerror}")
             continue
         return folder
-    pytest.skip(f"no control group with a limit can be made here ({refused[-1]})")
+    pytest.skip(f"no control group with a limit can be created here ({failures[-1]})")
 
 
 def _limit(folder: Path) -> None:
-    # Swap after memory: version 1 wants the sum of both never below the limit of memory.
+    # Swap after memory: in version 1 the sum of both must not be below the memory limit.
     version_1 = (folder / "memory.limit_in_bytes").exists()
     names = ("limit_in_bytes", "memsw.limit_in_bytes") if version_1 else ("max", "swap.max")
     limit, swap = (folder / f"memory.{name}" for name in names)
@@ -69,7 +71,7 @@ def _limit(folder: Path) -> None:
 
 
 def _write(path: Path, number: int) -> None:
-    # Not write_text: a file that is not there must not be asked to be made.
+    # Unlike write_text, this doesn't create a missing file.
     with path.open("r+") as file:
         file.write(str(number))
 
@@ -92,7 +94,7 @@ def _remove(folder: Path, timeout_s: float = 10.0) -> None:
 
 @pytest.fixture
 def cgroup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A control group with little memory, which every process finds; see ``ENTER``."""
+    """A control group with little memory, which processes enter with ``ENTER``."""
     with _little_memory() as folder:
         monkeypatch.setenv(CGROUP, str(folder))
         yield folder

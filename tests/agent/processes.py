@@ -1,4 +1,4 @@
-"""Whether processes are gone."""
+"""Assertions on the end of processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["alive", "assert_all_end"]
 
 
 def alive(pid: int) -> bool:
-    """Whether ``pid`` runs; one that ended and waits to be reaped doesn't."""
+    """Return whether a process runs; zombies don't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -18,7 +18,7 @@ def alive(pid: int) -> bool:
 
 
 def assert_all_end(pids: Sequence[int], within_s: float = 3.0) -> None:
-    """Wait for them: on a busy machine who was killed takes a while to be gone."""
+    """Wait for the end of killed processes, which takes a while on a busy machine."""
     deadline = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

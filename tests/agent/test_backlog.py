@@ -1,5 +1,3 @@
-"""Output waits for a reader or disk that is slow, up to a limit; who writes it never waits."""
-
 from __future__ import annotations
 
 import errno
@@ -25,11 +23,11 @@ def gap(dropped: int) -> bytes:
     return f"{dropped} dropped\n".encode()
 
 
-def gives_up(error: OSError) -> bool:
+def never_retry(error: OSError) -> bool:
     return False
 
 
-def until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -37,14 +35,14 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def read(descriptor: int, end: bytes) -> bytes:
-    """Everything up to ``end``."""
+    """Read everything up to ``end``."""
     data = b""
     while not data.endswith(end):
         data += os.read(descriptor, 1 << 16)
     return data
 
 
-def test_items_come_out_in_their_order_and_in_portions() -> None:
+def test_items_keep_their_order() -> None:
     backlog: Backlog[str] = Backlog()
     for word in ("a", "b", "c"):
         backlog.put(word, 1)
@@ -55,7 +53,7 @@ def test_items_come_out_in_their_order_and_in_portions() -> None:
 
 
 def test_the_oldest_lines_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 3 * (ITEM_BYTES + 1))
+    monkeypatch.setattr(module, "MAX_BYTES", 3 * (ITEM_BYTES + 1))
     backlog: Backlog[str] = Backlog()
     backlog.put("status", 1, lines=0)
     for word in "abcde":
@@ -64,35 +62,35 @@ def test_the_oldest_lines_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatc
     assert backlog.take() == (0, [])
 
 
-def test_one_item_is_kept_however_long_it_is() -> None:
+def test_a_single_long_item_is_kept() -> None:
     backlog: Backlog[str] = Backlog()
     backlog.put("a", 1)
-    backlog.put("long", 2 * module.MOST_BYTES)
+    backlog.put("long", 2 * module.MAX_BYTES)
     assert backlog.take() == (1, ["long"])
 
 
-def test_a_full_backlog_holds_ranks_up_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_pause_for_a_while_at_a_full_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     backlog: Backlog[str] = Backlog()
-    backlog.put("a", module.HOLD_BYTES)
-    assert backlog.holds_up
-    now += module.HOLD_S
+    backlog.put("a", module.PAUSE_BYTES)
+    assert backlog.should_pause
+    now += module.PAUSE_S
     backlog.put("b", 1)
-    assert not backlog.holds_up, "nobody reads"
+    assert not backlog.should_pause
     backlog.take()
-    backlog.put("c", module.HOLD_BYTES)
-    assert backlog.holds_up, "somebody reads again"
+    backlog.put("c", module.PAUSE_BYTES)
+    assert backlog.should_pause
     backlog.take()
-    assert not backlog.holds_up
+    assert not backlog.should_pause
 
 
-def test_writing_does_not_wait_for_the_reader(
+def test_write_does_not_wait_for_the_reader(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     reader, descriptor = pipe
-    writer = BackgroundWriter(descriptor, gap=gap, fails=gives_up)
+    writer = BackgroundWriter(descriptor, gap=gap, fails=never_retry)
     for number in range(3000):
         writer.write(b"%d " % number + b"x" * 1000 + b"\n")
     writer.write(b"status")
@@ -106,43 +104,40 @@ def test_writing_does_not_wait_for_the_reader(
     assert lines[-1] == b"statusthe end"
 
 
-def test_the_end_is_waited_for_as_long_as_somebody_reads(pipe: tuple[int, int]) -> None:
+def test_close_gives_up_without_progress(pipe: tuple[int, int]) -> None:
     reader, descriptor = pipe
     os.set_blocking(descriptor, False)
-    writer = BackgroundWriter(descriptor, gap=gap, fails=gives_up)
+    writer = BackgroundWriter(descriptor, gap=gap, fails=never_retry)
     writer.write(b"x" * 300_000 + b"\n")
     writer.close(600.0, give_up=lambda: True)
     writer.close(0.2)
     data = os.read(reader, 1 << 20)
-    assert len(data) < 300_001, "nobody read, and it gave up"
-    # The thread goes on, and must be done before the pipe is closed.
+    assert len(data) < 300_001
+    # The thread must finish before the pipe is closed.
     while not data.endswith(b"\n"):
         data += os.read(reader, 1 << 16)
     assert data == b"x" * 300_000 + b"\n"
 
 
-def test_a_write_that_fails_is_tried_again(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk was full for a time, in the middle of a line."""
+def test_a_failed_write_is_retried(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     reader, descriptor = pipe
     errors: list[OSError] = []
-    really = os.write
+    os_write = os.write
 
     def write(to: int, data: bytes) -> int:
         if to != descriptor:
-            return really(to, data)
+            return os_write(to, data)
         if len(errors) < 2 and data != b"first\n":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return really(to, data[:4])
+        return os_write(to, data[:4])
 
-    def again(error: OSError) -> bool:
+    def retry(error: OSError) -> bool:
         errors.append(error)
         return True
 
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     monkeypatch.setattr(os, "write", write)
-    writer = BackgroundWriter(descriptor, gap=gap, fails=again)
+    writer = BackgroundWriter(descriptor, gap=gap, fails=retry)
     writer.write(b"first\n")
     writer.write(b"second\n")
     writer.close(10.0)
@@ -150,11 +145,11 @@ def test_a_write_that_fails_is_tried_again(
     assert [error.errno for error in errors] == [errno.ENOSPC] * 2
 
 
-def test_after_an_error_for_good_everything_is_discarded() -> None:
+def test_output_after_a_permanent_error_is_discarded() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    writer = BackgroundWriter(full, gap=gap, fails=gives_up)
-    writer.write(b"x" * module.HOLD_BYTES)
-    until(lambda: not writer.holds_up)
+    writer = BackgroundWriter(full, gap=gap, fails=never_retry)
+    writer.write(b"x" * module.PAUSE_BYTES)
+    wait_until(lambda: not writer.should_pause)
     writer.write(b"more\n")
     writer.close(600.0)
     os.close(full)

@@ -1,5 +1,3 @@
-"""Messages arrive whole, however the network cuts them; sending never waits for the launcher."""
-
 from __future__ import annotations
 
 import socket
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import (
-    MOST_BYTES,
+    MAX_MESSAGE_BYTES,
     WINDOW_BYTES,
     Decoder,
     LauncherLink,
@@ -27,17 +25,17 @@ MESSAGES = [
 ]
 
 
-def wire() -> bytes:
+def encoded_messages() -> bytes:
     return b"".join(encode(**message) for message in MESSAGES)
 
 
 def test_a_message_is_one_line() -> None:
     assert encode("stop", signal=15, grace_s=0.5) == b'{"kind":"stop","signal":15,"grace_s":0.5}\n'
-    assert wire().count(b"\n") == len(MESSAGES)
+    assert encoded_messages().count(b"\n") == len(MESSAGES)
 
 
-def test_any_cut_gives_the_same_messages() -> None:
-    data = wire()
+def test_messages_are_decoded_from_any_parts() -> None:
+    data = encoded_messages()
     for cut in range(len(data) + 1):
         decoder = Decoder()
         assert [*decoder.feed(data[:cut]), *decoder.feed(data[cut:])] == MESSAGES, f"cut at {cut}"
@@ -45,44 +43,40 @@ def test_any_cut_gives_the_same_messages() -> None:
     assert [m for at in range(len(data)) for m in decoder.feed(data[at : at + 1])] == MESSAGES
 
 
-def test_a_message_comes_as_soon_as_it_is_complete() -> None:
+def test_a_message_is_returned_once_complete() -> None:
     decoder = Decoder()
     assert decoder.feed(b"") == []
     assert decoder.feed(encode("bye")[:-1]) == []
     assert decoder.feed(b"\n" + encode("bye")[:3]) == [{"kind": "bye"}]
 
 
-GARBAGE = {
+INVALID = {
     "text": b"GET / HTTP/1.1\r\n",
-    "binary": b"\x16\x03\x01\xff\x00\n",
     "empty-line": b"\n",
-    "list": b"[1]\n",
     "long-list": b"[" + b"1," * 1000 + b"1]\n",
-    "number": b"12\n",
     "text-in-quotes": b'"kind"\n',
     "no-kind": b"{}\n",
     "kind-no-text": b'{"kind":1}\n',
-    "half": b'{"kind":\n',
     "after-a-good-one": b'{"kind":"bye"}\nno\n',
     "nested-too-deep": b"[" * 200_000 + b"\n",
 }
 
 
-@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", INVALID.values(), ids=INVALID)
+def test_invalid_data_is_an_error(data: bytes) -> None:
     with pytest.raises(LaunchError, match="not a message") as raised:
         Decoder().feed(data)
     assert len(str(raised.value)) < 200
 
 
-def test_what_grows_too_long_is_refused() -> None:
+def test_a_message_that_is_too_long_is_an_error() -> None:
     decoder = Decoder()
-    assert decoder.feed(b"x" * MOST_BYTES) == []
+    assert decoder.feed(b"x" * MAX_MESSAGE_BYTES) == []
     with pytest.raises(LaunchError, match="not a message"):
         decoder.feed(b"x")
 
 
-def test_a_silent_connection_is_watched() -> None:
+def test_keep_alive() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address, timeout=5) as connection:
@@ -95,13 +89,13 @@ def test_a_silent_connection_is_watched() -> None:
 @pytest.mark.parametrize(
     "hosts", [["127.0.0.1"], ["10.0.0.1", "fd00::1", "fe80::1%eth0", "head.cluster"]]
 )
-def test_addresses_are_read_as_written(hosts: list[str]) -> None:
+def test_addresses_round_trip(hosts: list[str]) -> None:
     text = format_addresses(hosts, 4711)
     assert parse_addresses(text) == [(host, 4711) for host in hosts]
 
 
 @pytest.mark.parametrize("text", ["", " ", "4711", "10.0.0.1", "10.0.0.1:4711", "10.0.0.1 -1"])
-def test_other_addresses_are_an_error(text: str) -> None:
+def test_invalid_addresses_are_an_error(text: str) -> None:
     with pytest.raises(LaunchError, match=r"HVDTRAIN_LAUNCHER='.*start ranks with hvdtrain run"):
         parse_addresses(text)
 
@@ -110,7 +104,7 @@ TEXT = "x" * 1000
 
 
 class Launcher:
-    """The other end, which confirms what it is told to."""
+    """The launcher's end, which confirms bytes on request."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -119,14 +113,14 @@ class Launcher:
         self.taken = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All messages that have come."""
-        found = []
+        """Return all messages received so far."""
+        messages = []
         while True:
             try:
                 data = self._connection.recv(1 << 16)
             except TimeoutError:
-                return found
-            found += self._decoder.feed(data)
+                return messages
+            messages += self._decoder.feed(data)
             self.taken += len(data)
 
     def confirm(self, size: int) -> None:
@@ -138,12 +132,12 @@ class Launcher:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[LauncherLink, Launcher]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield LauncherLink(ours), Launcher(theirs)
+    agent_end, launcher_end = socket.socketpair()
+    with agent_end, launcher_end:
+        yield LauncherLink(agent_end), Launcher(launcher_end)
 
 
-def test_no_more_than_the_window_is_under_way(ends: tuple[LauncherLink, Launcher]) -> None:
+def test_unconfirmed_bytes_are_limited_to_the_window(ends: tuple[LauncherLink, Launcher]) -> None:
     link, launcher = ends
     for number in range(200):
         link.send("line", stream="stdout", text=f"{number} {TEXT}")
@@ -160,7 +154,7 @@ def test_no_more_than_the_window_is_under_way(ends: tuple[LauncherLink, Launcher
     assert end == {"kind": "end", "code": 0}
 
 
-def test_of_states_only_the_newest_waits(ends: tuple[LauncherLink, Launcher]) -> None:
+def test_only_the_newest_state_waits(ends: tuple[LauncherLink, Launcher]) -> None:
     link, launcher = ends
     link.send("report", step=0)
     link.send("line", stream="stdout", text="x" * WINDOW_BYTES)
@@ -175,13 +169,7 @@ def test_of_states_only_the_newest_waits(ends: tuple[LauncherLink, Launcher]) ->
     assert not link.is_full
 
 
-def test_other_messages_come_out(ends: tuple[LauncherLink, Launcher]) -> None:
-    link, launcher = ends
-    launcher.confirm(0)
-    assert [message["kind"] for message in link.receive()] == ["taken"]
-
-
-def test_a_launcher_that_is_gone_holds_nothing_up(ends: tuple[LauncherLink, Launcher]) -> None:
+def test_a_lost_launcher_does_not_block(ends: tuple[LauncherLink, Launcher]) -> None:
     link, launcher = ends
     link.send("line", stream="stdout", text="x" * 2 * WINDOW_BYTES)
     assert link.is_full

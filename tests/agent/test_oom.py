@@ -1,5 +1,3 @@
-"""The kernel's counts of what it killed for lack of memory: found, read, and compared."""
-
 from __future__ import annotations
 
 import os
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.oom import ControlGroup, OomWatch, count_in, group_of, limit_of
+from hvdtrain.agent.oom import ControlGroup, OomWatch, find_group, memory_limit, parse_count
 from hvdtrain.agent.rank_report import OomKills
 from tests.agent.cgroups import ENTER, FILL, LIMIT_BYTES
 
@@ -24,7 +22,7 @@ OTHERS = (
 SLURM = "/slurm/uid_0/job_7/step_0"
 V1_MEMORY, V2_UNIFIED = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
 
-# What /proc/PID/cgroup and mountinfo say; the mount and the group's folder below it.
+# Contents of /proc/PID/cgroup and mountinfo; the mount point and the group's folder below it.
 GROUPS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
     "version-1": (f"5:devices:/\n4:memory:{SLURM}\n", V1.format(root="/"), (V1_MEMORY, SLURM)),
     "among-others": ("4:cpu,memory:/a:b c\n0::/x\n", V1.format(root="/"), (V1_MEMORY, "/a:b c")),
@@ -33,7 +31,6 @@ GROUPS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
         V2.format(root="/"),
         (V2_UNIFIED, "/user.slice/a.scope"),
     ),
-    "top": ("0::/\n", V2.format(root="/"), (V2_UNIFIED, "")),
     "both": (
         "4:memory:/a\n0::/b\n",
         f"{HYBRID.format(root='/')}\n{V1.format(root='/')}",
@@ -44,9 +41,8 @@ GROUPS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
         f"{HYBRID.format(root='/')}\n{V1.format(root='/').replace('memory', 'devices')}",
         ("/sys/fs/cgroup/unified", "/b"),
     ),
-    "container-sees-its-own": ("4:memory:/pod/c1\n", V1.format(root="/pod/c1"), (V1_MEMORY, "")),
-    "below-its-own": ("4:memory:/pod/c1/d\n", V1.format(root="/pod/c1"), (V1_MEMORY, "/d")),
-    "not-below-the-mount": ("4:memory:/pod/c2\n", V1.format(root="/pod/c1"), (V1_MEMORY, "")),
+    "container": ("4:memory:/pod/c1\n", V1.format(root="/pod/c1"), (V1_MEMORY, "")),
+    "below-a-container": ("4:memory:/pod/c1/d\n", V1.format(root="/pod/c1"), (V1_MEMORY, "/d")),
     "outside-the-namespace": ("0::/../other\n", V2.format(root="/"), (V2_UNIFIED, "")),
     "mounted-elsewhere": (
         "0::/a\n",
@@ -59,10 +55,10 @@ GROUPS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
 }
 
 
-@pytest.mark.parametrize(("memberships", "mounts", "found"), GROUPS.values(), ids=GROUPS)
-def test_the_group_is_found(memberships: str, mounts: str, found: tuple[str, str] | None) -> None:
-    expected = found and ControlGroup(Path(found[0]), Path(found[0] + found[1]))
-    assert group_of(memberships, f"{OTHERS}{mounts}\n") == expected
+@pytest.mark.parametrize(("memberships", "mounts", "group"), GROUPS.values(), ids=GROUPS)
+def test_find_group(memberships: str, mounts: str, group: tuple[str, str] | None) -> None:
+    expected = group and ControlGroup(Path(group[0]), Path(group[0] + group[1]))
+    assert find_group(memberships, f"{OTHERS}{mounts}\n") == expected
 
 
 COUNTS: dict[str, tuple[str, int | None]] = {
@@ -70,13 +66,12 @@ COUNTS: dict[str, tuple[str, int | None]] = {
     "version-2": ("low 0\nhigh 0\nmax 12\noom 2\noom_kill 1\noom_group_kill 0\n", 1),
     "vmstat": ("pgfault 5\noom_kill 70\nnuma_hit 1\n", 70),
     "before-linux-4.13": ("oom_kill_disable 0\nunder_oom 0\n", None),
-    "empty": ("", None),
 }
 
 
 @pytest.mark.parametrize(("text", "count"), COUNTS.values(), ids=COUNTS)
-def test_the_count_is_read(text: str, count: int | None) -> None:
-    assert count_in(text) == count
+def test_parse_count(text: str, count: int | None) -> None:
+    assert parse_count(text) == count
 
 
 def group_with(tmp_path: Path, files: dict[str, str]) -> ControlGroup:
@@ -89,7 +84,7 @@ def group_with(tmp_path: Path, files: dict[str, str]) -> ControlGroup:
 NO_LIMIT = str((1 << 63) - 4096)
 LIMITS: dict[str, tuple[dict[str, str], int | None]] = {
     "own": ({"job/memory.max": "max", "job/step/memory.max": "4096"}, 4096),
-    "around": ({"job/memory.max": "8192", "job/step/memory.max": "max"}, 8192),
+    "parent": ({"job/memory.max": "8192", "job/step/memory.max": "max"}, 8192),
     "smallest": ({"job/memory.max": "4096", "job/step/memory.max": "8192"}, 4096),
     "version-1": (
         {"job/step/memory.limit_in_bytes": "4096", "memory.limit_in_bytes": NO_LIMIT},
@@ -101,14 +96,14 @@ LIMITS: dict[str, tuple[dict[str, str], int | None]] = {
 
 
 @pytest.mark.parametrize(("files", "limit"), LIMITS.values(), ids=LIMITS)
-def test_the_limit_is_the_smallest(
+def test_the_smallest_limit_counts(
     tmp_path: Path, files: dict[str, str], limit: int | None
 ) -> None:
-    assert limit_of(group_with(tmp_path, files)) == limit
+    assert memory_limit(group_with(tmp_path, files)) == limit
 
 
 class Kernel:
-    """Its files, as a host with version 2 and one process has them."""
+    """Files of a host with cgroup version 2 and one process."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.proc, self.groups = tmp_path / "proc", tmp_path / "groups"
@@ -129,7 +124,7 @@ class Kernel:
             (self.groups / name / "memory.events").write_text(f"oom_kill {count}\n")
 
 
-def test_kills_are_those_since_the_start(tmp_path: Path) -> None:
+def test_kills_since_the_start(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     watch = OomWatch(kernel.proc)
     watch.look(7)
@@ -138,12 +133,12 @@ def test_kills_are_those_since_the_start(tmp_path: Path) -> None:
     assert watch.kills() == OomKills(in_group=2, on_host=3)
 
 
-def test_the_group_that_counts_is_the_last_one(tmp_path: Path) -> None:
+def test_the_last_group_of_a_process_counts(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     watch = OomWatch(kernel.proc)
     kernel.move("7", "/b")
     watch.look(7)
-    # As a process looks that is about to end, in version 1; and after its end.
+    # In version 1, a process that is about to end; then its end.
     kernel.move("7", "/")
     watch.look(7)
     watch.look(8)
@@ -151,7 +146,7 @@ def test_the_group_that_counts_is_the_last_one(tmp_path: Path) -> None:
     assert watch.kills() == OomKills(in_group=1, on_host=5)
 
 
-def test_a_group_without_counts_leaves_it_to_the_one_around(tmp_path: Path) -> None:
+def test_the_counter_of_the_parent_group(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     kernel.move("self", "/b/below")
     watch = OomWatch(kernel.proc)
@@ -159,7 +154,7 @@ def test_a_group_without_counts_leaves_it_to_the_one_around(tmp_path: Path) -> N
     assert watch.kills() == OomKills(in_group=2, on_host=2)
 
 
-def test_a_group_that_is_gone_tells_nothing(tmp_path: Path) -> None:
+def test_a_removed_group_is_unknown(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     watch = OomWatch(kernel.proc)
     kernel.count(host=12)
@@ -167,15 +162,14 @@ def test_a_group_that_is_gone_tells_nothing(tmp_path: Path) -> None:
     assert watch.kills() == OomKills(on_host=1)
 
 
-def test_without_the_kernels_files_nothing_is_known(tmp_path: Path) -> None:
+def test_kills_are_unknown_without_the_kernels_files(tmp_path: Path) -> None:
     watch = OomWatch(tmp_path)
     watch.look(os.getpid())
     assert watch.kills() == OomKills()
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["out-of-memory", "sigkill"])
-def test_the_kernel_is_told_from_others(cgroup: Path, fills: bool) -> None:
-    """A real process that the kernel kills, or that kills itself there."""
+def test_a_real_out_of_memory_kill(cgroup: Path, fills: bool) -> None:
     watch = OomWatch()
     action = FILL if fills else "os.kill(os.getpid(), 9)"
     with subprocess.Popen([sys.executable, "-c", f"import os, time; {ENTER}; {action}"]) as child:

@@ -1,5 +1,3 @@
-"""Everything that descends from a process is found, and ended."""
-
 from __future__ import annotations
 
 import os
@@ -18,10 +16,10 @@ from tests.agent.processes import alive, assert_all_end
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 20.0
-# Linux counts processes up to 2**22 at most.
+# Above Linux's largest process ID.
 NOBODY = 2**22 + 1
 
-# Each process writes its name and its number down, and waits.
+# Each process writes its name and ID to a file, and waits.
 PRELUDE = """
     import os, subprocess, sys, time
     def here(name):
@@ -39,7 +37,7 @@ PRELUDE = """
 
 
 class Tree:
-    """A process in a session of its own, and what it starts."""
+    """A process in a separate session, and its descendants."""
 
     def __init__(self, pids: Path, body: str) -> None:
         self._pids = pids
@@ -47,7 +45,7 @@ class Tree:
         self.leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
     def started(self, count: int) -> dict[str, int]:
-        """Wait until ``count`` processes are there; returns their numbers by name."""
+        """Wait for ``count`` processes, and return their IDs by name."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             known = self.known()
@@ -79,8 +77,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Tree]]:
         tree.leader.wait(timeout=WAIT_S)
 
 
-def test_children_are_found_in_whatever_group_or_session_they_are(start) -> None:
-    # As mpirun's ranks do, one leads a process group of its own and one even a session.
+def test_descendants_in_any_group_or_session(start) -> None:
     tree = start(
         """
         child("plain")
@@ -95,16 +92,16 @@ def test_children_are_found_in_whatever_group_or_session_they_are(start) -> None
     assert set(descendants(tree.leader.pid)) == set(pids.values())
 
 
-def test_names_of_programs_do_not_confuse_it(start, tmp_path: Path) -> None:
+def test_program_names_with_special_characters(start, tmp_path: Path) -> None:
     program = tmp_path / "a) S 1 1 (b"
     program.symlink_to("/bin/sleep")
     tree = start(f"here('leader'); subprocess.run([{str(program)!r}, '60'])")
     tree.started(1)
     deadline = time.monotonic() + WAIT_S
-    while not (found := descendants(tree.leader.pid)) and time.monotonic() < deadline:
+    while not (pids := descendants(tree.leader.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(found) == 1
-    kill_all(found)
+    assert len(pids) == 1
+    kill_all(pids)
 
 
 ORPHANS = """
@@ -119,27 +116,25 @@ ORPHANS = """
 """
 
 
-def test_orphans_are_found_by_their_session(start) -> None:
-    """Whoever left the session has nothing any more that tells where it came from."""
+def test_orphans_of_the_session(start) -> None:
     tree = start(ORPHANS)
     pids = tree.started(5)
-    found = set(descendants(tree.leader.pid))
-    assert found == {pids["same-session"], pids["own-group"]}
+    orphans = set(descendants(tree.leader.pid))
+    assert orphans == {pids["same-session"], pids["own-group"]}
     tree.leader.kill()
     tree.leader.wait(timeout=WAIT_S)
-    assert set(descendants(tree.leader.pid)) == found, "also when the leader has ended"
+    assert set(descendants(tree.leader.pid)) == orphans, "after the end of the leader"
 
 
-def test_a_subreaper_keeps_all_its_orphans(start) -> None:
-    """As an agent does, so that it can end them."""
-    become = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-    tree = start(become + textwrap.dedent(ORPHANS))
+def test_a_subreaper_adopts_all_orphans(start) -> None:
+    adopt = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+    tree = start(adopt + textwrap.dedent(ORPHANS))
     pids = tree.started(5)
     expected = {pids[name] for name in ("same-session", "own-group", "own-session")}
     assert set(descendants(tree.leader.pid)) == expected
 
 
-def test_kill_all_ends_what_is_deaf_and_ignores_the_dead(start) -> None:
+def test_kill_all_with_ignored_signals_and_dead_processes(start) -> None:
     tree = start(
         """
         import signal

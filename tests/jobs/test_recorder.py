@@ -148,7 +148,7 @@ def test_a_full_disk_delays_records_without_losing_them(small_disk: Path) -> Non
 
 def test_lost_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is written before the end, and the backlog overflows.
-    monkeypatch.setattr(backlog, "MOST_BYTES", 5 * (1 + backlog.ITEM_BYTES))
+    monkeypatch.setattr(backlog, "MAX_BYTES", 5 * (1 + backlog.ITEM_BYTES))
     monkeypatch.setattr(module, "INTERVAL_S", 60.0)
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:

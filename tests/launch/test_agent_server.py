@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.agent.messages import LONGEST_LINE, MOST_BYTES, WINDOW_BYTES, Decoder, encode
+from hvdtrain.agent.messages import (
+    MAX_LINE_LENGTH,
+    MAX_MESSAGE_BYTES,
+    WINDOW_BYTES,
+    Decoder,
+    encode,
+)
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
@@ -130,7 +136,7 @@ def test_who_does_not_belong_here_is_refused(desk: Desk, changes: dict[str, Any]
 
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\n\r\n",
-    "endless": b"x" * (MOST_BYTES + 1),
+    "endless": b"x" * (MAX_MESSAGE_BYTES + 1),
 }
 
 
@@ -199,7 +205,7 @@ def test_hidden_lines_are_neither_shown_nor_recorded() -> None:
 
 
 def test_a_line_of_any_length_is_one_line(desk: Desk) -> None:
-    text = "é" * LONGEST_LINE
+    text = "é" * MAX_LINE_LENGTH
     connection = desk.agent(0)
     data = line(text, "stdout")
     for at in range(0, len(data), WINDOW_BYTES):

@@ -118,7 +118,7 @@ def test_the_pipe_carries_reports_and_failures_alone() -> None:
         {"kind": "report", "step": 2},
         {"kind": "failure", "exception": "KeyError"},
     ]
-    pipe.handed_over()
+    pipe.close_writer()
     assert pipe.read() is None
 
 
@@ -127,7 +127,7 @@ def test_garbage_in_the_pipe_ends_it(garbage: bytes) -> None:
     pipe = ReportPipe()
     write(pipe, garbage)
     assert pipe.read() is None
-    pipe.handed_over()
+    pipe.close_writer()
 
 
 LIMIT_S = 10.0
