@@ -33,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Restart a job that has ended, or submit another one like it; print its name.
-
-    Raises:
-        JobError: There is no such job, it has not ended, or it can't be started.
-        ConfigurationError: The changes are not valid.
-    """
+    """Restart a job that has ended, or submit another one like it; print its name."""
     job, directory = named_job(arguments), directory_of(arguments)
     changes, backend = split_backend(read_changes(arguments))
     environ = {**os.environ, **secret_values(changes)}

@@ -34,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the jobs, the newest first.
-
-    Raises:
-        JobError: Jobs are not recorded.
-    """
+    """Print the jobs, the newest first."""
     directory = directory_of(arguments)
     jobs = sorted(all_jobs(directory), key=JobFolder.created_s, reverse=True)
     shown = jobs if arguments.all else jobs[: max(0, arguments.newest)]

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
 from hvdtrain.config.fields import argument, count
@@ -54,53 +54,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a job's log.
-
-    Raises:
-        JobError: There is no such job.
-        ConfigurationError: The regular expression is not valid.
-    """
+    """Print a job's log."""
     matches = _line_filter(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)
-    if (lines := _queue_lines(job, "")) is not None:
-        _print_queue_log(job, lines, arguments)
-        return 0
-    begin = 0
-    if arguments.lines is not None:
-        part = read_before(job.log, log_end(job.log), arguments.lines, matches)
-        for entry in part.entries:
-            _print(entry, with_time=arguments.time)
-        begin = part.end
-    if arguments.lines is None or arguments.follow:
-        _print_from(job, begin, matches, with_time=arguments.time, follow=arguments.follow)
-    return 0
-
-
-def _print_from(
-    job: JobFolder,
-    begin: int,
-    matches: Callable[[LogLine], bool],
-    *,
-    with_time: bool,
-    follow: bool,
-) -> None:
-    """Print matching lines from a position to the end, or with ``follow`` until the job is over."""
-    is_over, doubt = not follow, ""
-    while True:
-        for entry in read_log(job.log, begin):
-            begin = entry.end
-            if entry.line is None or matches(entry.line):
-                _print(entry, with_time=with_time)
+    if (queue_lines := _queue_lines(job, "")) is not None:
+        lines, poll_s = _queue_log(job, queue_lines, arguments), QUEUE_POLL_S
+    else:
+        lines, poll_s = _folder_log(job, arguments.lines, matches, arguments.time), POLL_S
+    is_over, doubt = not arguments.follow, ""
+    for text in lines:
+        if text is not None:
+            _write(text)
+            continue
         if is_over:
-            return
+            break
         sys.stdout.flush()
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
         # Checked before the log is read again, so that no line is missed.
         view = view_job(job)
         is_over = view.is_over
         if view.doubt not in ("", doubt):
             doubt = view.doubt
             LOGGER.warning("%s", doubt)
+    return 0
+
+
+def _folder_log(
+    job: JobFolder, last: int | None, matches: Callable[[LogLine], bool], with_time: bool
+) -> Iterator[str | None]:
+    """Yield the text of matching lines, and None at the current end of the log."""
+    begin = 0
+    if last is not None:
+        part = read_before(job.log, log_end(job.log), last, matches)
+        yield from (_format(entry, with_time) for entry in part.entries)
+        yield None
+        begin = part.end
+    while True:
+        for entry in read_log(job.log, begin):
+            begin = entry.end
+            if entry.line is None or matches(entry.line):
+                yield _format(entry, with_time)
+        yield None
 
 
 def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
@@ -112,35 +106,29 @@ def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None
     return queue_for(spec).log_lines(job, spec, after)
 
 
-def _print_queue_log(
+def _queue_log(
     job: JobFolder, lines: Sequence[tuple[str, str]], arguments: argparse.Namespace
-) -> None:
-    """Print a log that only the queue has, in the format of ``hvdtrain run``."""
+) -> Iterator[str | None]:
+    """Yield matching lines as ``hvdtrain run`` printed them, and None at the current end."""
     matches = _line_filter(None, arguments.grep, arguments.regex)
-    is_over, after, reported = not arguments.follow, "", ""
-    most = len(lines) if arguments.lines is None else arguments.lines
+    after, reported, last = "", "", arguments.lines
     while True:
         after = lines[-1][0] if lines else after
         found = [(at, text) for at, text in lines if _matches(text, arguments.rank, matches)]
-        for at, text in found[max(0, len(found) - most) :]:
+        for at, text in found if last is None else found[max(0, len(found) - last) :]:
             when = _clock(datetime.fromisoformat(at).timestamp()) if arguments.time else ""
-            _write(f"{when}{text}")
-        if is_over:
-            return
-        sys.stdout.flush()
-        time.sleep(QUEUE_POLL_S)
-        # Checked before the log is read again, so that no line is missed.
-        is_over = view_job(job).is_over
+            yield f"{when}{text}"
+        yield None
+        last = None
         try:
             lines = _queue_lines(job, after) or ()
         except JobError as error:
-            if is_over:
+            if view_job(job).is_over:
                 raise
             if str(error) != reported:
                 reported = str(error)
                 LOGGER.warning("%s", reported)
             lines = ()
-        most = len(lines)
 
 
 def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLine], bool]) -> bool:
@@ -159,13 +147,12 @@ def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLin
     )
 
 
-def _print(entry: LogEntry, *, with_time: bool) -> None:
+def _format(entry: LogEntry, with_time: bool) -> str:
     line = entry.line
     if line is None:
-        print(f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log were removed ...")
-        return
+        return f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log were removed ..."
     source = "hvdtrain run:" if line.rank == LAUNCHER else f"[{line.rank}]"
-    _write(f"{_clock(line.time_s) if with_time else ''}{source} {line.text}")
+    return f"{_clock(line.time_s) if with_time else ''}{source} {line.text}"
 
 
 def _clock(time_s: float) -> str:

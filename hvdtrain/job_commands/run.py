@@ -36,11 +36,7 @@ _USAGE_ERROR = 2
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a job and return its exit code.
-
-    Raises:
-        ConfigurationError: A setting is not valid, there is no program, or hosts don't fit.
-    """
+    """Start a job and return its exit code."""
     if arguments.check_build:
         from hvdtrain.launch.horovodrun import look
 

@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the details of a job.
-
-    Raises:
-        JobError: There is no such job.
-    """
+    """Print the details of a job."""
     job = named_job(arguments)
     view = view_job(job)
     events = list(read_json_lines(job.events))

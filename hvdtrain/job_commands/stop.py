@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stop jobs; return 1 if a job has not ended in time or can't be reached.
-
-    Raises:
-        JobError: There is no such job.
-    """
+    """Stop jobs; return 1 if a job has not ended in time or can't be reached."""
     stopping, has_failed = [], False
     for job in [named_job(arguments, name) for name in arguments.name]:
         if (view := view_job(job)).is_over:

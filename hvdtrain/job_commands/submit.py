@@ -40,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit a job and print its name.
-
-    Raises:
-        ConfigurationError: The job can't be started as described.
-        JobError: The job can't be submitted.
-    """
+    """Submit a job and print its name."""
     spec = spec_of(arguments, os.environ)
     options, backend = split_backend([word for word in spec.options if word != "--dry-run"])
     spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)

@@ -92,11 +92,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file atomically with a JSON object.
-
-    Raises:
-        OSError: The file can't be written; it is unchanged.
-    """
+    """Replace a file atomically with a JSON object."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
@@ -112,11 +108,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Append a row to a JSON Lines file, completely or not at all.
-
-    Raises:
-        OSError: The row can't be written, for instance because the disk is full.
-    """
+    """Append a row to a JSON Lines file, completely or not at all."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         append_whole(descriptor, json.dumps(content, separators=(",", ":")).encode() + b"\n")
@@ -128,9 +120,6 @@ def append_whole(descriptor: int, data: bytes) -> int:
     """Append lines to an open file, all or none; return the new size of the file.
 
     An incomplete last line, left by a writer that was killed, is terminated first.
-
-    Raises:
-        OSError: The lines can't be written; the file is unchanged.
     """
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -222,13 +211,7 @@ def size_of(path: Path) -> int:
 
 
 def lock_descriptor(descriptor: int) -> bool:
-    """Lock an open file; return False if another open file holds the lock.
-
-    The kernel releases the lock when the process ends.
-
-    Raises:
-        OSError: The file system does not support locks.
-    """
+    """Lock an open file until the process ends; return False if it is already locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -240,11 +223,7 @@ def lock_descriptor(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock a file, created if missing; yield whether the lock is held within the block.
-
-    Raises:
-        OSError: The file can't be opened, or the file system does not support locks.
-    """
+    """Lock a file, created if missing, within the block; yield whether that succeeded."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield lock_descriptor(descriptor)

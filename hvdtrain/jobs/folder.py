@@ -155,56 +155,29 @@ class JobFolder:
             self.path.rmdir()
 
     def write_spec(self, spec: JobSpec) -> None:
-        """Replace the specification.
-
-        Raises:
-            OSError: It can't be written.
-        """
+        """Replace the specification."""
         write_json(self._spec, spec.to_json())
 
     def write_state(self, state: JobState) -> None:
-        """Replace the state.
-
-        Raises:
-            OSError: It can't be written; the previous state is kept.
-        """
+        """Replace the state atomically."""
         write_json(self._state, state.to_json())
 
     def mark_cancelled(self) -> None:
-        """Record that the job was cancelled in the queue.
-
-        Raises:
-            OSError: The state can't be written.
-        """
+        """Record that the job was cancelled in the queue."""
         state = self.state() or JobState(phase="queued")
         code, verdict = 128 + signal.SIGTERM, "the job was cancelled while it was queued"
         self.write_state(replace(state, phase="ended", code=code, cause="ordered", verdict=verdict))
 
     def touch_state(self) -> None:
-        """Send a heartbeat: the state written last is still valid.
-
-        Raises:
-            OSError: The file can't be touched.
-        """
+        """Send a heartbeat: the state written last is still valid."""
         os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
-        """Request that the launcher, on any host, stops the job.
-
-        Args:
-            number: SIGTERM, or SIGUSR1 to save a checkpoint first.
-
-        Raises:
-            OSError: The request can't be written.
-        """
+        """Request that the launcher, on any host, acts on SIGTERM, or SIGUSR1 to save first."""
         self._stop_requests[number].touch(mode=0o600)
 
     def take_stop_request(self) -> int | None:
-        """Remove a stop request and return its signal; None if there is no request.
-
-        Raises:
-            OSError: The folder can't be read.
-        """
+        """Remove a stop request and return its signal; None without a request."""
         for number, path in self._stop_requests.items():
             if path.exists():
                 path.unlink(missing_ok=True)
@@ -214,19 +187,12 @@ class JobFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job to plan and submit.
+    """A job to plan and submit."""
 
-    Attributes:
-        job: The folder, which may not exist yet.
-        spec: The specification.
-        environ: The environment of the process that submits the job.
-        ranks: The number of ranks; None for as many as fit.
-    """
-
-    job: JobFolder
+    job: JobFolder  # the folder, which may not exist yet
     spec: JobSpec
-    environ: Mapping[str, str]
-    ranks: int | None
+    environ: Mapping[str, str]  # the environment of the process that submits the job
+    ranks: int | None  # the number of ranks; None for as many as fit
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:

@@ -45,25 +45,15 @@ _SPEED_WINDOW_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """A job as it is now.
-
-    Attributes:
-        name: The name.
-        status: The status.
-        spec: The specification; empty if it can't be read.
-        state: The newest state; that of a job without ranks if it can't be read.
-        created_s: When the job was submitted, in seconds since 1970.
-        ended_s: When it ended; None if it has not.
-        verdict: Why it ended, is queued, or is not known to run.
-    """
+    """A job as it is now."""
 
     name: str
     status: Status
-    spec: JobSpec = _NO_SPEC
-    state: JobState = _NO_STATE
-    created_s: float = 0.0
-    ended_s: float | None = None
-    verdict: str = ""
+    spec: JobSpec = _NO_SPEC  # the specification; empty if it can't be read
+    state: JobState = _NO_STATE  # the newest state; that of a job without ranks if it can't be read
+    created_s: float = 0.0  # when the job was submitted, in seconds since 1970
+    ended_s: float | None = None  # when it ended; None if it has not
+    verdict: str = ""  # why it ended, is queued, or is not known to run
 
     @property
     def is_over(self) -> bool:

@@ -50,47 +50,28 @@ _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
 class LogLine(NamedTuple):
-    """A line of a rank or of the launcher.
+    """A line of a rank or of the launcher."""
 
-    Attributes:
-        time_s: When the launcher received it, in seconds since 1970.
-        rank: The rank, or ``LAUNCHER``.
-        stream: ``"stdout"`` or ``"stderr"``.
-        text: The text without a newline.
-    """
-
-    time_s: float
-    rank: int
-    stream: str
-    text: str
+    time_s: float  # when the launcher received it, in seconds since 1970
+    rank: int  # the rank, or ``LAUNCHER``
+    stream: str  # ``"stdout"`` or ``"stderr"``
+    text: str  # the text without a newline
 
 
 class LogEntry(NamedTuple):
-    """A line of a log, or a gap.
+    """A line of a log, or a gap."""
 
-    Attributes:
-        begin: The position of the line in the whole log.
-        end: The position after it.
-        line: The line; None if the bytes from ``begin`` to ``end`` have been removed.
-    """
-
-    begin: int
-    end: int
-    line: LogLine | None
+    begin: int  # the position of the line in the whole log
+    end: int  # the position after it
+    line: LogLine | None  # the line; None if the bytes from ``begin`` to ``end`` have been removed
 
 
 class LogPart(NamedTuple):
-    """The matches in a part of a log.
+    """The matches in a part of a log."""
 
-    Attributes:
-        entries: The matching lines, and the gaps.
-        begin: The position where the search stopped.
-        end: The end of the last complete line.
-    """
-
-    entries: list[LogEntry]
-    begin: int
-    end: int
+    entries: list[LogEntry]  # the matching lines, and the gaps
+    begin: int  # the position where the search stopped
+    end: int  # the end of the last complete line
 
 
 class LogWriter:
@@ -101,9 +82,6 @@ class LogWriter:
         segment_bytes: The approximate size of a segment.
         head_bytes: Bytes at the beginning that are never removed.
         tail_bytes: Bytes at the end that are kept.
-
-    Raises:
-        OSError: The folder can't be created.
     """
 
     def __init__(
@@ -124,11 +102,7 @@ class LogWriter:
         self._end = self._segment + os.fstat(self._descriptor).st_size
 
     def append(self, lines: Sequence[LogLine]) -> None:
-        """Append lines, all or none.
-
-        Raises:
-            OSError: The lines can't be written, for instance because the disk is full.
-        """
+        """Append lines, all or none."""
         if not lines:
             return
         if self._end - self._segment >= self._segment_bytes:

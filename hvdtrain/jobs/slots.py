@@ -38,9 +38,6 @@ class SlotQueue:
         name: The name of the job.
         wanted: The number of slots on each host, by host names that all jobs agree on.
         slots: The number of slots that each host has; a job that needs more takes all.
-
-    Raises:
-        JobError: The queue can't be used.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class SlotQueue:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Take free slots if this job is first; return whether it has all. Call repeatedly.
-
-        Raises:
-            JobError: The queue can't be used.
-        """
+        """Take free slots if this job is first; return whether it has all. Call repeatedly."""
         if self._place not in self._locks:
             return True
         with self._errors():

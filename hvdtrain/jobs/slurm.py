@@ -120,17 +120,12 @@ def script_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class SqueueAnswer:
-    """The output of squeue for all jobs of this user.
+    """The output of squeue for all jobs of this user."""
 
-    Attributes:
-        started_s: When squeue started, in seconds since 1970.
-        ended_s: When it ended.
-        jobs: The state and the reason of each job that Slurm knows, such as PENDING and Priority,
-            by job ID; None if squeue did not answer.
-    """
-
-    started_s: float = 0.0
-    ended_s: float = 0.0
+    started_s: float = 0.0  # when squeue started, in seconds since 1970
+    ended_s: float = 0.0  # when it ended
+    # the state and the reason of each job that Slurm knows, such as PENDING and Priority, by job
+    # ID; None if squeue did not answer
     jobs: Mapping[str, Sequence[str]] | None = None
 
     def is_newer_than(self, age_s: float) -> bool:

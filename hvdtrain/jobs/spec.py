@@ -46,15 +46,10 @@ BackendKind = Literal["local", "slurm", "kubernetes"]
 
 @dataclass(frozen=True)
 class Backend:
-    """The queue of a job.
+    """The queue of a job."""
 
-    Attributes:
-        kind: This machine's queue, Slurm, or a Kubernetes cluster.
-        options: Options of the queue: those of sbatch, or of pods.
-    """
-
-    kind: BackendKind = "local"
-    options: tuple[str, ...] = ()
+    kind: BackendKind = "local"  # this machine's queue, Slurm, or a Kubernetes cluster
+    options: tuple[str, ...] = ()  # options of the queue: those of sbatch, or of pods
 
 
 LOCAL = Backend()
@@ -62,33 +57,21 @@ LOCAL = Backend()
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """The specification of a job.
+    """The specification of a job."""
 
-    Attributes:
-        options: The options of ``hvdtrain run``.
-        program: The program of every rank, with its arguments.
-        folder: The working directory.
-        variables: Environment variables: hvdtrain's settings, and those of ``-x NAME``.
-        python: The Python interpreter that ran hvdtrain.
-        version: The version of hvdtrain.
-        versions: The versions of Python and of the packages that affect training.
-        created_s: When the job was submitted, in seconds since 1970.
-        backend: The queue.
-        slurm_job: The ID of the Slurm job that it runs in; empty if it doesn't.
-        slurm_restarts: How many times Slurm has requeued that job.
-    """
-
-    options: tuple[str, ...]
-    program: tuple[str, ...]
-    folder: str = ""
+    options: tuple[str, ...]  # the options of ``hvdtrain run``
+    program: tuple[str, ...]  # the program of every rank, with its arguments
+    folder: str = ""  # the working directory
+    # environment variables: hvdtrain's settings, and those of ``-x NAME``
     variables: Mapping[str, str] = field(default_factory=dict)
-    python: str = ""
-    version: str = ""
+    python: str = ""  # the Python interpreter that ran hvdtrain
+    version: str = ""  # the version of hvdtrain
+    # the versions of Python and of the packages that affect training
     versions: Mapping[str, str] = field(default_factory=dict)
-    created_s: float = 0.0
+    created_s: float = 0.0  # when the job was submitted, in seconds since 1970
     backend: Backend = LOCAL
-    slurm_job: str = ""
-    slurm_restarts: int = 0
+    slurm_job: str = ""  # the ID of the Slurm job that it runs in; empty if it doesn't
+    slurm_restarts: int = 0  # how many times Slurm has requeued that job
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as JSON."""

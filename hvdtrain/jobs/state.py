@@ -69,58 +69,35 @@ _STATUS_BY_CAUSE: Mapping[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process, distinguished from others that had or will have its process ID.
-
-    Attributes:
-        host: The hostname.
-        pid: The process ID.
-        started_ticks: When it started, in clock ticks since boot; 0 if unknown.
-        boot_id: The host's boot ID; empty if unknown.
-        pid_namespace: The PID namespace, such as that of a container; 0 if unknown.
-    """
+    """A process, distinguished from others that had or will have its process ID."""
 
     host: str
     pid: int
-    started_ticks: int = 0
-    boot_id: str = ""
-    pid_namespace: int = 0
+    started_ticks: int = 0  # when it started, in clock ticks since boot; 0 if unknown
+    boot_id: str = ""  # the host's boot ID; empty if unknown
+    pid_namespace: int = 0  # the PID namespace, such as that of a container; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job: its phase, ranks, progress and result.
+    """The state of a job: its phase, ranks, progress and result."""
 
-    Attributes:
-        phase: The phase of the launcher.
-        launcher: The process of ``hvdtrain run``; None before it starts.
-        attempt: The number of this start of the ranks, from 1; 0 before the first.
-        ranks: The number of ranks in this attempt.
-        hosts: The number of ranks on each host, in rank order.
-        mpi: The MPI that starts the ranks, such as ``Open MPI 5.0.7``; empty if unknown.
-        since_s: When the phase began, in seconds since 1970.
-        step: Completed optimizer steps; None before the first.
-        epoch: The epoch of the last step, from 0.
-        total_steps: The step after which training ends; None if unknown.
-        saved: The step of the newest checkpoint.
-        code: The exit code, once the job has ended.
-        cause: Why it ended, as ``hvdtrain.launch.failure`` classifies it.
-        verdict: The reason in words.
-    """
-
-    phase: Phase
+    phase: Phase  # the phase of the launcher
+    # the process of ``hvdtrain run``; None before it starts
     launcher: ProcessIdentity | None = None
-    attempt: int = 0
-    ranks: int = 0
+    attempt: int = 0  # the number of this start of the ranks, from 1; 0 before the first
+    ranks: int = 0  # the number of ranks in this attempt
+    # the number of ranks on each host, in rank order
     hosts: Mapping[str, int] = field(default_factory=dict)
-    mpi: str = ""
-    since_s: float = 0.0
-    step: int | None = None
-    epoch: int | None = None
-    total_steps: int | None = None
-    saved: int | None = None
-    code: int | None = None
-    cause: str = ""
-    verdict: str = ""
+    mpi: str = ""  # the MPI that starts the ranks, such as ``Open MPI 5.0.7``; empty if unknown
+    since_s: float = 0.0  # when the phase began, in seconds since 1970
+    step: int | None = None  # completed optimizer steps; None before the first
+    epoch: int | None = None  # the epoch of the last step, from 0
+    total_steps: int | None = None  # the step after which training ends; None if unknown
+    saved: int | None = None  # the step of the newest checkpoint
+    code: int | None = None  # None until the job has ended
+    cause: str = ""  # why it ended, as ``hvdtrain.launch.failure`` classifies it
+    verdict: str = ""  # the reason in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON."""
@@ -128,18 +105,12 @@ class JobState:
 
 
 class QueueState(NamedTuple):
-    """The state of a job in its queue.
-
-    Attributes:
-        queue: The name of the queue.
-        state: The state, as ``derive_status`` takes it.
-        reason: The reason that the queue gives for it.
-        job_state: The state of the job if its folder does not have it and the queue does.
-    """
+    """The state of a job in its queue."""
 
     queue: str
-    state: str
-    reason: str
+    state: str  # the state, as ``derive_status`` takes it
+    reason: str  # the reason that the queue gives for it
+    # the state of the job if its folder does not have it and the queue does
     job_state: JobState | None = None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.config import COLUMNS, LAUNCHER
+from hvdtrain.text import format_duration
 
 __all__ = ["StatusLine", "TrainingSpeed", "format_progress", "terminal_columns"]
 
@@ -81,7 +82,7 @@ def format_progress(
     count = f"{done}/{steps}" if steps else f"step {done}"
     details = [] if math.isnan(loss) else [f"loss = {loss:.2f}"]
     if (left_s := (steps - done) * step_s) > 0:
-        details.append(f"ETA {_format_duration(left_s)}")
+        details.append(f"ETA {format_duration(math.ceil(left_s))}")
     if samples_per_s > 0:
         details.append(f"{samples_per_s:.0f} samples/s")
     while details and len(" ".join([head, count, ", ".join(details)])) >= columns:
@@ -92,15 +93,6 @@ def format_progress(
         return f"{head} {rest}"[: columns - 1]
     filled = min(room, room * done // steps)
     return f"{head} [{'=' * filled}{'.' * (room - filled)}] {rest}"
-
-
-def _format_duration(seconds: float) -> str:
-    """Format a duration as 59 s, 4:07 min or 1:02:03 h."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02} h"
-    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
 
 
 def terminal_columns(stream: TextIO) -> int:

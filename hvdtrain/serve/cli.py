@@ -68,12 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until a signal arrives.
-
-    Raises:
-        ConfigurationError: A package is missing, or an option is not valid.
-        JobError: Jobs are not recorded.
-    """
+    """Serve the page until a signal arrives."""
     packages = ("starlette", "uvicorn", "prometheus_client")
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(

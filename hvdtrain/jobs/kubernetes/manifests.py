@@ -83,26 +83,15 @@ def _key_pair() -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PodJob:
-    """A job for pods.
+    """A job for pods."""
 
-    Attributes:
-        name: The name of the job and of its objects.
-        ranks: The number of ranks.
-        options: The options of ``hvdtrain run``.
-        program: The program of every rank.
-        folder: The job's folder if pods see it; else empty.
-        variables: Environment variables of the launcher.
-        secrets: Environment variables of the launcher that are kept in a Secret.
-        pods: The pod options.
-    """
-
-    name: str
-    ranks: int
-    options: tuple[str, ...]
-    program: tuple[str, ...]
-    folder: str
-    variables: Mapping[str, str]
-    secrets: Mapping[str, str]
+    name: str  # the name of the job and of its objects
+    ranks: int  # the number of ranks
+    options: tuple[str, ...]  # the options of ``hvdtrain run``
+    program: tuple[str, ...]  # the program of every rank
+    folder: str  # the job's folder if pods see it; else empty
+    variables: Mapping[str, str]  # environment variables of the launcher
+    secrets: Mapping[str, str]  # environment variables of the launcher that are kept in a Secret
     pods: PodOptions
 
     @property

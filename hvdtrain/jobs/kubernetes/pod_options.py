@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,91 +86,25 @@ def _template(text: str) -> Mapping[str, Any]:
     return content
 
 
-class _Flag(NamedTuple):
-    """The command-line option of a field."""
-
-    name: str
-    read: Callable[[str], Any]
-    metavar: str
-    help: str
-    repeats: bool = False
-
-
-def _option(
-    name: str,
-    read: Callable[[str], Any],
-    metavar: str,
-    help: str,
-    default: Any = "",
-    *,
-    repeats: bool = False,
-) -> Any:
-    flag = _Flag(name, read, metavar, help, repeats)
-    return field(default_factory=lambda: default, metadata={"flag": flag})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PodOptions:
-    """The pods of a job; the help of its option describes each field."""
+    """The pods of a job; ``_OPTIONS`` describes each field."""
 
-    image: str = _option("--image", str, "IMAGE", "container image with hvdtrain, an MPI and sshd")
-    namespace: str = _option(
-        "--namespace", _name, "NAME", "namespace; default that of the kubectl context"
-    )
-    context: str = _option("--context", str, "NAME", "kubectl context; default the current one")
-    ranks_per_pod: int = _option(
-        "--ranks-per-pod", positive_int, "N", "ranks in each worker; default 1", 1
-    )
-    gpus_per_rank: int = _option(
-        "--gpus-per-rank", count, "N", "NVIDIA GPUs of each rank; default 0", 0
-    )
-    resources: Mapping[str, str] = _option(
-        *("--resources", _resources, "NAME=N,..."),
-        "requests and limits of each worker, such as cpu=4,memory=16Gi",
-        {},
-    )
-    volumes: tuple[Volume, ...] = _option(
-        *("--volume", _volume, "CLAIM:/PATH[:ro]"),
-        "mount a persistent volume claim in all pods; may be repeated",
-        (),
-        repeats=True,
-    )
-    node_selector: Mapping[str, str] = _option(
-        *("--node-selector", _pair, "LABEL=VALUE"),
-        "label of the nodes to run on; may be repeated",
-        {},
-        repeats=True,
-    )
-    tolerations: tuple[Toleration, ...] = _option(
-        *("--toleration", _toleration, "KEY[=VALUE][:EFFECT]"),
-        "taint to tolerate; may be repeated",
-        (),
-        repeats=True,
-    )
-    queue: str = _option("--queue", _name, "NAME", "Kueue queue to wait in")
-    pull_secrets: tuple[str, ...] = _option(
-        *("--pull-secret", _name, "NAME"),
-        "secret for pulling the image; may be repeated",
-        (),
-        repeats=True,
-    )
-    service_account: str = _option(
-        *("--service-account", _name, "NAME"),
-        "service account of the launcher; default a new one for the job",
-    )
-    folder: str = _option(
-        "--pod-folder", str, "PATH", "working directory in the pods; default that of the image"
-    )
-    python: str = _option(
-        *("--pod-python", str, "PATH"),
-        "Python in the pods that has hvdtrain; default python3",
-        "python3",
-    )
-    template: Mapping[str, Any] = _option(
-        *("--template", _template, "FILE"),
-        "YAML file of a pod for other settings; options given here override it",
-        {},
-    )
+    image: str
+    namespace: str = ""
+    context: str = ""
+    ranks_per_pod: int = 1
+    gpus_per_rank: int = 0
+    resources: Mapping[str, str] = field(default_factory=dict)
+    volumes: tuple[Volume, ...] = ()
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Toleration, ...] = ()
+    queue: str = ""
+    pull_secrets: tuple[str, ...] = ()
+    service_account: str = ""
+    folder: str = ""
+    python: str = "python3"
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_paths(self) -> list[str]:
         """Return the writable mount paths of volumes in the pods."""
@@ -181,48 +114,100 @@ class PodOptions:
         return [volume.path for volume in self.volumes if not volume.read_only] + writable
 
 
-# Fields and flags by the name of the option.
-_FLAGS: Mapping[str, tuple[dataclasses.Field[Any], _Flag]] = {
-    entry.metadata["flag"].name: (entry, entry.metadata["flag"]) for entry in fields(PodOptions)
-}
+class _Option(NamedTuple):
+    """The command-line option of a field; one that repeats collects its values."""
+
+    name: str
+    field: str
+    read: Callable[[str], Any]
+    metavar: str
+    help: str
+    repeats: bool = False
+
+
+_OPTIONS = (
+    _Option("--image", "image", str, "IMAGE", "container image with hvdtrain, an MPI and sshd"),
+    _Option("--namespace", "namespace", _name, "NAME", "default the namespace of the context"),
+    _Option("--context", "context", str, "NAME", "kubectl context; default the current one"),
+    _Option("--ranks-per-pod", "ranks_per_pod", positive_int, "N", "ranks per worker; default 1"),
+    _Option("--gpus-per-rank", "gpus_per_rank", count, "N", "NVIDIA GPUs per rank; default 0"),
+    _Option(
+        *("--resources", "resources", _resources, "NAME=N,..."),
+        "requests and limits of each worker, such as cpu=4,memory=16Gi",
+    ),
+    _Option(
+        *("--volume", "volumes", _volume, "CLAIM:/PATH[:ro]"),
+        *("persistent volume claim to mount in all pods; may be repeated", True),
+    ),
+    _Option(
+        *("--node-selector", "node_selector", _pair, "LABEL=VALUE"),
+        *("label of the nodes to run on; may be repeated", True),
+    ),
+    _Option(
+        *("--toleration", "tolerations", _toleration, "KEY[=VALUE][:EFFECT]"),
+        *("taint to tolerate; may be repeated", True),
+    ),
+    _Option("--queue", "queue", _name, "NAME", "Kueue queue to wait in"),
+    _Option(
+        *("--pull-secret", "pull_secrets", _name, "NAME"),
+        *("secret for pulling the image; may be repeated", True),
+    ),
+    _Option(
+        *("--service-account", "service_account", _name, "NAME"),
+        "service account of the launcher; default a new one for the job",
+    ),
+    _Option(
+        *("--pod-folder", "folder", str, "PATH"),
+        "working directory in the pods; default the image's",
+    ),
+    _Option(
+        *("--pod-python", "python", str, "PATH"),
+        "Python with hvdtrain in the pods; default python3",
+    ),
+    _Option(
+        *("--template", "template", _template, "FILE"),
+        "YAML file of a pod for other settings; options given here override it",
+    ),
+)
 
 
 def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the options for pods; ``pod_words`` collects the given ones as ``--name=value``."""
-    for _, flag in _FLAGS.values():
+    for option in _OPTIONS:
         parser.add_argument(
-            flag.name,
+            option.name,
             dest="pod_words",
             action="append",
-            metavar=flag.metavar,
-            help=flag.help,
-            type=argument(functools.partial(_checked_word, flag)),
+            metavar=option.metavar,
+            help=option.help,
+            type=argument(functools.partial(_checked_word, option)),
         )
 
 
-def _checked_word(flag: _Flag, text: str) -> str:
-    value = flag.read(text)
+def _checked_word(option: _Option, text: str) -> str:
+    value = option.read(text)
     # The content of the file is kept, as it may change.
-    return f"{flag.name}={json.dumps(value, default=str) if flag.read is _template else text}"
+    return f"{option.name}={json.dumps(value, default=str) if option.read is _template else text}"
 
 
 def read_pod_options(words: Iterable[str]) -> PodOptions:
     """Parse the words of ``add_pod_options``; the last value of an option that can't repeat wins.
 
     Raises:
-        ConfigurationError: A word is not valid, or there is no image.
+        ConfigurationError: A word is not valid, or the image is missing.
     """
+    options = {option.name: option for option in _OPTIONS}
     values: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in _FLAGS:
+        if (option := options.get(name)) is None:
             raise ConfigurationError(f"{word!r} is not an option of jobs on Kubernetes.")
-        entry, flag = _FLAGS[name]
         try:
-            value = flag.read(text)
+            value = option.read(text)
         except ValueError as error:
             raise ConfigurationError(f"{name}: got {text!r}: {error}.") from None
-        values[entry.name] = (*values.get(entry.name, ()), value) if flag.repeats else value
+        repeated = (*values.get(option.field, ()), value)
+        values[option.field] = repeated if option.repeats else value
     if "image" not in values:
         raise ConfigurationError(
             "a job on Kubernetes needs --image: a container image with hvdtrain, an MPI and sshd."
