@@ -1,1 +1,1 @@
-"""Moving scripts that use Horovod over to hvdtrain; reads them, and runs none of them."""
+"""``hvdtrain migrate``: rewrites scripts that use Horovod."""

@@ -1,4 +1,4 @@
-"""``hvdtrain migrate``: move scripts that use Horovod to hvdtrain."""
+"""The command ``hvdtrain migrate``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvdtrain.migrate.script import Migration, migrate
 
 __all__ = ["add_arguments", "run"]
 
-DONE, LEFT = 0, 1
+DONE, EDITS_REMAIN = 0, 1
 
 _EPILOG = """\
 examples:
-  hvdtrain migrate train.py            show what would change, and what is left to do
-  hvdtrain migrate --write *.py        change the files; train.py.orig is the original
+  hvdtrain migrate train.py            show the changes and the remaining edits
+  hvdtrain migrate --write *.py        change the files, and keep train.py.orig
 
-exit codes: 0 nothing is left to do by hand, 1 something is, 2 unusable arguments or files.
+exit codes: 0 no edits remain, 1 edits remain, 2 invalid arguments or files.
 """
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="change the files; without it nothing is written. FILE.orig keeps the original",
+        help="change the files and keep the originals as FILE.orig; default: only show the changes",
     )
 
 
@@ -42,20 +42,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the changes, write them if requested, and return the exit code.
 
     Raises:
-        ConfigurationError: A file can't be read, isn't Python, or can't be written.
+        ConfigurationError: A file can't be read or written, or isn't valid Python 3.
     """
     scripts: dict[Path, Migration] = {}
-    unusable: list[str] = []
+    problems: list[str] = []
     for path in {os.path.realpath(name): Path(name) for name in arguments.files}.values():
         try:
             scripts[path] = migrate(_read(path))
             changes = scripts[path].old != scripts[path].new
             if arguments.write and changes and os.path.lexists(_original(path)):
-                raise ConfigurationError(f"{_original(path)} exists; move or remove it")
+                raise ConfigurationError(f"{_original(path)} already exists; move or remove it")
         except ConfigurationError as error:
-            unusable.append(f"{path}: {error}")
-    if unusable:
-        raise ConfigurationError("\n".join([*unusable, "Nothing was written."]))
+            problems.append(f"{path} {error}")
+    if problems:
+        raise ConfigurationError("\n".join([*problems, "Nothing was written."]))
     for path, script in scripts.items():
         sys.stdout.flush()
         sys.stdout.buffer.write(script.diff(os.fsencode(path)))
@@ -67,22 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{path}:{line}: {text}", file=sys.stderr)
     lines = sum(script.changed_lines for script in scripts.values())
     verb = "changed" if arguments.write else "to change"
-    print(f"lines {verb}: {lines}, edits left for you: {len(findings)}", file=sys.stderr)
-    return LEFT if findings else DONE
+    print(f"lines {verb}: {lines}, remaining edits: {len(findings)}", file=sys.stderr)
+    return EDITS_REMAIN if findings else DONE
 
 
 def _read(path: Path) -> bytes:
     if path.suffix.lower() == ".ipynb":
         command = f"jupyter nbconvert --to script {shlex.quote(str(path))}"
-        raise ConfigurationError(f"it is a notebook; migrate the script that this makes: {command}")
+        raise ConfigurationError(f"is a notebook; convert it to a script first: {command}")
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"it can't be read: {error.strerror}") from None
+        raise ConfigurationError(f"can't be read: {error.strerror}") from None
 
 
 def _original(path: Path) -> Path:
-    """Return the path of the original: next to the file itself, if the path is a link."""
+    """Return the path of the backup, which is next to the target of a link."""
     return Path(os.path.realpath(path) + ".orig")
 
 
@@ -90,7 +90,7 @@ def _write(path: Path, script: Migration) -> None:
     """Replace a file atomically, and keep the original.
 
     Raises:
-        ConfigurationError: The disk or the folder refuses it; the file is unchanged.
+        ConfigurationError: The file can't be written; it is unchanged.
     """
     target = os.path.realpath(path)
     try:
@@ -106,5 +106,5 @@ def _write(path: Path, script: Migration) -> None:
             os.replace(copies[1], target)
     except OSError as error:
         raise ConfigurationError(
-            f"{path}: it can't be written: {error.strerror}. It is unchanged."
+            f"{path} can't be written: {error.strerror}. It is unchanged."
         ) from None

@@ -1,4 +1,4 @@
-"""Names that scripts for Horovod use and that no longer exist, with their replacements.
+"""Names in Horovod scripts that are missing in hvdtrain, TensorFlow 2 or Keras 3, with advice.
 
 The tests compare Horovod's names with docs/horovod-names.md, and the others with the installed
 TensorFlow and Keras.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 __all__ = ["MISSING", "advice_on"]
 
-# Modules of Horovod that hvdtrain offers; those within them that it lacks are in the table.
+# Modules of Horovod that hvdtrain offers; the table has the names that they lack.
 _OFFERED = ("__version__", "keras", "tensorflow")
 _PROBLEMS = {
     "horovod": "is not offered by hvdtrain",
-    "keras": "is gone since Keras 3",
-    "tensorflow": "is gone since TensorFlow 2",
+    "keras": "was removed in Keras 3",
+    "tensorflow": "was removed in TensorFlow 2",
 }
-_SESSION = "drop it: hvdtrain.init() binds the GPU, and TensorFlow 2 needs no session"
+_SESSION = "remove it: hvdtrain.init() binds the GPU, and TensorFlow 2 needs no session"
 
-# A package, names in it, and what to do about them and all names within them. `keras` stands for
-# `tensorflow.keras`, too.
+# Package, names in it, and advice on them and on all names within them. `keras` also stands for
+# `tensorflow.keras`.
 _TABLE = (
     ("horovod", "mxnet torch", "hvdtrain trains Keras models on TensorFlow alone"),
     ("horovod", "ray run runner spark", "start the script with hvdtrain run, mpirun or srun"),
@@ -26,7 +26,7 @@ _TABLE = (
         "horovod.tensorflow",
         "data functions gradient_aggregation gradient_aggregation_eager mpi_ops sync_batch_norm "
         "util elastic.broadcast_object_fn elastic.init elastic.rank elastic.shutdown",
-        "take its names from hvdtrain.tensorflow",
+        "import its names from hvdtrain.tensorflow",
     ),
     (
         "horovod.tensorflow",
@@ -37,7 +37,7 @@ _TABLE = (
     (
         "horovod.keras",
         "broadcast_global_variables",
-        "use broadcast_variables, or in fit the callback BroadcastGlobalVariablesCallback",
+        "use broadcast_variables, or BroadcastGlobalVariablesCallback in fit",
     ),
     (
         "horovod.keras",
@@ -52,12 +52,12 @@ _TABLE = (
         "train.AdamOptimizer train.GradientDescentOptimizer train.MomentumOptimizer "
         "train.MonitoredTrainingSession train.RMSPropOptimizer train.Saver train.StopAtStepHook "
         "train.get_or_create_global_step",
-        "take it from tf.compat.v1 (tf_upgrade_v2 does so), or use Keras",
+        "use tf.compat.v1 (tf_upgrade_v2 changes it), or Keras",
     ),
     ("tensorflow", "layers", "use keras.layers"),
     ("tensorflow", "contrib estimator", "write a Keras model"),
     ("keras", "backend.get_session backend.set_session", _SESSION),
-    ("keras", "optimizers.legacy", "take its classes from keras.optimizers"),
+    ("keras", "optimizers.legacy", "use keras.optimizers"),
     ("keras", "utils.np_utils", "use keras.utils.to_categorical"),
 )
 MISSING = {
@@ -66,10 +66,13 @@ MISSING = {
 
 
 def advice_on(name: str) -> str | None:
-    """Return why a name such as ``tensorflow.train.AdamOptimizer`` is missing, and its successor.
+    """Return the end of a sentence that explains why a name is missing, and its replacement.
+
+    Args:
+        name: A dotted name, such as ``tensorflow.train.AdamOptimizer``.
 
     Returns:
-        The predicate of a sentence about the name; None if the name isn't known to be missing.
+        The text; None if the name isn't known to be missing.
     """
     parts = name.split(".")
     if parts[0] == "hvdtrain":
@@ -80,5 +83,5 @@ def advice_on(name: str) -> str | None:
         advice = MISSING.get(".".join(parts[:end]))
         if advice is not None:
             return f"{_PROBLEMS[parts[0]]}; {advice}"
-    lacks = name.startswith("horovod.") and parts[1] not in _OFFERED
-    return _PROBLEMS["horovod"] if lacks else None
+    is_missing = name.startswith("horovod.") and parts[1] not in _OFFERED
+    return _PROBLEMS["horovod"] if is_missing else None

@@ -1,4 +1,4 @@
-"""Rewrite the imports of one script from Horovod to hvdtrain, and list the remaining edits."""
+"""Rewrites the imports of a Horovod script, and lists the edits that remain for the user."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from hvdtrain.migrate.missing_names import advice_on
 
 __all__ = ["Migration", "migrate"]
 
-# Lines end where Python's tokenizer ends them, which str.splitlines does more often.
+# Line ends of Python's tokenizer; str.splitlines has more.
 _LINE_END = re.compile(rb"\r\n|\r|\n")
-# The syntax tree has no position for the module of `from ... import`.
+# The syntax tree lacks the position of the module in `from ... import`.
 _FROM = re.compile(rb"from(?:[ \t\f]|\\(?:\r\n|\r|\n))+(?=horovod\b)")
-# Scripts with one of these functions may name modules in strings.
+# Scripts with these functions may name modules in strings.
 _IMPORTER = re.compile(rb"\b(?:__import__|find_spec|import_module|importorskip)\b")
 _MODULE = re.compile(r"horovod(?:\.\w*)*")
 _IMPORT_LINE = re.compile(r"^\s*(?:import|from)\s+horovod\b", re.MULTILINE)
 
 # Attributes, and arguments of calls, that Keras 3 lacks.
 _ATTRIBUTES = {f"{name}_generator": f"use {name}" for name in ("evaluate", "fit", "predict")}
-_ARGUMENTS = {("compile", "experimental_run_tf_function"): "drop it"}
+_ARGUMENTS = {("compile", "experimental_run_tf_function"): "remove it"}
 for _optimizer in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"):
     _ARGUMENTS[_optimizer, "lr"] = "write learning_rate"
-    _ARGUMENTS[_optimizer, "decay"] = "give learning_rate a schedule"
+    _ARGUMENTS[_optimizer, "decay"] = "pass a schedule as learning_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """The bytes of a script before and after the rewrite, and the remaining edits by line."""
+    """A rewritten script.
+
+    Attributes:
+        old: The original bytes.
+        new: The rewritten bytes.
+        findings: Line numbers and texts of the remaining edits.
+    """
 
     old: bytes
     new: bytes
@@ -43,12 +49,12 @@ class Migration:
 
     @property
     def changed_lines(self) -> int:
-        """The number of lines that change; the number of lines stays."""
+        """Number of changed lines; none are added or removed."""
         return sum(a != b for a, b in zip(self.old.split(b"\n"), self.new.split(b"\n")))
 
     def diff(self, name: bytes) -> bytes:
-        """Return the changes in the unified format, for a file of this name."""
-        # Lines as diff and patch count them: a carriage return belongs to its line.
+        """Return a unified diff for a file of this name."""
+        # Like diff and patch, count a carriage return as part of its line.
         old, new = (io.BytesIO(code).readlines() for code in (self.old, self.new))
         lines = difflib.diff_bytes(difflib.unified_diff, old, new, name, name)
         no_end = b"\n\\ No newline at end of file\n"
@@ -56,18 +62,20 @@ class Migration:
 
 
 def migrate(raw: bytes) -> Migration:
-    """Rewrite what is certain in a script, and find the rest.
+    """Rewrite a script and list the edits that can't be automated.
 
     Raises:
-        ConfigurationError: It isn't Python 3, or wouldn't be after the rewrite.
+        ConfigurationError: The script isn't valid Python 3, or its encoding isn't reversible.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"it can't be decoded: {error}") from None
+        raise ConfigurationError(f"can't be decoded: {error}") from None
     if text.encode(encoding) != raw:
-        raise ConfigurationError(f"its encoding, {encoding}, can't be written back unchanged")
+        raise ConfigurationError(
+            f"uses the encoding {encoding}, which can't be written back unchanged"
+        )
     script = _Script(text.encode(), _parse(text))
     script.check_imports()
     script.check_names()
@@ -79,26 +87,26 @@ def migrate(raw: bytes) -> Migration:
 
 
 class _Script:
-    """A script in UTF-8, the places where it names ``horovod``, and the findings so far."""
+    """A script in UTF-8, with the places to rename and the findings so far."""
 
     def __init__(self, code: bytes, tree: ast.Module) -> None:
         self.code = code
         self.nodes = [*ast.walk(tree)]
         self.line_starts = [0, *(match.end() for match in _LINE_END.finditer(code))]
-        # The dotted names, as imported, that a name may stand for; `try` may import several.
+        # The dotted names that each imported name may stand for; `try` may import several.
         self.origins: dict[str, list[str]] = collections.defaultdict(list)
         self.places: set[int] = set()
         self.findings: set[tuple[int, str]] = set()
 
     def renamed(self) -> bytes:
-        """Return the code with hvdtrain at all places."""
+        """Return the code with hvdtrain instead of horovod at all places."""
         code = self.code
         for place in sorted(self.places, reverse=True):
             code = code[:place] + b"hvdtrain" + code[place + len(b"horovod") :]
         return code
 
     def check_imports(self) -> None:
-        """Rename imports of what hvdtrain offers, and report missing names."""
+        """Rename imports that hvdtrain offers, and report missing names."""
         for node in self.nodes:
             for alias in node.names if isinstance(node, ast.Import) else ():
                 package = alias.name.partition(".")[0]
@@ -117,7 +125,7 @@ class _Script:
                     self._rename(node, match.end())
 
     def check_names(self) -> None:
-        """Rename the uses of ``horovod`` itself, and report missing names."""
+        """Rename uses of the name ``horovod``, and report missing names."""
         inner = {node.value for node in self.nodes if isinstance(node, ast.Attribute)}
         for node in self.nodes:
             root, *attributes = _parts(node) or [""]
@@ -125,7 +133,7 @@ class _Script:
             if node in inner or not origins:
                 continue
             advice = [advice_on(".".join((origin, *attributes))) for origin in origins]
-            # A name that is imported in several ways is fine if one of them is.
+            # A name with several imports is fine if one of them is.
             if not all(advice):
                 if root == "horovod":
                     self._rename(node, self._place(node))
@@ -133,23 +141,23 @@ class _Script:
                 self._report(node, f"{'.'.join((root, *attributes))} {advice[0]}")
 
     def check_calls(self) -> None:
-        """Report attributes and arguments that Keras 3 refuses."""
+        """Report attributes and arguments that Keras 3 rejects."""
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
-                self._report(node, f"{node.attr} is gone since Keras 3; {_ATTRIBUTES[node.attr]}")
+                self._report(node, f"{node.attr} was removed in Keras 3; {_ATTRIBUTES[node.attr]}")
             if not isinstance(node, ast.Call):
                 continue
             parts = _parts(node.func) or [""]
             for keyword in node.keywords:
                 advice = _ARGUMENTS.get((parts[-1], keyword.arg or ""))
                 if advice is not None:
-                    self._report(keyword, f"{keyword.arg} is gone since Keras 3; {advice}")
+                    self._report(keyword, f"{keyword.arg} was removed in Keras 3; {advice}")
             if parts[-1] == "variables":
-                written = ".".join(parts)
-                self._report(node, f"{written} is a property since Keras 3; write it without ()")
+                name = ".".join(parts)
+                self._report(node, f"{name} is a property since Keras 3; remove the parentheses")
 
     def check_strings(self) -> None:
-        """Report code in strings, and the modules of ``importlib.import_module`` and the like."""
+        """Report code in strings, and module names in scripts that import dynamically."""
         docstrings = {node.value for node in self.nodes if isinstance(node, ast.Expr)}
         for node in self.nodes:
             text = node.value if isinstance(node, ast.Constant) else None
@@ -157,22 +165,22 @@ class _Script:
                 continue
             if _MODULE.fullmatch(text) and _IMPORTER.search(self.code):
                 new = text.replace("horovod", "hvdtrain", 1)
-                by_hand = f"is a string; where it names a module write {new!r} by hand"
-                self._report(node, f"{text!r} {advice_on(text.strip('.')) or by_hand}")
+                advice = f"is a string; if it names a module, change it to {new!r}"
+                self._report(node, f"{text!r} {advice_on(text.strip('.')) or advice}")
             elif _IMPORT_LINE.search(text):
-                self._report(node, "a string imports horovod; write hvdtrain in it by hand")
+                self._report(node, "a string imports horovod; change it to hvdtrain")
 
     def _place(self, node: ast.AST) -> int:
-        """Return the place in the code where a node begins."""
+        """Return the offset of a node in the code."""
         line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
         return self.line_starts[line - 1] + int(column)
 
     def _rename(self, node: ast.AST, place: int) -> None:
-        # Python 3.11 doesn't know all columns within f-strings.
+        # Python 3.11 has wrong columns for some nodes in f-strings.
         if self.code.startswith(b"horovod", place):
             self.places.add(place)
         else:
-            self._report(node, "horovod has no known column here; write hvdtrain by hand")
+            self._report(node, "horovod has an unknown column here; change it to hvdtrain")
 
     def _report_missing(self, node: ast.AST, name: str) -> bool:
         """Report a name if it is missing, and return whether it is."""
@@ -188,15 +196,15 @@ class _Script:
 def _parse(text: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            # Such as invalid escapes, which are the author's business.
+            # Such as invalid escapes, which don't concern the migration.
             warnings.simplefilter("ignore")
             return ast.parse(text, "script")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigurationError(f"it isn't Python 3: {error or 'nested too deeply'}") from None
+        raise ConfigurationError(f"is not valid Python 3: {error or 'nested too deeply'}") from None
 
 
 def _parts(node: ast.AST) -> list[str]:
-    """Return the parts of ``a.b.c``; nothing for other expressions."""
+    """Return the parts of a dotted name; an empty list for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

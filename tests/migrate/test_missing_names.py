@@ -1,8 +1,3 @@
-"""The advice is true of the installed TensorFlow and Keras.
-
-tests/horovod/test_names.py compares the names of Horovod with docs/horovod-names.md.
-"""
-
 from __future__ import annotations
 
 import functools
@@ -16,19 +11,19 @@ FRAMEWORKS = [name for name in MISSING if name.partition(".")[0] in ("keras", "t
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_missing_names_can_not_be_used(name: str) -> None:
+def test_missing_names_of_tensorflow_and_keras(name: str) -> None:
     package, *attributes = name.split(".")
     try:
-        thing = functools.reduce(getattr, attributes, importlib.import_module(package))
+        value = functools.reduce(getattr, attributes, importlib.import_module(package))
     except AttributeError:
         return
-    # Keras keeps the names of the legacy optimizers, and refuses to instantiate them.
+    # Keras keeps the names of the legacy optimizers, which raise when instantiated.
     assert name == "keras.optimizers.legacy"
     with pytest.raises(ImportError):
-        thing.SGD()
+        value.SGD()
 
 
-def test_keras_refuses_the_reported_arguments() -> None:
+def test_keras_rejects_the_reported_arguments() -> None:
     import keras
 
     with pytest.raises(ValueError, match="lr"):
@@ -40,7 +35,7 @@ def test_keras_refuses_the_reported_arguments() -> None:
         keras.Sequential([]).compile(experimental_run_tf_function=False)
 
 
-FINE = [
+OFFERED = [
     "tensorflow.keras.optimizers.Adam",
     "tensorflow.losses.SparseCategoricalCrossentropy",
     "tensorflow.compat.v1.train.MonitoredTrainingSession",
@@ -50,23 +45,23 @@ FINE = [
     "keras.backend.image_data_format",
     "numpy.layers",
 ]
-_SUCCESSOR = "is not offered by hvdtrain; use broadcast_variables, or in fit the callback"
+_BROADCAST = "is not offered by hvdtrain; use broadcast_variables, or"
 ADVICE = {
-    "tensorflow.layers.conv2d": "is gone since TensorFlow 2; use keras.layers",
+    "tensorflow.layers.conv2d": "was removed in TensorFlow 2; use keras.layers",
     "tensorflow.keras.utils.np_utils.to_categorical": (
-        "is gone since Keras 3; use keras.utils.to_categorical"
+        "was removed in Keras 3; use keras.utils.to_categorical"
     ),
-    "hvdtrain.tensorflow.keras.broadcast_global_variables": _SUCCESSOR,
-    "horovod.keras.broadcast_global_variables": _SUCCESSOR,
+    "hvdtrain.tensorflow.keras.broadcast_global_variables": _BROADCAST,
+    "horovod.keras.broadcast_global_variables": _BROADCAST,
     "horovod.data": "is not offered by hvdtrain",
 }
 
 
-@pytest.mark.parametrize("name", FINE)
+@pytest.mark.parametrize("name", OFFERED)
 def test_other_names_have_no_advice(name: str) -> None:
     assert advice_on(name) is None
 
 
 @pytest.mark.parametrize(("name", "advice"), ADVICE.items(), ids=ADVICE)
-def test_names_within_missing_names_have_their_advice(name: str, advice: str) -> None:
+def test_advice_on_names_within_missing_names(name: str, advice: str) -> None:
     assert (advice_on(name) or "").startswith(advice)

@@ -1,5 +1,3 @@
-"""Which lines of a script change, and which edits are reported."""
-
 from __future__ import annotations
 
 import ast
@@ -11,7 +9,7 @@ from hvdtrain.errors import ConfigurationError
 from hvdtrain.migrate.script import Migration, migrate
 from tests.harness.required import do_without
 
-# A script, the lines that change, and words of the findings, by line.
+# A script, its changed lines, and parts of the findings by line.
 SCRIPTS: dict[str, tuple[str, list[int], dict[int, str]]] = {
     "loop": (
         """\
@@ -32,7 +30,7 @@ horovod.run(train, np=4)
 """,
         [3, 4],
         {
-            11: "opt.variables is a property since Keras 3; write it without ()",
+            11: "opt.variables is a property since Keras 3; remove the parentheses",
             14: "horovod.run is not offered by hvdtrain; start the script with hvdtrain run",
         },
     ),
@@ -52,11 +50,11 @@ tf.compat.v1.logging.info(f'{args.lr} {tf.keras.layers.Dense(1)} {sorted(x, deca
 """,
         [4, 5],
         {
-            6: "tf.ConfigProto is gone since TensorFlow 2; drop it: hvdtrain.init() binds",
-            7: "lr is gone since Keras 3; write learning_rate",
-            8: "decay is gone since Keras 3; give learning_rate a schedule",
-            9: "experimental_run_tf_function is gone since Keras 3; drop it",
-            10: "fit_generator is gone since Keras 3; use fit",
+            6: "tf.ConfigProto was removed in TensorFlow 2; remove it: hvdtrain.init() binds",
+            7: "lr was removed in Keras 3; write learning_rate",
+            8: "decay was removed in Keras 3; pass a schedule as learning_rate",
+            9: "experimental_run_tf_function was removed in Keras 3; remove it",
+            10: "fit_generator was removed in Keras 3; use fit",
         },
     ),
     "dotted": (
@@ -128,7 +126,7 @@ K.set_session(horovod.keras.init())
     ),
     "strings": (
         """\
-'''Takes the place of
+'''Replaces
 import horovod.keras as hvd
 '''
 import importlib
@@ -142,11 +140,11 @@ exec("if True:\\n    import horovod.keras as hvd")
 """,
         [],
         {
-            6: "where it names a module write 'hvdtrain.tensorflow.keras' by hand",
-            7: "'horovod' is a string; where it names a module write 'hvdtrain' by hand",
+            6: "if it names a module, change it to 'hvdtrain.tensorflow.keras'",
+            7: "'horovod' is a string; if it names a module, change it to 'hvdtrain'",
             8: "'horovod.torch' is not offered by hvdtrain; hvdtrain trains Keras models on",
-            9: "'horovod.' is a string; where it names a module write 'hvdtrain.' by hand",
-            11: "a string imports horovod; write hvdtrain in it by hand",
+            9: "'horovod.' is a string; if it names a module, change it to 'hvdtrain.'",
+            11: "a string imports horovod; change it to hvdtrain",
         },
     ),
     "other": (
@@ -159,7 +157,7 @@ each_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
 def texts(migration: Migration) -> dict[int, str]:
-    """All findings, by line."""
+    """Return the findings by line."""
     lines: dict[int, str] = {}
     for line, text in migration.findings:
         lines[line] = lines.get(line, "") + text + "\n"
@@ -167,7 +165,7 @@ def texts(migration: Migration) -> dict[int, str]:
 
 
 @each_script
-def test_offered_imports_change_and_missing_names_are_reported(name: str) -> None:
+def test_migrate(name: str) -> None:
     text, changed, expected = SCRIPTS[name]
     migration = migrate(text.encode())
     old, new = text.split("\n"), migration.new.decode().split("\n")
@@ -175,9 +173,9 @@ def test_offered_imports_change_and_missing_names_are_reported(name: str) -> Non
     assert migration.changed_lines == len(changed)
     lines = texts(migration)
     assert lines.keys() == expected.keys(), lines
-    for line, words in expected.items():
-        assert words in lines[line]
-    # Only names change: no constant, and nothing else.
+    for line, part in expected.items():
+        assert part in lines[line]
+    # Only names change, not constants.
     before, after = ast.parse(text), ast.parse(migration.new)
     assert ast.dump(after).replace("hvdtrain", "horovod") == ast.dump(before)
     assert ast.dump(after).count("Constant(value='hvdtrain") == 0
@@ -185,7 +183,7 @@ def test_offered_imports_change_and_missing_names_are_reported(name: str) -> Non
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"], ids=["crlf", "cr"])
-def test_line_ends_stay(end: str) -> None:
+def test_line_ends_are_kept(end: str) -> None:
     text = SCRIPTS["from"][0] + SCRIPTS["formatted"][0]
     migration, other = migrate(text.encode()), migrate(text.replace("\n", end).encode())
     assert other.new == migration.new.replace(b"\n", end.encode())
@@ -217,30 +215,33 @@ BYTES = {
 
 
 @pytest.mark.parametrize("raw", BYTES.values(), ids=BYTES)
-def test_all_other_bytes_stay(raw: bytes, recwarn) -> None:
+def test_other_bytes_are_kept(raw: bytes, recwarn) -> None:
     migration = migrate(raw)
     assert migration.new == raw.replace(b"horovod", b"hvdtrain")
     assert migration.findings == ()
     assert not recwarn.list
 
 
-def test_long_expressions_are_no_recursion() -> None:
+def test_long_expressions() -> None:
     terms = " + ".join(["horovod.keras.rank()"] * 800)
     text = f"import horovod.keras\nprint({terms})\n".encode()
     assert migrate(text).new == text.replace(b"horovod", b"hvdtrain")
 
 
 UNUSABLE = {
-    "python-2": (b"x = 1\nprint 'x'\n", r"it isn't Python 3: .*line 2"),
-    "bad-utf-8": (b"x = '\xe9'\n", "it can't be decoded: "),
-    "unknown-cookie": (b"# coding: no-such\n", "it can't be decoded: unknown encoding"),
-    "no-way-back": (b"# coding: iso2022_jp\n# \x1b(B\n", "can't be written back unchanged"),
+    "python-2": (b"x = 1\nprint 'x'\n", r"is not valid Python 3: .*line 2"),
+    "bad-utf-8": (b"x = '\xe9'\n", "can't be decoded: "),
+    "unknown-cookie": (b"# coding: no-such\n", "can't be decoded: unknown encoding"),
+    "irreversible-encoding": (
+        b"# coding: iso2022_jp\n# \x1b(B\n",
+        "can't be written back unchanged",
+    ),
     "null": (b"x = 1\x00\n", "null"),
-    "deep": (b"(" * 5000 + b")" * 5000, "isn't Python 3: "),
+    "deep": (b"(" * 5000 + b")" * 5000, "is not valid Python 3: "),
 }
 
 
-@pytest.mark.parametrize(("raw", "words"), UNUSABLE.values(), ids=UNUSABLE)
-def test_other_texts_are_refused(raw: bytes, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
+@pytest.mark.parametrize(("raw", "problem"), UNUSABLE.values(), ids=UNUSABLE)
+def test_unusable_scripts_are_an_error(raw: bytes, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
         migrate(raw)
