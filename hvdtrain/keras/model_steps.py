@@ -18,7 +18,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.additive_metrics import AdditiveMetrics
 from hvdtrain.keras.compute import Compute
-from hvdtrain.keras.compute.interface import BatchWeight, rows_of
+from hvdtrain.keras.compute.one_device import BatchWeight, rows_of
 from hvdtrain.keras.data import Share
 from hvdtrain.keras.joint_results import Predicted
 from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses, ratio

@@ -17,7 +17,7 @@ __all__ = ["Asynchronous", "Consistency", "ConsistentSnapshot", "Synchronous", "
 
 
 class Asynchronous:
-    """Workers proceed up to ``bound`` steps ahead of the slowest; None for any number.
+    """Workers proceed up to ``bound`` steps ahead of the slowest, or any number if it is None.
 
     Attributes:
         gathers: Whether gradients of several workers are averaged and applied together.
@@ -227,7 +227,7 @@ class ConsistentSnapshot:
         if target is None:
             return False
         if self._lost and not self._consistency.active:
-            return True  # the missing gradients were those of lost workers
+            return True  # only gradients of lost workers are missing
         return all(
             done >= wanted or worker in self._lost
             for worker, done, wanted in zip(self._workers, self._consistency.progress(), target)

@@ -85,11 +85,6 @@ class ShardGradients:
                 f"Received gradients of kinds {kinds} for {len(shard.pieces)} pieces of variables. "
                 "All ranks must train the same model."
             )
-        if not SENT <= slot < len(slots):
-            raise MismatchError(
-                f"Received gradients in slot {slot} of shared memory, expected one of "
-                f"{len(slots)}; all ranks need the same version of hvdtrain."
-            )
         rows = {}
         for number, count in sparse.items():
             piece = shard.pieces[number]

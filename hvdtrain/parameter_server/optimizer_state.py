@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
-from hvdtrain.errors import CheckpointError, ModelError
+from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.shard_optimizer import accumulated_steps, plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 from hvdtrain.private_api.keras import (
@@ -20,19 +20,9 @@ from hvdtrain.private_api.keras import (
     own_trainable_variables,
 )
 
-__all__ = [
-    "AVERAGES",
-    "assign_state",
-    "gather_state",
-    "pack_states",
-    "read_state",
-    "split_state",
-    "unpack_states",
-]
+__all__ = ["assign_state", "pack_states", "read_state", "split_state", "unpack_states"]
 
 _ITERATIONS = "iterations"
-# The moving averages of the weights, for optimizers with use_ema.
-AVERAGES = "model_variables_moving_average"
 
 # An optimizer's variables by key, each with the piece that it belongs to or None.
 _Entries = dict[str, tuple[keras.Variable, VariableSlice | None]]
@@ -50,15 +40,8 @@ def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
 
 
 def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
-    """Assign a state from ``read_state`` or ``split_state``.
-
-    Raises:
-        CheckpointError: ``values`` are of another optimizer or shard.
-    """
-    entries = _entries(optimizer, shard, range(len(shard.pieces)))
-    for key, (variable, _) in entries.items():
-        _check(key, values, tuple(variable.shape))
-    for key, (variable, _) in entries.items():
+    """Assign a state from ``read_state`` or ``split_state``."""
+    for key, (variable, _) in _entries(optimizer, shard, range(len(shard.pieces))).items():
         variable.assign(values[key])
 
 
@@ -77,77 +60,38 @@ def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
     return state
 
 
-def gather_state(
-    model_optimizer: Any,
-    shards: Sequence[Shard],
-    states: Sequence[Mapping[str, np.ndarray]],
-    *,
-    only: str | None = None,
+def pack_states(model_optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
+    """Return the state of the whole model's optimizer as a flat buffer for each shard."""
+    return [join_bytes(split_state(model_optimizer, shard)) for shard in shards]
+
+
+def unpack_states(
+    model_optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
 ) -> None:
-    """Assign the states of all shards to the optimizer of the whole model.
+    """Assign the flat states of all shards to the whole model's optimizer.
 
-    State that belongs to no variable is taken from the first shard. ``only`` restricts this to the
-    slots of one name, such as ``momentums``.
-
-    Raises:
-        CheckpointError: The states are of another optimizer or of other shards.
-        ModelError: The optimizer is not built, lacks slots ``only``, or its state can't be split.
+    State that belongs to no variable is taken from the first shard, except for a learning rate that
+    can be set: servers have an earlier one of this rank.
     """
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
-    for shard, values in zip(shards, states):
+    for shard, state in zip(shards, states):
+        values = split_bytes(state, split_state(model_optimizer, shard))
         for key, (variable, piece) in _entries_of_model(plain, shard).items():
-            if only is not None and not key.startswith(f"{only}/"):
+            if (piece is None and shard is not shards[0]) or variable is learning_rate_of(plain):
                 continue
-            if piece is None and shard is not shards[0]:
-                continue
-            shape = tuple(variable.shape)
-            if piece is not None and not _is_whole(piece, variables):
-                shape = piece.shape
-            value = _check(key, values, shape)
+            value = values[key]
             if key == _ITERATIONS:
                 # Servers don't count steps whose gradients still wait to be accumulated.
                 steps = accumulated_steps(plain)
                 value = value * steps + int(_value(variable)) % steps
             parts.setdefault(id(variable), (variable, []))[1].append((piece, value))
-    if only is not None and not parts:
-        raise ModelError(
-            f"The servers' {only} can't be assigned to {type(plain).__name__}, which lacks "
-            f"an attribute _{only} with an entry for each variable. Use a version of Keras that "
-            "hvdtrain was tested with, or an optimizer that keeps them."
-        )
     # One copy at a time: an optimizer may be several times as large as the model.
     for variable, pieces in parts.values():
-        value = _value(variable)
-        for piece, part in pieces:
-            _part(value, piece, variables)[...] = part
-        variable.assign(value)
-
-
-def pack_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Return the state of the whole model's optimizer as a flat buffer for each shard."""
-    return [join_bytes(split_state(optimizer, shard)) for shard in shards]
-
-
-def unpack_states(
-    optimizer: Any,
-    shards: Sequence[Shard],
-    states: Sequence[np.ndarray],
-    *,
-    only: str | None = None,
-) -> None:
-    """Assign the flat buffers of all shards to the whole model's optimizer, as ``gather_state``.
-
-    A learning rate that can be set is kept: servers have an earlier one of this rank.
-    """
-    rate = learning_rate_of(plain_optimizer(optimizer))
-    before = rate.numpy() if isinstance(rate, keras.Variable) else None
-    split = [
-        split_bytes(state, split_state(optimizer, shard)) for shard, state in zip(shards, states)
-    ]
-    gather_state(optimizer, shards, split, only=only)
-    if before is not None:
-        rate.assign(before)
+        whole = _value(variable)
+        for piece, value in pieces:
+            _part(whole, piece, variables)[...] = value
+        variable.assign(whole)
 
 
 def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
@@ -204,13 +148,9 @@ def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
     return plain, own_trainable_variables(plain)
 
 
-def _is_whole(piece: VariableSlice, variables: Sequence[Any]) -> bool:
-    return piece.stop - piece.start == math.prod(variables[piece.variable].shape)
-
-
 def _part(whole: np.ndarray, piece: VariableSlice | None, variables: Sequence[Any]) -> np.ndarray:
     """Return a view of the part of a variable's state that belongs to ``piece``."""
-    if piece is None or _is_whole(piece, variables):
+    if piece is None or piece.stop - piece.start == math.prod(variables[piece.variable].shape):
         return whole  # may have another shape than the variable
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
 
@@ -223,15 +163,3 @@ def _scalar(variable: Any) -> np.ndarray:
     """Return a copy in a dtype that is the same for all shards."""
     value = _value(variable)
     return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)
-
-
-def _check(key: str, values: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    value = values.get(key)
-    if value is None or value.shape != shape:
-        found = "nothing" if value is None else f"shape {value.shape}"
-        raise CheckpointError(
-            "The optimizer state is of another optimizer or of other shards: expected shape "
-            f"{shape} for {key}, got {found}. Use the same model, optimizer and number of "
-            "parameter servers, or assemble the state with gather_state."
-        )
-    return value

@@ -187,8 +187,6 @@ class Server:
 
     def _push(self, worker: int, request: Request) -> None:
         gradients = self._receive_gradients(worker) if request.has_gradient else None
-        if worker not in self._liveness.training:
-            raise MismatchError(f"Rank {worker} sent a gradient after its last one.")
         if not 0 <= request.version <= self.updates.version:
             raise MismatchError(
                 f"Rank {worker} sent a gradient for version {request.version} of the weights; "

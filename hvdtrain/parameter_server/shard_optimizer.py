@@ -67,6 +67,12 @@ def check_optimizer(optimizer: Any, servers: int) -> None:
             f"{plain.global_clipnorm}): none of them has all gradients. Use clipnorm or clipvalue, "
             "or one parameter server."
         )
+    if plain.use_ema and (steps := plain.gradient_accumulation_steps):
+        raise ModelError(
+            "Parameter servers don't support use_ema=True with gradient_accumulation_steps, got "
+            f"{steps}: Keras updates the averages in each step, and servers only in each update. "
+            "Leave one of the two out, or --mode."
+        )
 
 
 def plain_optimizer(optimizer: Any) -> Any:

@@ -98,7 +98,6 @@ class Shard:
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Return views of the pieces in ``buffer``, uint8 of shape ``(nbytes,)``."""
-        self.check(buffer)
         return [
             buffer[piece.offset : piece.offset + piece.nbytes]
             .view(numpy_dtype(piece.dtype))
@@ -110,14 +109,6 @@ class Shard:
         """Copy this shard's part of all variables to ``buffer``."""
         for piece, view in zip(self.pieces, self.views(buffer)):
             view.reshape(-1)[...] = arrays[piece.variable].reshape(-1)[piece.start : piece.stop]
-
-    def check(self, buffer: np.ndarray) -> None:
-        """Raise ValueError if ``buffer`` is not a buffer of this shard."""
-        if buffer.dtype != np.uint8 or buffer.shape != (self.nbytes,):
-            raise ValueError(
-                f"buffer must be uint8 of shape ({self.nbytes},), got {buffer.dtype} "
-                f"{buffer.shape}."
-            )
 
 
 def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:

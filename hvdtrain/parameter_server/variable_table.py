@@ -76,7 +76,6 @@ class VariableTable:
 
     def weights(self, buffer: np.ndarray) -> None:
         """Copy the weights to ``buffer``."""
-        self.shard.check(buffer)
         self._bytes = self._bytes or self._read()
         for piece, tensor in zip(self.shard.pieces, self._bytes):
             place = buffer[piece.offset : piece.offset + piece.nbytes]
@@ -171,7 +170,6 @@ class VariableTable:
 
     def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
         """Return a tensor in the memory of ``buffer``."""
-        self.shard.check(buffer)
         # TensorFlow aborts the process if memory isn't aligned.
         if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
             if self._aligned is None:

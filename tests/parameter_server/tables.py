@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.parameter_server.optimizer_state import gather_state, split_state
+from hvdtrain.collectives.fusion import join_bytes
+from hvdtrain.parameter_server.optimizer_state import split_state, unpack_states
 from hvdtrain.parameter_server.shard_optimizer import unsplittable_variables
 from hvdtrain.parameter_server.sharding import assemble, shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
@@ -59,7 +60,8 @@ class Servers:
         return assemble(specs_of(self.variables), self.shards, buffers)
 
     def gather(self, optimizer):
-        gather_state(optimizer, self.shards, [table.state() for table in self.tables])
+        states = [join_bytes(table.state()) for table in self.tables]
+        unpack_states(optimizer, self.shards, states)
 
     def split(self, optimizer):
         for shard, table in zip(self.shards, self.tables):

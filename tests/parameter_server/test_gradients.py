@@ -147,22 +147,12 @@ def test_neighbouring_dense_gradients_are_sent_in_one_block():
     assert len(list(parts.blocks())) == 4
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ([-1, -3, -2], r"Received gradients of kinds \[-3, -2\] for 2 pieces"),
-        ([-1, -2, -7], "Received gradients of kinds"),
-        ([-1, -2, 1], "Received gradients of kinds"),  # rows of a scalar
-        ([2, -2, -2], "in slot 2 of shared memory, expected one of 2"),
-        ([-2, -2, -2], "in slot -2 "),
-        ([1 << 40, -2, -2], "in slot "),
-    ],
-)
-def test_a_header_of_another_model_or_version_is_an_error(header, message):
+@pytest.mark.parametrize("kinds", [[-3, -2], [-2, -7], [-2, 1]])
+def test_a_header_of_another_model_is_an_error(kinds):
+    """There are no rows of a scalar."""
     (shard,) = shard_variables(specs((4, 2), ()), 1)
-    flat = np.empty(shard.nbytes, np.uint8)
-    with pytest.raises(MismatchError, match=message):
-        ShardGradients.from_header(shard, np.array(header), flat, [flat, flat])
+    with pytest.raises(MismatchError, match=r"Received gradients of kinds \[.*\] for 2 pieces"):
+        ShardGradients.from_header(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [0, 4], [1 << 40]])

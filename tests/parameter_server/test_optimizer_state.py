@@ -2,8 +2,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.errors import CheckpointError, ModelError
-from hvdtrain.parameter_server.optimizer_state import AVERAGES, gather_state, split_state
+from hvdtrain.errors import ModelError
+from hvdtrain.parameter_server.optimizer_state import split_state
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
@@ -66,33 +66,18 @@ def test_optimizer_variables_do_not_keep_the_memory_of_a_buffer():
     assert (table.state()["last/0000/0"] == 3).all()
 
 
-def test_a_state_of_another_optimizer_or_shard_is_an_error():
+def test_the_models_optimizer_must_be_built():
     variables = make_variables()
     optimizer = opt.Adam(0.1)
-    two, three = [Servers(optimizer, variables, count) for count in (2, 3)]
-    with pytest.raises(CheckpointError, match=r"of other shards: expected shape .* for "):
-        three.tables[1].load_state(two.tables[1].state())
     with pytest.raises(ModelError, match=r"is not built; call optimizer\.build"):
-        two.gather(optimizer)
-    optimizer.build(variables)
-    with pytest.raises(CheckpointError, match="got nothing"):
-        two.tables[0].load_state({})
-    with pytest.raises(CheckpointError, match="got shape"):
-        gather_state(optimizer, three.shards, [table.state() for table in two.tables] * 2)
-    with pytest.raises(ModelError, match=f"{AVERAGES} can't be assigned to Adam, which lacks"):
-        gather_state(optimizer, two.shards, [t.state() for t in two.tables], only=AVERAGES)
+        Servers(optimizer, variables, 2).gather(optimizer)
 
 
-def test_an_incomplete_state_changes_nothing():
+def test_the_learning_rate_of_the_models_optimizer_is_kept():
     variables = make_variables()
     optimizer = opt.Adam(0.1)
     servers = Servers(optimizer, variables, 2)
     optimizer.build(variables)
-    servers.apply(make_gradients(0, variables))
-    states = [table.state() for table in servers.tables]
-    states[-1].popitem()
-    before = [np.array(v) for v in optimizer.variables]
-    with pytest.raises(CheckpointError, match="got nothing"):
-        gather_state(optimizer, servers.shards, states)
-    for value, expected in zip(optimizer.variables, before):
-        np.testing.assert_array_equal(value, expected)
+    optimizer.learning_rate = 0.5
+    servers.gather(optimizer)
+    assert float(optimizer.learning_rate) == 0.5

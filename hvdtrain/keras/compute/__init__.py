@@ -1,7 +1,8 @@
-"""Computing a rank's batch: on one device, or on several, a part of the batch on each."""
+"""Computing a rank's batch, on one device or on several."""
 
-from hvdtrain.keras.compute.interface import Compute
 from hvdtrain.keras.compute.one_device import OneDevice
 from hvdtrain.keras.compute.towers import Towers
 
 __all__ = ["Compute", "OneDevice", "Towers"]
+
+Compute = OneDevice | Towers

@@ -1,25 +1,44 @@
-"""A rank with one device, as nearly all have it."""
+"""Computing whole batches on one device, and functions that towers use too."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compute.interface import BatchWeight, call, scaled_loss
+from hvdtrain.keras.loss_weights import Term, ratio
 from hvdtrain.keras.rank_random import draws_of_step
+from hvdtrain.private_api.keras import compute_loss, has_training_argument, loss_tracker
 from hvdtrain.tensorflow.graph_order import collectives_of
 
-__all__ = ["OneDevice"]
+__all__ = ["BatchWeight", "OneDevice", "call", "rows_of", "scaled_loss"]
 
 logger = logging.getLogger(__package__)
 
 
+class BatchWeight(NamedTuple):
+    """The weight of this rank's batch.
+
+    Attributes:
+        rows: Its rows that count.
+        joint_rows: The rows of all ranks.
+        weight: From ``LossWeights.weight``.
+    """
+
+    rows: tf.Tensor
+    joint_rows: tf.Tensor
+    weight: tf.Tensor
+
+
 class OneDevice:
-    """Computes whole batches where TensorFlow likes to, compiled with XLA if ``jit``."""
+    """Computes whole batches where TensorFlow places them, compiled with XLA if ``jit``.
+
+    Attributes:
+        joint_loss: ``LossWeights.joint_loss``, which communicates; set before the first step.
+    """
 
     joint_loss: Callable[..., Any]
 
@@ -33,12 +52,25 @@ class OneDevice:
             else model.predict_step
         )
 
-    def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
-        """Run the forward and backward pass; see ``Compute``."""
+    def differentiate(
+        self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
+    ) -> tuple[list[Any], list[Term | None], dict[str, Any]]:
+        """Run the forward and backward pass, and compute the metrics.
+
+        Args:
+            x: The inputs of a batch, nested as the model takes them.
+            y: The targets, or None.
+            sample_weight: A weight for each sample, or None.
+            counts: The weight of the batch.
+
+        Returns:
+            The gradients of the weighted loss, scaled by the optimizer, for all trainable weights;
+            the terms of ``joint_loss``; the result of the model's ``compute_metrics``.
+        """
         return self._run(self._differentiate, x, y, sample_weight, counts)
 
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
-        """The model's ``test_step``."""
+        """Run the model's ``test_step``; for the rows see ``LossWeights.joint_loss``."""
         return self._run(self._test, batch, rows, joint_rows)
 
     def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
@@ -64,10 +96,34 @@ class OneDevice:
             if not collectives_of(compiled.get_concrete_function(*arguments).graph):
                 return compiled(*arguments)
             logger.info(
-                "Ranks exchange values within the steps of this model, as for masked losses and "
-                "BatchNormalization(synchronized=True), which XLA can't; it runs without "
-                "jit_compile."
+                "jit_compile is ignored: ranks communicate within the steps of this model, as for "
+                "masked losses and BatchNormalization(synchronized=True), which XLA does not "
+                "support."
             )
             del draws[before:]
             self._jit = False
         return step(*arguments)
+
+
+def call(model: keras.Model, x: Any, *, training: bool) -> Any:
+    """Call the model as Keras' own steps do."""
+    return model(x, training=training) if has_training_argument(model) else model(x)
+
+
+def scaled_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, counts: BatchWeight
+) -> tf.Tensor:
+    """Return the loss to differentiate; the model's tracker gets it without the weight."""
+    loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
+    weight = counts.weight
+    if loss.shape.rank:
+        # The gradient of an unreduced loss is the gradient of the sum of its values.
+        weight *= ratio(counts.joint_rows, counts.rows)
+    return model.optimizer.scale_loss(tf.cast(weight, loss.dtype) * loss)
+
+
+def rows_of(structure: Any) -> tf.Tensor:
+    """Return the number of samples in a batch as an int32 scalar."""
+    first = next(leaf for leaf in keras.tree.flatten(structure) if leaf is not None)
+    return tf.shape(first)[0]

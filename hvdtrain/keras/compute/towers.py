@@ -1,10 +1,8 @@
-"""Towers: one process computes on several devices, on each with a part of its batch.
+"""Towers: one process computes a batch on several devices, a part of it on each.
 
-The variables are there once. Each tower runs the model on its part; the outputs are joined, and
-loss and metrics are those of the whole batch, whatever the loss is made of. From there the
-gradient of the loss goes back into each tower, and what the towers find for a weight is added up:
-the loss being a mean over the whole batch, that is the average over the towers, weighted by what
-each part counts for.
+The variables exist once. Each tower runs the model on its part. Loss and metrics are computed from
+the joined outputs, which is correct for any kind of loss. The gradient of the loss then flows back
+into each tower, and the towers' gradients of a weight are added.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.compute.interface import BatchWeight, call, rows_of, scaled_loss
+from hvdtrain.keras.compute.one_device import BatchWeight, call, rows_of, scaled_loss
 from hvdtrain.keras.model_parts import layer_statistics, overrides
 from hvdtrain.private_api.keras import (
     clear_losses,
@@ -31,7 +29,7 @@ from hvdtrain.private_api.keras import (
 
 __all__ = ["Towers"]
 
-# Batches come from there; a device needn't see the others' parts.
+# Batches are sliced here, so that each device only gets its part.
 _HOST = "/device:CPU:0"
 
 
@@ -39,9 +37,9 @@ class _Part(NamedTuple):
     """The part of a batch that a tower computes.
 
     Attributes:
-        first: The first one.
-        rows: How many they are.
-        share: The same of the whole batch, from 0 to 1.
+        first: Its first row.
+        rows: Its number of rows.
+        share: Its rows divided by the rows of the batch.
     """
 
     first: tf.Tensor
@@ -50,29 +48,22 @@ class _Part(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The result of a tower's forward pass.
-
-    Attributes:
-        device: Where it ran.
-        tape: Knows how.
-        outputs: The model's; structured as the model returns them.
-        losses: That layers have added.
-    """
+    """The result of a tower's forward pass."""
 
     device: str
     tape: tf.GradientTape
     outputs: Any
-    losses: list[tf.Tensor]
+    added_losses: list[tf.Tensor]
 
 
 class Towers:
-    """Computes a batch on several devices.
+    """Computes a batch on several devices; for the methods see ``OneDevice``.
 
     Args:
-        devices: Their names; loss, metrics and sums of gradients are computed on the first.
+        devices: Their names; the first also computes loss, metrics and sums of gradients.
 
     Raises:
-        ModelError: Batches of this model can't be cut into parts.
+        ModelError: Batches of this model can't be divided.
     """
 
     joint_loss: Callable[..., Any]
@@ -80,21 +71,21 @@ class Towers:
     def __init__(self, model: keras.Model, devices: Sequence[str]) -> None:
         self._model = model
         self._devices = list(devices)
-        _check_fits(model)
+        _check_model(model)
         self._own_test = model.test_step if overrides(model, "test_step") else None
         self._own_predict = model.predict_step if overrides(model, "predict_step") else None
 
     def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
-        """Run the forward and backward pass on all devices; see ``Compute``."""
+        """Run the forward and backward pass on all devices, and compute the metrics."""
         model = self._model
-        parts = self._cut(x)
+        parts = self._divide(x)
         statistics = _Statistics(model, parts)
         passes = []
         for device, part in zip(self._devices, parts):
             passes.append(self._forward(device, part, x, training=True))
             statistics.take()
         statistics.join()
-        leaves = _float_leaves(passes)
+        leaves = [leaf for tower in passes for leaf in _float_leaves(tower)]
         with tf.device(self._devices[0]):
             with tf.GradientTape() as tape:
                 tape.watch(leaves)
@@ -102,16 +93,16 @@ class Towers:
                 with self.joint_loss(counts.rows, counts.joint_rows, "train") as terms:
                     scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
             weights = model.trainable_weights
-            # Regularization, and whatever else a loss makes of weights themselves.
+            # The loss may depend on weights directly, as regularization does.
             direct, inward = tape.gradient(scaled, (weights, leaves))
             metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        found = [direct, *_backward(passes, inward, weights)]
+        columns = [direct, *_backward(passes, inward, weights)]
         with tf.device(self._devices[0]):
-            gradients = [_add_up(*entries) for entries in zip(weights, *found)]
+            gradients = [_add(*entries) for entries in zip(weights, *columns)]
         return gradients, terms, metrics
 
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
-        """Keras' ``test_step`` on all devices; one of the user's on the first."""
+        """Run Keras' ``test_step`` on all devices, or the user's own on the first."""
         if self._own_test is not None:
             with tf.device(self._devices[0]), self.joint_loss(rows, joint_rows, "test"):
                 return self._own_test(batch)
@@ -127,7 +118,7 @@ class Towers:
             return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict(self, batch: Any) -> Any:
-        """Keras' ``predict_step`` on all devices; one of the user's on the first."""
+        """Run Keras' ``predict_step`` on all devices, or the user's own on the first."""
         if self._own_predict is not None:
             with tf.device(self._devices[0]):
                 return self._own_predict(batch)
@@ -135,8 +126,7 @@ class Towers:
         return self._outputs(x)
 
     def _outputs(self, x: Any) -> Any:
-        """The model's outputs for a batch, computed on all devices; not for training."""
-        parts = self._cut(x)
+        parts = self._divide(x)
         passes = [
             self._forward(device, part, x, training=False)
             for device, part in zip(self._devices, parts)
@@ -144,8 +134,8 @@ class Towers:
         with tf.device(self._devices[0]):
             return self._join(passes, parts)
 
-    def _cut(self, x: Any) -> list[_Part]:
-        """The parts of a batch, whose numbers of samples differ by one at most."""
+    def _divide(self, x: Any) -> list[_Part]:
+        """Return a part of a batch for each tower; their sizes differ by at most one."""
         rows, towers = rows_of(x), len(self._devices)
         bounds = [rows * index // towers for index in range(towers + 1)]
         return [
@@ -158,36 +148,36 @@ class Towers:
         ]
 
     def _forward(self, device: str, part: _Part, x: Any, *, training: bool) -> _Pass:
-        # A tower without samples computes one of another's, of which nothing is kept: layers that
-        # divide by the number of samples give NaN for none, and times zero that stays NaN.
+        # A tower without rows computes the first one and discards the result: layers that divide
+        # by the number of rows would give NaN, which stays NaN when it is multiplied by zero.
         first = tf.where(part.rows > 0, part.first, 0)
         after = first + tf.maximum(part.rows, 1)
         with tf.device(_HOST):
-            mine = keras.tree.map_structure(
+            inputs = keras.tree.map_structure(
                 lambda leaf: leaf if leaf is None else leaf[first:after], x
             )
         with tf.device(device), tf.GradientTape() as tape:
-            outputs = call(self._model, mine, training=training)
-            kept = keras.tree.map_structure(lambda output: _keep(output, part.rows), outputs)
-        return _Pass(device, tape, kept, _added_losses(self._model))
+            outputs = call(self._model, inputs, training=training)
+            outputs = keras.tree.map_structure(lambda output: _keep(output, part.rows), outputs)
+        return _Pass(device, tape, outputs, _added_losses(self._model))
 
     def _join(self, passes: Sequence[_Pass], parts: Sequence[_Part]) -> Any:
-        """The outputs of all towers as those of one, and what layers added to the loss."""
+        """Concatenate the outputs of all towers, and set the mean of losses that layers added."""
         losses = [
             tf.add_n([loss * tf.cast(part.share, loss.dtype) for loss, part in zip(alike, parts)])
-            for alike in zip(*(entry.losses for entry in passes))
+            for alike in zip(*(tower.added_losses for tower in passes))
         ]
         clear_losses(self._model)
         if losses:
             self._model.add_loss(losses)
-        return keras.tree.map_structure(_concatenate, *(entry.outputs for entry in passes))
+        return keras.tree.map_structure(_concatenate, *(tower.outputs for tower in passes))
 
 
 class _Statistics:
-    """Statistics that layers keep of their batches, such as BatchNorm's moving moments, by tower.
+    """Statistics of batches in layers, such as the moving moments of BatchNormalization.
 
-    Each tower begins with what there was before the step, and the mean of what they make of it is
-    kept, as between ranks. Of whole numbers, which have no mean, the first tower's are kept.
+    Each tower starts with the values before the step, and the mean of their results is kept, as
+    between ranks. Integers are taken from the first tower.
     """
 
     def __init__(self, model: keras.Model, parts: Sequence[_Part]) -> None:
@@ -197,15 +187,15 @@ class _Statistics:
         self._after: list[list[tf.Tensor]] = []
 
     def take(self) -> None:
-        """Keep the values after a tower's pass and put back those before; called after each."""
+        """Store the values after a tower's pass, and restore those before the step."""
         self._after.append(self._values())
         self._assign(self._before)
 
     def join(self) -> None:
-        """Assign the towers' joint values; called when all towers had their pass."""
-        self._assign([self._joined(*column) for column in zip(self._before, *self._after)])
+        """Assign the means."""
+        self._assign([self._mean(*column) for column in zip(self._before, *self._after)])
 
-    def _joined(self, before: tf.Tensor, *after: tf.Tensor) -> tf.Tensor:
+    def _mean(self, before: tf.Tensor, *after: tf.Tensor) -> tf.Tensor:
         if not before.dtype.is_floating:
             return after[0]
         changes = [
@@ -222,92 +212,85 @@ class _Statistics:
             variable.assign(value)
 
 
-def _check_fits(model: keras.Model) -> None:
-    instead = "Leave --mode towers out, and start one rank a device (-np) instead."
+def _check_model(model: keras.Model) -> None:
+    instead = "leave --mode towers out, and start one rank per device (-np)."
     if overrides(model, "train_step"):
         raise ModelError(
-            f"{type(model).__name__} has a train_step of its own, which can't be cut into towers; "
-            f"a compute_loss of its own could. {instead}"
+            f"--mode towers does not support the train_step of {type(model).__name__}; override "
+            f"compute_loss, or {instead}"
         )
     for number, entry in enumerate(getattr(model, "inputs", None) or ()):
         if entry.shape[0] is not None:
             raise ModelError(
-                f"Input {number} of the model {model.name!r} takes batches of {entry.shape[0]} and "
-                "no others, but a tower gets a part of the batch. Leave batch_size out where the "
-                f"input is made. {instead}"
+                f"Input {number} of the model {model.name!r} has a fixed batch size of "
+                f"{entry.shape[0]}, but each tower gets a part of the batch; remove batch_size "
+                f"from the input, or {instead}"
             )
 
 
 def _backward(
     passes: Sequence[_Pass], inward: Sequence[Any], weights: Sequence[Any]
 ) -> list[list[Any]]:
-    """Return for each tower the gradients of all weights.
+    """Return the gradients of all weights in each tower.
 
-    Args:
-        inward: The loss's gradients, one for each of ``_float_leaves``; None where it has none.
+    ``inward`` has the gradients of the loss for the ``_float_leaves`` of all towers, or None.
     """
-    found = []
-    rest = list(inward)
-    for entry in passes:
-        leaves = _float_leaves([entry])
-        mine, rest = rest[: len(leaves)], rest[len(leaves) :]
-        pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, mine) if gradient is not None]
-        with tf.device(entry.device):
-            found.append(
-                entry.tape.gradient(
-                    [leaf for leaf, _ in pairs],
-                    weights,
-                    output_gradients=[gradient for _, gradient in pairs],
-                )
-            )
-    return found
+    columns = []
+    left = iter(inward)
+    for tower in passes:
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(_float_leaves(tower), left)
+            if gradient is not None
+        ]
+        leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+        with tf.device(tower.device):
+            columns.append(tower.tape.gradient(leaves, weights, output_gradients=gradients))
+    return columns
 
 
-def _add_up(weight: Any, *gradients: Any) -> Any:
-    """The gradients of all towers for one weight as one; None where no tower has any."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    if len(found) < 2:
-        return found[0] if found else None
+def _add(weight: Any, *gradients: Any) -> Any:
+    """Return the sum of all towers' gradients of a weight, or None without any."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
     if getattr(weight, "overwrite_with_gradient", False):
-        # float8 scales travel as "gradients"; the largest is the one that fits.
-        return tf.reduce_max(tf.stack(found), axis=0)
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in found):
+        # "Gradients" of float8 scales replace them; the largest scale fits all towers.
+        return tf.reduce_max(tf.stack(present), axis=0)
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
         return tf.IndexedSlices(
-            tf.concat([gradient.values for gradient in found], axis=0),
-            tf.concat([gradient.indices for gradient in found], axis=0),
-            found[0].dense_shape,
+            tf.concat([gradient.values for gradient in present], axis=0),
+            tf.concat([gradient.indices for gradient in present], axis=0),
+            present[0].dense_shape,
         )
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in found])
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
-def _float_leaves(passes: Sequence[_Pass]) -> list[tf.Tensor]:
-    """Return the tensors through which gradients go back into the towers, in the towers' order."""
-    leaves = [
-        leaf for entry in passes for leaf in (*keras.tree.flatten(entry.outputs), *entry.losses)
-    ]
+def _float_leaves(tower: _Pass) -> list[tf.Tensor]:
+    """Return the tensors through which gradients flow back into a tower."""
+    leaves = [*keras.tree.flatten(tower.outputs), *tower.added_losses]
     return [leaf for leaf in leaves if leaf.dtype.is_floating]
 
 
 def _added_losses(model: keras.Model) -> list[tf.Tensor]:
-    """Return the losses that layers added in the last forward pass; not regularization."""
+    """Return the losses that layers added in the last forward pass, without regularization."""
     layers = [model, *flatten_layers(model, include_self=False)]
     losses = [tf.convert_to_tensor(loss) for layer in layers for loss in own_losses(layer)]
     for loss in losses:
         if loss.shape.rank != 0:
             raise ModelError(
-                f"A layer's add_loss was given values of the shape {loss.shape}, which the towers' "
-                "can't be joined of; expected a scalar, the mean over the samples."
+                f"add_loss must get a scalar with --mode towers, got shape {loss.shape}; pass the "
+                "mean over the samples."
             )
     return losses
 
 
 def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """The first rows of an output and of its mask."""
+    """Return the first rows of an output and of its mask."""
     if output.shape.rank == 0:
         raise ModelError(
-            "An output of the model is a single number, so that the towers' can't be joined; "
-            "expected one row for each sample. Put it into the loss with add_loss, or leave "
-            "--mode towers out."
+            "Outputs must have a row for each sample with --mode towers, got a scalar; pass it to "
+            "add_loss, or leave --mode towers out."
         )
     mask = get_mask(output)
     kept = output[:rows]
@@ -317,7 +300,7 @@ def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _concatenate(*outputs: tf.Tensor) -> tf.Tensor:
-    """One output of all towers; its mask too."""
+    """Concatenate an output of all towers, and its mask."""
     joined = tf.concat(outputs, axis=0)
     masks = [get_mask(output) for output in outputs]
     if masks[0] is not None:

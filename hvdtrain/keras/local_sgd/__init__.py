@@ -1,1 +1,1 @@
-"""Local SGD: each rank makes steps of its own, and now and then all average their weights."""
+"""Local SGD: ranks train independently and average their weights periodically."""

@@ -1,4 +1,4 @@
-"""The patch that ``distribute`` puts into a model whose ranks average weights, not gradients."""
+"""The model patch of a job whose ranks average weights instead of gradients."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class LocalModelPatch(ModelPatch):
         super().__init__(model, collectives, presharded, settings)
         check_can_be_averaged(model, settings.mode)
         self._reducer = GradientReducer.of_job("weight")
+        self._loss_weights = _LocalLossWeights(self._reducer)
         self._averaging = self._rounds = WeightAveraging(
             model,
             self._reducer,
@@ -54,49 +55,49 @@ class LocalModelPatch(ModelPatch):
         mark_distributed(optimizer, self._reducer)
 
     def _make_steps(self, compute: Compute) -> ModelSteps:
-        self._steps = _LocalSteps(self._model, self._reducer, compute, self._rounds)
-        return self._steps
+        return _LocalSteps(self._model, self._reducer, compute, self._loss_weights, self._rounds)
 
     def _on_change(self, change: Change) -> None:
         super()._on_change(change)
-        self._steps.follow(len(change.now))
+        self._loss_weights.ranks.assign(len(change.now))
 
     def _synchronized_layers(self) -> list[Any]:
         if synchronized_layers(self._model):
             self._warn_once(
-                "BatchNormalization(synchronized=True) normalizes each rank's batch by itself, as "
-                "with --mode local-sgd ranks meet between steps alone."
+                "BatchNormalization(synchronized=True) normalizes each rank's batch separately "
+                "with --mode local-sgd."
             )
         return []
 
 
 class _LocalSteps(ModelSteps):
-    """Runs steps as ``ModelSteps`` does, with no gradient that meets those of other ranks."""
+    """Runs steps in rounds."""
 
     def __init__(
         self,
         model: keras.Model,
         reducer: GradientReducer,
         compute: Compute,
-        averaging: WeightAveraging,
+        weights: _LocalLossWeights,
+        rounds: WeightAveraging,
     ) -> None:
-        self._own_weights = _LocalLossWeights(reducer)
-        super().__init__(model, reducer, compute, self._own_weights)
-        self._averaging = averaging
-
-    def follow(self, ranks: int) -> None:
-        """Call when so many ranks are left."""
-        self._own_weights.ranks.assign(ranks)
+        super().__init__(model, reducer, compute, weights)
+        self._loss_weights = weights
+        self._rounds = rounds
 
     def train(self, data: Any) -> Any:
-        self._averaging.begin_step()
+        self._rounds.begin_step()
         logs = super().train(data)
-        self._averaging.end_step(self._own_weights.contribution)
+        self._rounds.end_step(self._loss_weights.contribution)
         return logs
 
 
 class _LocalLossWeights(IndependentLossWeights):
-    """Lets sums over samples be those of the joint batch, in the average of all ranks."""
+    """Scales sums over samples so that their mean over ranks is the sum of the joint batch.
+
+    Attributes:
+        ranks: The number of ranks.
+    """
 
     exchanges = ("test",)
 
@@ -115,6 +116,6 @@ class _LocalLossWeights(IndependentLossWeights):
         weight = super().weight(rows, joint_rows, sums)
         if not sums:
             return weight
-        # A rank without samples has its part in the average as well: it adds nothing.
+        # Ranks without samples count in the average too; they add zero.
         self.contribution = tf.ones_like(self.contribution)
         return weight * self.ranks.value * ratio(rows, joint_rows)

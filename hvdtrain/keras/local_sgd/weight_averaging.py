@@ -1,4 +1,4 @@
-"""Averages the weights of all ranks after so many steps that each has made by itself."""
+"""Averages the weights of all ranks after a number of independent steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["OuterOptimizer", "WeightAveraging"]
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """SGD with Nesterov momentum on what a round of steps has changed.
+    """SGD with Nesterov momentum on the change of the weights in a round.
 
     DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
     Models", arXiv 2311.08105), algorithm 1. With a rate of 1 and without momentum it is plain
@@ -27,25 +27,25 @@ class OuterOptimizer:
     1805.09767).
 
     Attributes:
-        learning_rate: What the outer gradient is multiplied with.
-        momentum: How much of the velocity is kept, from 0 on, below 1.
+        learning_rate: The factor of the outer gradient.
+        momentum: The part of the velocity that is kept, at least 0 and below 1.
     """
 
     learning_rate: float = 1.0
     momentum: float = 0.0
 
     @property
-    def takes_average(self) -> bool:
-        """Whether the average itself is what ranks go on with."""
+    def is_plain_average(self) -> bool:
+        """Whether the next round starts from the average itself."""
         return self.learning_rate == 1.0 and not self.momentum
 
     def step(self, anchor: Any, average: Any, velocity: Any) -> tuple[Any, Any]:
-        """The weights that all ranks go on with, and the next velocity.
+        """Return the weights for the next round, and the next velocity.
 
         Args:
-            anchor: The weights that the round began with; arrays or tensors, of any shape.
-            average: The mean of the weights that ranks have at its end.
-            velocity: What the step before returned, zeros at first; not used without momentum.
+            anchor: The weights at the start of the round; arrays or tensors of any shape.
+            average: The mean of the ranks' weights at the end.
+            velocity: From the previous step, initially zero; unused without momentum.
         """
         gradient = anchor - average
         if not self.momentum:
@@ -55,17 +55,19 @@ class OuterOptimizer:
 
 
 class WeightAveraging:
-    """The rounds of a model's training: steps of each rank by itself, then an average of all.
+    """The rounds of a model's training: independent steps of each rank, then an average.
 
-    A round also ends where others are to see the weights: at the end of an epoch, before a
-    validation and before a checkpoint. The next one begins with the step after that, from the
-    weights that there are then.
+    A round also ends at the end of an epoch, before a validation and before a checkpoint. The next
+    one starts with the next step, from the weights at that time.
 
     Args:
         model: Compiled and built.
-        reducer: Averages weights as others do gradients.
+        reducer: Averages the weights.
         sync_every: Steps of a round.
-        outer: What becomes of the average.
+        outer: Applies the average.
+
+    Attributes:
+        velocities: Of the outer optimizer, which are equal on all ranks.
     """
 
     def __init__(
@@ -82,22 +84,21 @@ class WeightAveraging:
         self._outer = outer
         self._variables = _averaged_variables(model)
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_of_round")
-        # What this rank's steps count for beside those of others.
+        # The weight of this rank's steps relative to other ranks.
         self._counts = keras.Variable(0.0, dtype="float64", trainable=False, name="counts")
-        self._anchors = [] if outer.takes_average else self._like_variables("anchor")
+        self._anchors = [] if outer.is_plain_average else self._like_variables("anchor")
         self.velocities = self._like_variables("outer_velocity") if outer.momentum else []
-        """The velocities that the outer optimizer keeps from round to round; alike on all ranks."""
 
     def begin_step(self) -> None:
-        """Call before each step of this rank, as part of it."""
+        """Call before each step, within its graph."""
         if self._anchors:
             tf.cond(self._steps.value == 0, self._begin_round, lambda: None)
 
     def end_step(self, contribution: tf.Tensor) -> None:
-        """Call after each step, as part of it; all ranks average where it is the round's last.
+        """Call after each step, within its graph; averages after the last step of a round.
 
         Args:
-            contribution: What it counts for beside those of other ranks, float64: its samples.
+            contribution: The step's number of samples, float64.
         """
         self._steps.assign_add(1)
         self._counts.assign_add(contribution)
@@ -105,14 +106,14 @@ class WeightAveraging:
 
     @property
     def joined(self) -> bool:
-        """Whether all ranks have the same weights: no step was made since the last round."""
+        """Whether all ranks have the same weights."""
         return int(self._steps.numpy()) == 0
 
     def end_round(self) -> Collection[int] | None:
-        """End the round now, between two steps; collective.
+        """End the round between two steps; collective.
 
         Returns:
-            The members whose steps are in the weights by that; None where there were no steps.
+            The members whose steps are in the average; None without any steps.
         """
         if self.joined:
             return None
@@ -123,7 +124,7 @@ class WeightAveraging:
         return self._reducer.collectives.members if members is None else members
 
     def averages_of_weights(self) -> list[Any]:
-        """Return the averages that optimizers with ``use_ema`` keep of this rank's weights."""
+        """Return the moving averages of this rank's weights in optimizers with ``use_ema``."""
         leaves = [leaf for leaf in plain_optimizers_of(self._model) if leaf.use_ema and leaf.built]
         return [v for leaf in leaves for v in moving_averages(leaf) if v is not None]
 
@@ -132,24 +133,21 @@ class WeightAveraging:
             anchor.assign(variable.value)
 
     def _end_round(self) -> None:
-        factor = _share(self._counts.value, self._reducer)
+        factor = _weight_of_rank(self._counts.value, self._reducer)
         weights = [tf.convert_to_tensor(variable.value) for variable in self._variables]
         weighted = [weight * tf.cast(factor, weight.dtype) for weight in weights]
         averages = self._reducer.average(weighted, self._variables, weight=factor)
-        self._assign(averages)
-        self._steps.assign(0)
-        self._counts.assign(0.0)
-
-    def _assign(self, averages: list[Any]) -> None:
         if self._anchors:
             velocities = self.velocities or [None] * len(averages)
             for n, (anchor, velocity) in enumerate(zip(self._anchors, velocities)):
-                kept = None if velocity is None else velocity.value
-                averages[n], kept = self._outer.step(anchor.value, averages[n], kept)
+                before = None if velocity is None else velocity.value
+                averages[n], after = self._outer.step(anchor.value, averages[n], before)
                 if velocity is not None:
-                    velocity.assign(kept)
+                    velocity.assign(after)
         for variable, value in zip(self._variables, averages):
             variable.assign(value)
+        self._steps.assign(0)
+        self._counts.assign(0.0)
 
     def _like_variables(self, name: str) -> list[Any]:
         return [
@@ -159,24 +157,20 @@ class WeightAveraging:
 
 
 def _averaged_variables(model: keras.Model) -> list[Any]:
-    """The variables that steps change on each rank otherwise, and that have an average.
+    """Return the variables that steps change differently on each rank and that have an average.
 
-    A ``train_step`` of the user's may change more than what is trained, such as a network that
-    follows another.
+    The user's own ``train_step`` may change other variables, such as a target network.
     """
     if not overrides(model, "train_step"):
         return list(model.trainable_variables)
     seeds = [generator.state for generator in seed_generators(model)]
-    apart = {id(v) for v in (*layer_statistics(model), *seeds, *model.metrics_variables)}
-    kept = [v for v in model.variables if id(v) not in apart]
+    others = {id(v) for v in (*layer_statistics(model), *seeds, *model.metrics_variables)}
+    kept = [v for v in model.variables if id(v) not in others]
     return [v for v in kept if tf.as_dtype(v.dtype).is_floating]
 
 
-def _share(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
-    """Return what to multiply this rank's weights with before they are averaged; communicates.
-
-    Equal counts give 1, which leaves a plain average.
-    """
-    mine = tf.stack([tf.convert_to_tensor(counts), tf.ones([], counts.dtype)])
-    total, ranks = tf.unstack(reducer.reduce(mine, "sum", "steps of all ranks"))
+def _weight_of_rank(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
+    """Return the factor of this rank's weights in the average, 1 for equal counts; communicates."""
+    own = tf.stack([tf.convert_to_tensor(counts), tf.ones([], counts.dtype)])
+    total, ranks = tf.unstack(reducer.reduce(own, "sum", "steps of all ranks"))
     return tf.where(total > 0, ranks * counts / total, tf.ones_like(total))

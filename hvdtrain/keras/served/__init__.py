@@ -1,1 +1,1 @@
-"""Training through parameter servers: what ``fit`` is on workers, and on servers."""
+"""Training with parameter servers: ``fit`` on workers and on servers."""

@@ -1,7 +1,6 @@
-"""The exchange of a worker with the servers: it pushes gradients and receives weights.
+"""A worker's exchange with the servers, which replaces the update of a Keras optimizer.
 
-It replaces the update of a Keras optimizer, after gradient accumulation. The servers' optimizers
-clip, decay and update.
+It comes after gradient accumulation. The servers' optimizers clip, decay and update.
 """
 
 from __future__ import annotations
@@ -36,27 +35,25 @@ __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
 class WorkerLossWeights(IndependentLossWeights):
-    """Weighs losses of a worker; ``gathers`` is whether servers sum gradients of several."""
+    """A worker's loss weights; ``gathers`` is whether servers average gradients of workers."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
         self._gathers = gathers
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        """Return the weight; raise ModelError for sums that would be averaged."""
         if sums and self._gathers:
             raise ModelError(
-                "Losses with reduction='sum' can't be put together by parameter servers that make "
-                "a step of several workers' gradients. Use reduction='sum_over_batch_size', "
-                "--mode async-ps without --staleness-bound 0, or --mode allreduce."
+                "Losses with reduction='sum' are not supported if parameter servers average the "
+                "gradients of workers. Use reduction='sum_over_batch_size', --mode async-ps "
+                "without --staleness-bound 0, or --mode allreduce."
             )
         return super().weight(rows, joint_rows, sums)
 
 
-class _LeavesUpdates(WeightedStepsMixin):
-    """A mixin: a plain optimizer leaves updates and averages to the servers.
-
-    It is saved as the plain class.
-    """
+class _ServedOptimizerMixin(WeightedStepsMixin):
+    """Leaves updates and moving averages to the servers; saved as the plain class."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -85,8 +82,8 @@ class _LeavesUpdates(WeightedStepsMixin):
         )
 
 
-class _CountsOverflows:
-    """A mixin of ``LossScaleOptimizer``: reports steps with an overflow to the servers."""
+class _OverflowMixin:
+    """Reports steps in which gradients of a ``LossScaleOptimizer`` overflow to the servers."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -99,61 +96,59 @@ class _CountsOverflows:
 class GradientExchange:
     """Replaces the optimizer's update on a worker.
 
-    With ``overlap`` the worker computes while gradients are in flight, with the weights that came
-    for the gradients before. Between epochs, and before validations and checkpoints, nothing is in
-    flight.
+    With ``--overlap`` a step uses the weights that came for the gradients of the step before, whose
+    successors are in flight. Nothing is in flight between epochs, and during validations and
+    checkpoints.
+
+    Attributes:
+        position: Returns this worker's position in its data, given the counts of ``ModelSteps``.
     """
 
     def __init__(self, job: ServedJob) -> None:
-        self._variables = list(job.model.trainable_variables)
-        self._places = {id(variable): n for n, variable in enumerate(self._variables)}
-        self._reducer = job.reducer
-        self._steps = job.steps
-        self._require_finite = job.settings.non_finite == "error"
-        self._is_chief = job.is_chief
-        self._accumulates = accumulates(job.model.optimizer)
-        self._overlaps = job.settings.overlap
-        self._epoch_begins = False
-        state = job.shards.state
-        # Only the chief shows averages of the weights.
-        self._averages = state if job.is_chief and state.has_averages else None
-        self.client: Client | None = None
-        """The connection to the servers, within ``fit``."""
         self.position: Callable[[int, int], tuple[int, ...]] | None = None
-        """Returns this worker's position in its data, given the counts of ``ModelSteps``."""
+        self._client: Client | None = None
+        self._variables = list(job.model.trainable_variables)
+        self._numbers = {id(variable): n for n, variable in enumerate(self._variables)}
+        self._job = job
+        self._accumulates = accumulates(job.model.optimizer)
+        self._epoch_begins = False
+        # Only the chief validates and saves.
+        self._has_averages = job.is_chief and job.has_averages
 
     def attach(self, optimizer: Any) -> None:
-        """Let ``optimizer`` exchange with the servers; saving and loading it is unchanged."""
+        """Let ``optimizer`` exchange with the servers; it is saved and loaded as before."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            mix_in(optimizer, _CountsOverflows, self)
+            mix_in(optimizer, _OverflowMixin, self)
         for leaf in plain_optimizers(optimizer):
-            mix_in_weighted_steps(leaf, _LeavesUpdates, self)
+            mix_in_weighted_steps(leaf, _ServedOptimizerMixin, self)
 
     @contextmanager
-    def using(self, client: Client) -> Iterator[None]:
+    def connected(self, client: Client) -> Iterator[None]:
         """Train through ``client`` within the block."""
-        self.client = client
+        self._client = client
         try:
             yield
         finally:
-            self.client = self.position = None
+            self._client = self.position = None
 
-    def reach(self) -> Client:
-        """Return the connection to the servers.
+    @property
+    def in_fit(self) -> bool:
+        """Whether this worker is connected to the servers."""
+        return self._client is not None
 
-        Raises:
-            ModelError: The model trains outside of ``fit``.
-        """
-        if self.client is None:
+    @property
+    def client(self) -> Client:
+        """The connection to the servers; ModelError outside of ``fit``."""
+        if self._client is None:
             refuse_training()
-        return self.client
+        return self._client
 
     def pull(self) -> None:
-        """Fetch the newest weights."""
-        self.assign(self.reach().pull())
+        """Assign the newest weights to the model."""
+        self.assign(self.client.pull())
 
     def assign(self, weights: Sequence[np.ndarray]) -> None:
-        """Give the model other weights, of all trainable variables."""
+        """Assign weights to all trainable variables."""
         for variable, value in zip(self._variables, weights):
             variable.assign(value)
 
@@ -165,16 +160,18 @@ class GradientExchange:
 
     def begin_step(self) -> None:
         """Prepare a step, or a block of steps."""
-        if self._epoch_begins and self._averages is not None:
-            # Callbacks may have swapped the weights for their averages, and back.
+        if self._epoch_begins and self._has_averages:
+            # Callbacks may have swapped the weights and their averages.
             self.pull()
         self._epoch_begins = False
 
-    def show_newest(self) -> None:
-        """Give the model the servers' newest weights for validation."""
-        if self._averages is not None:
-            self.assign(self._averages.newest_weights(self.reach()))
-        elif self.reach().has_newer_weights:
+    def load_newest(self) -> None:
+        """Assign the servers' newest weights and averages for validation."""
+        if self._has_averages:
+            states = self._job.pack_state()
+            self.assign(self.client.state(states))
+            self._job.load_state(states)
+        elif self.client.has_newer_weights:
             self.pull()
 
     def step(
@@ -186,74 +183,85 @@ class GradientExchange:
         learning_rate: Any,
         ends: bool = True,
     ) -> None:
-        """Send gradients of some variables, and take the weights of all.
+        """Send gradients, and assign the weights that come back to all variables.
 
         Args:
             gradients: A tensor or ``IndexedSlices`` for each of ``variables``.
             variables: Keras variables.
-            weight: The weight of the gradients next to those of other workers; 0 sends none.
+            weight: The weight of the gradients relative to other workers' gradients; 0 sends none.
             learning_rate: The optimizer's; None if it follows a schedule.
-            ends: Whether this completes all steps until now.
+            ends: Whether gradients of all steps until now are sent.
         """
-        places = [self._places[id(variable)] for variable in variables]
+        numbers = [self._numbers[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         flat: list[Any] = []
-        for gradient, rows in zip(gradients, sparse):
-            flat += [gradient.indices, gradient.values] if rows else [gradient]
-        sets_rate = self._is_chief and learning_rate is not None
-        rate = (
-            tf.cast(learning_rate, tf.float64) if sets_rate else tf.constant(math.nan, tf.float64)
-        )
-        counts = tf.constant(1.0, tf.float64) if weight is None else weight
-        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
-        nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
+        for gradient, is_sparse in zip(gradients, sparse):
+            flat += [gradient.indices, gradient.values] if is_sparse else [gradient]
+        sets_rate = self._job.is_chief and learning_rate is not None
+        rate = tf.cast(learning_rate if sets_rate else math.nan, tf.float64)
+        if weight is None:
+            weight = tf.constant(1.0, tf.float64)
+        dtypes = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        empty = [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
 
         def push(
             ran: np.ndarray,
             samples: np.ndarray,
             rate: np.ndarray,
-            counts: np.ndarray,
+            weight: np.ndarray,
             *arrays: np.ndarray,
         ) -> list[np.ndarray]:
-            with self._reducer.remember_error():
-                found = None
-                if float(counts) > 0:
-                    found = _gradients(len(self._variables), places, sparse, arrays)
-                    self._check_finite(found)
+            with self._job.reducer.remember_error():
+                pushed = None
+                if float(weight) > 0:
+                    pushed = self._unflatten(numbers, sparse, arrays)
+                    if self._job.settings.non_finite == "error":
+                        self._check_finite(pushed)
                 position = NO_POSITION
                 if ends and self.position is not None:
                     position = self.position(int(ran), int(samples))
-                weights = self.reach().push(
-                    found,
-                    weight=float(counts),
+                weights = self.client.push(
+                    pushed,
+                    weight=float(weight),
                     learning_rate=float(rate),
                     position=position,
-                    overlap=self._overlaps,
+                    overlap=self._job.settings.overlap,
                 )
-                return [np.array(weights is not None), *(weights or nothing)]
+                return [np.array(weights is not None), *(weights or empty)]
 
         def assign() -> None:
             for variable, value in zip(self._variables, weights):
                 value.set_shape(variable.shape)
                 variable.assign(value)
 
-        progress = [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
-        came, *weights = tf.numpy_function(
-            push, [*progress, rate, counts, *flat], [tf.bool, *types]
+        counts = [tf.identity(v.value) for v in (self._job.steps.ran, self._job.steps.samples)]
+        has_weights, *weights = tf.numpy_function(
+            push, [*counts, rate, weight, *flat], [tf.bool, *dtypes]
         )
-        came.set_shape([])
-        tf.cond(came, assign, lambda: None)
+        has_weights.set_shape([])
+        tf.cond(has_weights, assign, lambda: None)
 
     def skip_step(self) -> None:
-        """Report to the servers that this step has no gradients."""
-        nothing = tf.constant(0.0, tf.float64)
+        """Tell the servers about a step without gradients."""
+        zero = tf.constant(0.0, tf.float64)
         # Accumulated gradients of earlier steps may still wait for their update.
-        self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
+        self.step([], [], weight=zero, learning_rate=None, ends=not self._accumulates)
+
+    def _unflatten(
+        self, numbers: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
+    ) -> list[Gradient]:
+        """Return the gradients of all variables; None without a gradient."""
+        gradients: list[Gradient] = [None] * len(self._variables)
+        left = iter(arrays)
+        for number, is_sparse in zip(numbers, sparse):
+            array = next(left)
+            if is_sparse:
+                gradients[number] = Rows(array.astype(np.int64, copy=False), next(left))
+            else:
+                gradients[number] = array
+        return gradients
 
     def _check_finite(self, gradients: Sequence[Gradient]) -> None:
-        """Raise NonFiniteError if a gradient holds NaN or infinity."""
-        if not self._require_finite:
-            return
         names = [v.path for v, entry in zip(self._variables, gradients) if entry is not None]
         values = [e.values if isinstance(e, Rows) else e for e in gradients if e is not None]
         if bad := name_non_finite(names, values):
@@ -264,21 +272,9 @@ class GradientExchange:
             )
 
 
-def refuse_training() -> NoReturn:
-    """Raise ModelError: the model trains outside of ``fit``."""
+def refuse_training(*args: Any, **options: Any) -> NoReturn:
+    """Raise ModelError for a training outside of ``fit``."""
     raise ModelError(
-        "With parameter servers a model trains in fit alone: there is nobody to take the gradients "
-        "of train_on_batch, or of a training loop of your own. Call model.fit, or leave --mode out."
+        "Parameter servers support training only in fit, not in train_on_batch or a training loop "
+        "of your own. Call model.fit, or leave --mode out."
     )
-
-
-def _gradients(
-    count: int, places: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
-) -> list[Gradient]:
-    """Return the gradients of all variables, None for those that have none."""
-    found: list[Gradient] = [None] * count
-    left = iter(arrays)
-    for place, is_sparse in zip(places, sparse):
-        first = next(left)
-        found[place] = Rows(first.astype(np.int64, copy=False), next(left)) if is_sparse else first
-    return found

@@ -1,4 +1,4 @@
-"""``fit`` in a job with parameter servers: what all ranks do alike, and what it is on a server."""
+"""``fit`` in a job with parameter servers: the part that all ranks share, and the servers' part."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.config import Settings
@@ -29,14 +30,17 @@ from hvdtrain.keras.saving.checkpoint_schedule import PreemptionSignals
 from hvdtrain.keras.saving.resume import broadcast_arrays, find
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.served.server_shards import ServerShards
 from hvdtrain.monitor import report
 from hvdtrain.monitor.journal import Journal
 from hvdtrain.parameter_server.consistency import Asynchronous, Consistency, Synchronous
+from hvdtrain.parameter_server.optimizer_state import pack_states, unpack_states
+from hvdtrain.parameter_server.published_weights import SharedMemory
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.sharding import Shard
+from hvdtrain.parameter_server.shard_optimizer import plain_optimizer
+from hvdtrain.parameter_server.sharding import Shard, Spec
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
+from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
 __all__ = ["ServedJob", "find_for_all", "serve"]
 
@@ -45,14 +49,17 @@ logger = logging.getLogger(__package__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServedJob:
-    """A rank's side of a ``fit`` of workers and servers: what it has, and what all do alike.
+    """A model in a job of workers and servers, on one rank.
 
     Attributes:
-        collectives: Those between all ranks.
-        membership: The ranks that are there, of all.
-        messages: The way between workers and servers.
-        reducer: Reduces within this rank alone, and keeps the errors that TensorFlow hides.
-        presharded: Whether each worker passes data of its own.
+        collectives: Between all ranks.
+        membership: Of all ranks.
+        messages: Between workers and servers.
+        reducer: Reduces within this rank only, and keeps errors that TensorFlow would hide.
+        roles: Which ranks are workers and which are servers.
+        specs: Of the trainable variables.
+        shards: The shard of each server.
+        memory: Shared with other ranks of this host.
     """
 
     model: keras.Model
@@ -62,130 +69,154 @@ class ServedJob:
     reducer: GradientReducer
     steps: ModelSteps
     settings: Settings
-    shards: ServerShards
-    presharded: bool
+    roles: Roles
+    specs: Sequence[Spec]
+    shards: Sequence[Shard]
+    memory: SharedMemory
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the chief; it always is a worker."""
+        """Whether this rank is the chief, which is always a worker."""
         return self.collectives.rank == 0
 
-    def meet(self) -> tuple[int, ...]:
-        """Returns the workers that are there; collective.
+    def remaining_workers(self) -> tuple[int, ...]:
+        """Return the workers that are left; collective.
 
         Raises:
-            PeerFailedError: Another rank is lost that can't be done without, or too many are.
+            PeerFailedError: The chief or a server was lost, or too few ranks are left.
         """
         self.membership.renew()
-        there, roles = self.membership.members, self.shards.roles
-        for rank in (roles.workers[0], *roles.servers):
-            if rank not in there:
+        members = self.membership.members
+        for rank in (self.roles.workers[0], *self.roles.servers):
+            if rank not in members:
                 raise self.messages.loss_of(rank, "began to train")
         if self.membership.too_few is not None:
             raise self.membership.too_few
-        return tuple(worker for worker in roles.workers if worker in there)
+        return tuple(worker for worker in self.roles.workers if worker in members)
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the servers keep moving averages of the weights (``use_ema``)."""
+        return bool(plain_optimizer(self.model.optimizer).use_ema)
+
+    def pack_state(self) -> list[np.ndarray]:
+        """Return the model's optimizer state in a new flat buffer for each server.
+
+        The servers' state can also be received in these.
+        """
+        return pack_states(self.model.optimizer, self.shards)
+
+    def load_state(self, states: Sequence[np.ndarray]) -> None:
+        """Assign the servers' state to the model's optimizer."""
+        unpack_states(self.model.optimizer, self.shards, states)
+
+    def assign_averages(self) -> None:
+        """Assign the moving averages, if any, to the weights, as Keras does after ``fit``."""
+        if self.has_averages:
+            plain = plain_optimizer(self.model.optimizer)
+            for average, variable in zip(moving_averages(plain), own_trainable_variables(plain)):
+                if average is not None:
+                    variable.assign(average)
 
     def end_if_preempted(self, number: int) -> None:
-        """End all ranks alike after a signal; collective."""
+        """Raise Preempted on all ranks if ``number`` is a signal; collective."""
         if number:
             self.collectives.barrier(name="checkpoint is saved")
             raise Preempted(number)
 
-    def end(self, pushed: int, counts: StalenessStats | None, history: Any) -> None:
-        """Check that no gradient was lost, and leave all ranks alike; collective.
+    def end(self, pushed: int, stats: StalenessStats | None, history: Any) -> None:
+        """Check that no gradient was lost, and give all ranks the same weights; collective.
 
         Args:
-            pushed: How many this rank has sent.
-            counts: What became of those that came to this server; None on a worker.
+            pushed: How many gradients this rank sent.
+            stats: The gradients that this server received; None on a worker.
             history: The callback of this rank's ``fit``; becomes the chief's on a server.
         """
         rank = self.collectives.member
-        mine = {"rank": rank, "pushed": pushed, "counts": counts and counts.to_json()}
-        everyone = self.collectives.allgather_object(mine, name="gradients of parameter servers")
-        sent = {entry["rank"]: entry["pushed"] for entry in everyone if entry["counts"] is None}
-        served = {e["rank"]: StalenessStats.from_json(e["counts"]) for e in everyone if e["counts"]}
-        for server, has in served.items():
-            # Of those that died, only the server knows.
-            came = {worker: has.pushed[worker] for worker in sent}
-            if came != sent or has.taken + has.late != has.pushed.total():
+        entry = {"rank": rank, "pushed": pushed, "counts": stats and stats.to_json()}
+        entries = self.collectives.allgather_object(entry, name="gradients of parameter servers")
+        sent = {entry["rank"]: entry["pushed"] for entry in entries if entry["counts"] is None}
+        served = {e["rank"]: StalenessStats.from_json(e["counts"]) for e in entries if e["counts"]}
+        for server, counts in served.items():
+            # Only of the remaining workers is it known how many they sent.
+            received = {worker: counts.pushed[worker] for worker in sent}
+            if received != sent or counts.taken + counts.late != counts.pushed.total():
                 raise CollectiveError(
-                    f"Workers sent {sent} gradients, by rank, and to the parameter server of rank "
-                    f"{server} came {dict(has.pushed)}, of which it has {has.taken} and dropped "
-                    f"{has.late}; this is an error of hvdtrain."
+                    f"The parameter server of rank {server} received {dict(counts.pushed)} "
+                    f"gradients by rank, expected {sent}; it applied {counts.taken} and dropped "
+                    f"{counts.late}. This is a bug in hvdtrain."
                 )
         broadcast_weights(self.model, self.collectives)
         if self.is_chief:
-            logger.info(self._account(next(iter(served.values()))))
-        entries = history.history.items()
-        logs = {name: [np.asarray(value).tolist() for value in values] for name, values in entries}
-        chiefs = {"epoch": getattr(history, "epoch", []), "logs": logs}
-        chiefs = self.collectives.broadcast_object(chiefs, name="history")
-        if counts is not None:
-            history.epoch, history.history = chiefs["epoch"], chiefs["logs"]
+            logger.info(self._summary(next(iter(served.values()))))
+        items = history.history.items()
+        logs = {name: [np.asarray(value).tolist() for value in values] for name, values in items}
+        of_chief = {"epoch": getattr(history, "epoch", []), "logs": logs}
+        of_chief = self.collectives.broadcast_object(of_chief, name="history")
+        if stats is not None:
+            history.epoch, history.history = of_chief["epoch"], of_chief["logs"]
         report.phase("after fit")
         self.membership.renew()
         if self.membership.too_few is not None:
             raise self.membership.too_few
 
-    def _account(self, first: StalenessStats) -> str:
-        workers, sent = len(self.shards.roles.workers), first.pushed.total()
-        late = f", {first.late} of them too late" if first.late else ""
+    def _summary(self, stats: StalenessStats) -> str:
+        workers, sent = len(self.roles.workers), stats.pushed.total()
+        late = f", {stats.late} of them too late" if stats.late else ""
         return (
-            f"{workers} workers sent {sent} gradients{late}; staleness {first.mean_staleness:.1f} "
-            f"on average, {first.percentile_of_staleness(95)} at the 95th percentile, "
-            f"{max(first.staleness, default=0)} at most"
+            f"{workers} workers sent {sent} gradients{late}; staleness {stats.mean_staleness:.1f} "
+            f"on average, {stats.percentile_of_staleness(95)} at the 95th percentile, "
+            f"{max(stats.staleness, default=0)} at most"
         )
 
 
 def find_for_all(
     store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot] | None:
-    """Look for a checkpoint in the chief's ``store``, and give all of it to all ranks; collective.
+    """Return the newest checkpoint of the chief's ``store``, on all ranks; collective.
 
     Raises:
-        CheckpointError: None can be used; on all ranks.
+        CheckpointError: No checkpoint can be used; on all ranks.
     """
-    found = find(store, state, collectives)
-    if found is None:
+    newest = find(store, state, collectives)
+    if newest is None:
         return None
-    progress, snapshot = found
+    progress, snapshot = newest
     model = broadcast_arrays(None if snapshot is None else snapshot.model, collectives)
     ranks = broadcast_arrays(None if snapshot is None else snapshot.ranks, collectives)
     return progress, Snapshot(step=progress.step, state={}, model=model, ranks=ranks)
 
 
 def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
-    """Take the place of ``fit`` on a server: serve until all workers have ended.
+    """Serve until all workers are done; replaces ``fit`` on a server.
 
     Raises:
-        Preempted: A signal came to some rank, and a checkpoint was saved.
+        Preempted: A rank received a signal, and a checkpoint was saved.
     """
-    workers = job.meet()
+    workers = job.remaining_workers()
     checkpoint = find_checkpoint_callback(list_callbacks(arguments.arguments.get("callbacks")))
     signals = PreemptionSignals()
     if checkpoint is not None:
         state = TrainingState(job.model, single_engine(), job.steps.samples)
         find_for_all(None, state, job.collectives)
     report.phase("serving")
-    shards, settings = job.shards, job.settings
-    rank = job.collectives.member
-    shard = shards.shards[shards.roles.servers.index(rank)]
-    variables = job.model.trainable_variables
-    table = VariableTable(shards.state.optimizer, shard, variables)
+    settings, rank, servers = job.settings, job.collectives.member, job.roles.servers
+    shard = job.shards[servers.index(rank)]
+    table = VariableTable(job.model.optimizer, shard, job.model.trainable_variables)
     with _update_log(job, shard) as log:
-        updates = ShardUpdates(table, shards.memory.published[rank], log=log)
+        updates = ShardUpdates(table, job.memory.published[rank], log=log)
         server = Server(
             job.messages,
             updates,
-            shards.memory,
+            job.memory,
             workers=workers,
-            consistency=_consistency(job, workers),
+            consistency=_consistency(settings, workers),
             require_finite=settings.non_finite == "error",
             received_signal=lambda: signals.received,
-            # Who waits for it would give up otherwise.
+            # Before workers that wait for it time out.
             silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
-            least_workers=settings.min_np - len(shards.roles.servers),
-            warn=logger.warning if rank == shards.roles.servers[0] else lambda line: None,
+            least_workers=settings.min_np - len(servers),
+            warn=logger.warning if rank == servers[0] else lambda line: None,
         )
         if checkpoint is not None:
             signals.catch()
@@ -206,16 +237,16 @@ def _update_log(job: ServedJob, shard: Shard) -> AbstractContextManager[Journal 
     if folder is None:
         return nullcontext()
     log = Journal(Path(folder) / f"server-{rank}.jsonl", "updates", "--update-log", mode="a")
-    pieces = [[job.shards.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
-    # This line tells one fit from the one before.
-    header = {"server": rank, "workers": job.shards.roles.workers, "pieces": pieces}
+    pieces = [[job.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
+    # Each fit begins with this line.
+    header = {"server": rank, "workers": job.roles.workers, "pieces": pieces}
     log.write(json.dumps(header) + "\n")
     return closing(log)
 
 
-def _consistency(job: ServedJob, workers: Sequence[int]) -> Consistency:
-    if job.settings.gathers:
-        return Synchronous(workers, max(1, job.settings.gradients_in_update(len(workers))))
-    bound = job.settings.staleness_bound
-    # Who overlaps makes one more step before it takes the answer that says whether it may.
-    return Asynchronous(workers, bound if bound is None else bound - job.settings.overlap)
+def _consistency(settings: Settings, workers: Sequence[int]) -> Consistency:
+    if settings.gathers:
+        return Synchronous(workers, max(1, settings.gradients_in_update(len(workers))))
+    bound = settings.staleness_bound
+    # With overlap a worker makes one more step before it waits for the reply.
+    return Asynchronous(workers, bound if bound is None else bound - settings.overlap)

@@ -1,4 +1,4 @@
-"""The patch that ``distribute`` puts into a model that trains through parameter servers."""
+"""The model patch of a job with parameter servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
-from hvdtrain.keras.optimizer_patch import mark_distributed
+from hvdtrain.keras.optimizer_patch import mark_distributed, remove_mixins
 from hvdtrain.keras.rank_random import draw_seed, reseed_by_rank
 from hvdtrain.keras.served.gradient_exchange import (
     GradientExchange,
@@ -29,19 +29,21 @@ from hvdtrain.keras.served.gradient_exchange import (
     refuse_training,
 )
 from hvdtrain.keras.served.served_fit import ServedJob, serve
-from hvdtrain.keras.served.server_shards import shard_model
 from hvdtrain.keras.served.worker_fit import WorkerFit
 from hvdtrain.monitor import report
+from hvdtrain.parameter_server.published_weights import share_memory
+from hvdtrain.parameter_server.shard_optimizer import check_optimizer, unsplittable_variables
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD
 
 __all__ = ["ServedModelPatch"]
 
 
 class ServedModelPatch(ModelPatch):
-    """Replaces the methods of a model in a job in which some ranks are parameter servers.
+    """Replaces the methods of a model in a job with parameter servers.
 
-    Within ``fit`` a worker is by itself but for the servers; outside of it all ranks, servers
-    too, evaluate and predict together.
+    Within ``fit`` a worker communicates only with the servers. All ranks, including servers,
+    evaluate and predict together.
     """
 
     def __init__(
@@ -55,36 +57,43 @@ class ServedModelPatch(ModelPatch):
         super().__init__(model, collectives, presharded, settings)
         self._settings = settings
         self._roles = roles
-        # What a worker's optimizer applies is no matter of how many ranks there are.
+        self._serves = collectives.member in roles.servers
+        # A worker's learning rate does not depend on the number of ranks: no followers.
         self._membership = Membership(collectives, settings.min_np)
         self._alone = single_engine()
         self._reducer = GradientReducer(EngineRanks(self._alone))
 
     def install(self) -> None:
-        """Let the model train; collective."""
+        """Replace the model's methods; collective."""
         model, collectives = self._model, self._collectives
         self._remove_earlier()
         seed = draw_seed(collectives)
         if synchronized_layers(model):
             self._warn_once(
-                "BatchNormalization(synchronized=True) normalizes each worker's batch by itself "
-                "where there are parameter servers."
+                "BatchNormalization(synchronized=True) normalizes each worker's batch separately "
+                "with parameter servers."
             )
         messages = collectives.messages()
         report.watch(lambda: messages.waiting_in or collectives.waiting_in)
-        shards = shard_model(model, collectives, self._roles, self._settings)
+        remove_mixins(model.optimizer)  # its class decides what can be split
+        check_optimizer(model.optimizer, len(self._roles.servers))
+        variables = model.trainable_variables
+        specs, whole = specs_of(variables), unsplittable_variables(model.optimizer, variables)
+        shards = shard_variables(specs, len(self._roles.servers), whole)
+        memory = share_memory(collectives, self._roles.servers, shards)
         weights = WorkerLossWeights(self._reducer, gathers=self._settings.gathers)
-        steps = ModelSteps(model, self._reducer, self._choose_compute(), weights)
         job = ServedJob(
             model=model,
             collectives=collectives,
             membership=self._membership,
             messages=messages,
             reducer=self._reducer,
-            steps=steps,
+            steps=ModelSteps(model, self._reducer, self._choose_compute(), weights),
             settings=self._settings,
+            roles=self._roles,
+            specs=specs,
             shards=shards,
-            presharded=self._presharded,
+            memory=memory,
         )
         joint = FitLoop(
             model,
@@ -92,76 +101,72 @@ class ServedModelPatch(ModelPatch):
             membership=self._membership,
             inputs=self._inputs(collectives, self._membership, seed),
             reducer=self._reducer,
-            steps=steps,
+            steps=job.steps,
         )
         if self._serves:
             mark_distributed(model.optimizer, None)
-            self._replace_methods(steps, joint, fit=partial(serve, job), now=lambda: joint)
+            self._replace_methods(job, joint, fit=partial(serve, job), current=lambda: joint)
         else:
             exchange = GradientExchange(job)
             exchange.attach(model.optimizer)
             fit = WorkerFit(job, exchange)
-            own = self._worker_loop(fit, seed)
+            own = FitLoop(
+                model,
+                self._alone,
+                membership=fit.membership,
+                inputs=self._inputs(self._alone, fit.membership, seed),
+                reducer=self._reducer,
+                steps=job.steps,
+                whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
+                begin=fit.begin,
+                begin_session=fit.session,
+            )
             self._replace_methods(
-                steps,
+                job,
                 joint,
                 fit=partial(fit.run, own),
-                now=lambda: joint if exchange.client is None else own,
+                current=lambda: own if exchange.in_fit else joint,
             )
         reset_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def _worker_loop(self, fit: WorkerFit, seed: int) -> FitLoop:
-        """Returns what a worker runs by itself within ``fit``."""
-        return FitLoop(
-            self._model,
-            self._alone,
-            membership=fit.worker,
-            inputs=self._inputs(self._alone, fit.worker, seed),
-            reducer=self._reducer,
-            steps=fit.job.steps,
-            whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
-            begin=fit.begin,
-            begin_session=fit.session,
-        )
-
     def _replace_methods(
         self,
-        steps: ModelSteps,
+        job: ServedJob,
         joint: FitLoop,
         *,
         fit: Callable[[inspect.BoundArguments], Any],
-        now: Callable[[], FitLoop],
+        current: Callable[[], FitLoop],
     ) -> None:
-        """Put hvdtrain's methods into the model, for Keras' loops and outside of them.
+        """Replace the methods of the model.
 
         Args:
-            steps: What Keras' loops run on each batch.
-            joint: What all ranks run outside of ``fit``.
-            fit: Takes the place of ``fit``, with its arguments.
-            now: Returns the loop that this rank is in.
+            job: Has the steps that Keras' loops run.
+            joint: The loop of all ranks outside of ``fit``.
+            fit: Replaces ``fit``, and gets its arguments.
+            current: Returns the loop that is running on this rank.
         """
         signature = inspect.signature(joint.fit)
         detail = (f"model {self._collectives.sections}",)
 
-        def fit_ours(*args: Any, **options: Any) -> Any:
+        def fit_in_section(*args: Any, **options: Any) -> Any:
             with self._collectives.section("fit", detail):
                 joint.check_still_distributed()
                 return fit(signature.bind(*args, **options))
 
         hooks: dict[str, Callable[..., Any]] = {
-            RESULTS: lambda logs: now().joint_results(logs),
-            SYMBOLIC_BUILD: lambda *args, **options: now().symbolic_build(*args, **options),
+            RESULTS: lambda logs: current().joint_results(logs),
+            SYMBOLIC_BUILD: lambda *args, **options: current().symbolic_build(*args, **options),
         }
         self._replace(
-            train_step=steps.train,
-            train_on_batch=lambda *args, **options: refuse_training(),
-            test_step=steps.test,
-            predict_step=steps.predict,
-            fit=fit_ours,
-            evaluate=lambda *args, **options: now().evaluate(*args, **options),
-            predict=lambda *args, **options: now().predict(*args, **options),
+            train_step=job.steps.train,
+            train_on_batch=refuse_training,
+            test_step=job.steps.test,
+            predict_step=job.steps.predict,
+            fit=fit_in_section,
+            evaluate=lambda *args, **options: current().evaluate(*args, **options),
+            predict=lambda *args, **options: current().predict(*args, **options),
             make_predict_function=joint.make_predict_function,
             **hooks,
         )
@@ -175,7 +180,3 @@ class ServedModelPatch(ModelPatch):
             warn=self._warn_once,
             ignore_rows=self._serves and self._presharded,
         )
-
-    @property
-    def _serves(self) -> bool:
-        return self._collectives.member in self._roles.servers

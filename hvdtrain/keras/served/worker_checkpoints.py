@@ -1,8 +1,9 @@
-"""Checkpoints of a ``fit`` in which each worker goes its own way, and servers hold the weights."""
+"""Checkpoints of a ``fit`` with parameter servers, in which workers are at different steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,8 +14,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.engine import single_engine
-from hvdtrain.keras.data.leftovers import leftovers
-from hvdtrain.keras.data.partition import Position
+from hvdtrain.keras.data.partition import JointSteps, Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import rescale_restored_rate
 from hvdtrain.keras.membership import Membership
@@ -32,9 +32,9 @@ from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
 from hvdtrain.private_api.keras import iterations_of
 
-__all__ = ["WorkerSession", "begin_worker_session"]
+__all__ = ["WorkerSession", "begin_worker_session", "remaining_positions"]
 
-_SHORTEST_PAUSE_S = 0.01
+_FIRST_POLL_S = 0.01
 
 
 def begin_worker_session(
@@ -44,21 +44,21 @@ def begin_worker_session(
     exchange: GradientExchange,
     worker: Membership,
 ) -> WorkerSession:
-    """Set up what takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
+    """Return the checkpoints of a worker; collective, with ``find_for_all`` on servers.
 
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
     state = TrainingState(job.model, single_engine(), job.steps.samples, callbacks)
     store = open_store(checkpoint.options)
-    found = find_for_all(store if job.is_chief else None, state, job.collectives)
-    return WorkerSession(checkpoint.options, state, worker, store, found, job, exchange)
+    newest = find_for_all(store if job.is_chief else None, state, job.collectives)
+    return WorkerSession(checkpoint.options, state, worker, store, newest, job, exchange)
 
 
 class WorkerSession(CheckpointSession):
-    """The checkpoints of one worker's ``fit``, who asks the servers what it has to know of others.
+    """The checkpoints of one worker's ``fit``, which gets the others' state from the servers.
 
-    Each worker has all of the checkpoint that training goes on from.
+    Every worker has the whole checkpoint that training resumes from.
     """
 
     def __init__(
@@ -67,35 +67,35 @@ class WorkerSession(CheckpointSession):
         state: TrainingState,
         worker: Membership,
         store: Store,
-        found: tuple[TrainingProgress, Snapshot] | None,
+        newest: tuple[TrainingProgress, Snapshot] | None,
         job: ServedJob,
         exchange: GradientExchange,
     ) -> None:
-        super().__init__(options, state, worker, store, found)
+        super().__init__(options, state, worker, store, newest)
         self._job = job
         self._exchange = exchange
-        # Where each worker begins; known once the data are.
-        self._starts: Sequence[WorkerPosition] = ()
-        self._went_back = False
+        self._starts: Sequence[WorkerPosition] = ()  # of each worker
+        self._moved_back = False  # the chief resumes in an earlier epoch than the checkpoint's
         self._ran_before = 0
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
+        """Resume from this worker's part of the checkpoint within the block."""
         if self._saved is not None:
-            self._saved = self._own_part(self._saved, epochs)
+            self._saved = self._own_progress(self._saved, epochs)
         with super().running(epochs, seed):
             self._ran_before = int(self._job.steps.ran.numpy()) - epochs.step
             self._exchange.position = self._position
             yield
 
     def _position(self, ran: int, samples: int) -> tuple[int, ...]:
-        # Several steps may run in one go.
+        # One call of the train function may run several steps.
         left = self._epochs.step - (ran - self._ran_before)
         epoch, place = self._epochs.place_within(left)
         return WorkerPosition(epoch, place, samples).to_numbers()
 
     def restore_shared(self) -> None:
-        """Give this worker's model the weights and the optimizer that training goes on from."""
+        """Restore the weights and the optimizer."""
         if self._saved is None or self._snapshot is None:
             return
         self._state.restore_shared(self._snapshot.model)
@@ -104,6 +104,7 @@ class WorkerSession(CheckpointSession):
         rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
+        """Start an epoch; the first one is where all workers start without a checkpoint."""
         super().on_epoch_begin(epoch)
         if not self._starts:
             size = self._membership.size
@@ -111,14 +112,14 @@ class WorkerSession(CheckpointSession):
             self._starts = [WorkerPosition(epoch, place, 0)] * size
 
     def on_batch_end(self, batch: int) -> None:
+        """Take a checkpoint if one is due and no gradients wait to be accumulated."""
         if self._job.is_chief and self._state.accumulates:
-            # Between two updates the chief has gradients that no server has.
             self._epoch_step = batch + 1
         else:
             super().on_batch_end(batch)
 
     def finish(self) -> None:
-        """Call before the others end: where this rank had no epoch to run, some may have."""
+        """Save the last epochs of other workers if the chief had already finished them."""
         saved = self._saved
         if saved is None:
             return
@@ -129,15 +130,19 @@ class WorkerSession(CheckpointSession):
             self._take()
             self._export()
 
-    def _own_part(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """Return what this worker goes on from; ``epochs`` learns where later passes begin."""
-        begins = {position.epoch: position for position in saved.begins}
+    def _own_progress(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
+        """Return the progress that this worker resumes from, and set where later passes begin."""
         size, rank = self._membership.size, self._membership.rank
-        self._starts, epochs.begins = _begin_at(saved, begins, epochs, size)
-        mine = self._starts[rank]
-        self._went_back = mine.epoch < saved.epoch and rank == 0
-        history = _history_before(saved.history, mine.epoch)
-        return dataclasses.replace(saved, epoch=mine.epoch, place=mine.place, history=history)
+        self._starts, epochs.begins = _starting_positions(saved, epochs, size)
+        start = self._starts[rank]
+        self._moved_back = start.epoch < saved.epoch and rank == 0
+        epoch_numbers, logs = saved.history["epoch"], saved.history["logs"]
+        count = sum(number < start.epoch for number in epoch_numbers)
+        history = {
+            "epoch": epoch_numbers[:count],
+            "logs": {name: values[:count] for name, values in logs.items()},
+        }
+        return dataclasses.replace(saved, epoch=start.epoch, place=start.place, history=history)
 
     def _restore(self, saved: TrainingProgress) -> None:
         model, snapshot = self._state.model, self._snapshot
@@ -147,31 +152,31 @@ class WorkerSession(CheckpointSession):
         restore_kept(saved, kept_by_callbacks(snapshot.model), self._state, self._warn)
         self._state.restore_part(snapshot.ranks, saved.place.ranks, rank=rank, size=size)
         if rank:
-            _forget_accumulated(model.optimizer)
-        if self._went_back:
+            _reset_accumulation(model.optimizer)
+        if self._moved_back:
             model.reset_metrics()
-        # Others may have trained on meanwhile.
+        # Other workers may have trained since.
         self._exchange.pull()
 
     def _stopped_early(self, epochs: int) -> bool:
-        # The chief alone has EarlyStopping, and the others may have epochs left.
+        # Only the chief has EarlyStopping, and the others may have epochs left.
         return False
 
     def _signal(self) -> int:
         own = super()._signal()
-        client = self._exchange.reach()
+        client = self._exchange.client
         if not self._job.is_chief:
-            # Told with the next gradient; what counts is what the chief makes of it.
+            # Sent with the next gradient; the chief's reaction counts.
             client.own_signal = own
             return client.signal
-        # Once all have ended, no server is there to be asked.
+        # Servers are gone once all workers are done.
         if client.training and time.monotonic() - client.last_reply_s > LOOK_S:
             client.update_status()
         return own or client.signal
 
     def _save(self, save: Callable[[], object]) -> None:
-        # Servers give up when no worker sends anything for the time-out.
-        client = self._exchange.reach()
+        # Servers time out if no worker sends a request.
+        client = self._exchange.client
         with ThreadPoolExecutor(1, "hvdtrain save") as thread:
             saved = thread.submit(save)
             while not wait([saved], LOOK_S).done:
@@ -180,26 +185,25 @@ class WorkerSession(CheckpointSession):
             saved.result()
 
     def _others(self) -> Sequence[WorkerPosition]:
-        size, server_state = self._membership.size, self._job.shards.state
-        states = server_state.buffers()
-        weights, numbers = self._exchange.reach().snapshot(size, states)
+        size, states = self._membership.size, self._job.pack_state()
+        weights, positions = self._exchange.client.snapshot(size, states)
         self._exchange.assign(weights)
-        server_state.put(states)
-        return [self._position_of(rank, numbers[rank]) for rank in range(1, size)]
+        self._job.load_state(states)
+        return [self._unpack_position(rank, positions[rank]) for rank in range(1, size)]
 
-    def _position_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
-        first = self._starts[rank]
+    def _unpack_position(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
+        start = self._starts[rank]
         if numbers == NO_POSITION:
-            return first
+            return start
         begins = dict(self._epochs.begins)
-        if first.place.position is not None:
-            begins[first.place.position.epoch] = first.place.position
+        if start.place.position is not None:
+            begins[start.place.position.epoch] = start.place.position
         return WorkerPosition.from_numbers(numbers, ranks=self._membership.size, begins=begins)
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        client = self._exchange.reach()
+        client = self._exchange.client
         client.leave(stop=stop)
-        pause_s = _SHORTEST_PAUSE_S
+        pause_s = _FIRST_POLL_S
         with report.during("waiting for other workers"):
             while client.training:
                 self._take_if_asked()
@@ -208,44 +212,92 @@ class WorkerSession(CheckpointSession):
                 client.update_status()
 
 
-def _begin_at(
-    progress: TrainingProgress, begins: Mapping[int, Position], epochs: EpochIterator, size: int
+def _starting_positions(
+    saved: TrainingProgress, epochs: EpochIterator, size: int
 ) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
-    """Returns where ``size`` workers begin, and where later passes do."""
-    data = epochs.sharded
-    place = progress.place
-    before = [WorkerPosition(progress.epoch, place, 0), *progress.others]
-    if not progress.others:
-        return before * size, dict(begins)
-    as_before = len(before) == size and progress.each == data.each
+    """Return the positions that ``size`` workers resume from, and where later passes begin."""
+    data, place = epochs.sharded, saved.place
+    begins = {position.epoch: position for position in saved.begins}
+    before = [WorkerPosition(saved.epoch, place, 0), *saved.others]
+    if not saved.others:
+        return before * size, begins
+    as_before = len(before) == size and saved.each == data.each
     if as_before or data.presharded:
-        return before if len(before) == size else before[:1] * size, dict(begins)
+        return before if len(before) == size else before[:1] * size, begins
     positions = [
         worker.place.position or begins.get(worker.epoch, Position(epoch=worker.epoch))
         for worker in before
     ]
-    first, *later = leftovers(positions, each=progress.each, units=data.units, begins=begins)
+    first, *later = remaining_positions(positions, each=saved.each, units=data.units, begins=begins)
     slowest = min(before, key=lambda worker: (worker.epoch, worker.place.epoch_step))
     most = epochs.steps_per_epoch or max(worker.place.epoch_step for worker in before)
     done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
-    begun = first.start > 0 and done > 0
+    started = first.start > 0 and done > 0
     joint = dataclasses.replace(
         slowest.place,
         position=first if first.start else None,
-        epoch_step=max(1, done // len(before)) if begun else 0,
+        epoch_step=max(1, done // len(before)) if started else 0,
     )
     starts = [WorkerPosition(slowest.epoch, joint, 0)] * size
     return starts, {**begins, **{position.epoch: position for position in later}}
 
 
-def _history_before(history: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-    count = sum(number < epoch for number in history["epoch"])
-    logs = {name: values[:count] for name, values in history["logs"].items()}
-    return {"epoch": history["epoch"][:count], "logs": logs}
+def remaining_positions(
+    positions: Sequence[Position],
+    *,
+    each: int,
+    units: int | None,
+    begins: Mapping[int, Position],
+) -> list[Position]:
+    """Return what remains of each pass for all ranks together, from the slowest rank's pass on.
+
+    Args:
+        positions: The position of each rank, which took its share of every joint step before.
+        each: Units that a rank takes in a whole step.
+        units: The length of a pass; None if unknown or endless. What a rank did in a pass of
+            unknown length after all other ranks is then unknown too, and is repeated.
+        begins: Where passes begin, if not at their start.
+    """
+    size = len(positions)
+    remaining = []
+    epochs = [position.epoch for position in positions]
+    for epoch in range(min(epochs), max(epochs) + 1):
+        within = [position for position in positions if position.epoch == epoch]
+        begin = begins.get(epoch, Position(epoch=epoch))
+        start = max((position.start for position in within), default=begin.start)
+        if units is not None and max(epochs) > epoch:
+            start = units
+        missed: set[int] = set()
+        for rank, position in enumerate(positions):
+            if position.epoch <= epoch:
+                current = position if position.epoch == epoch else begin
+                left = None if units is None else current.left_of(units)
+                joint = JointSteps(units=left, each=each, size=size)
+                missed.update(_places_below(start, current, joint, rank))
+        joint_batch = next((p.joint_batch for p in within if p.joint_batch), begin.joint_batch)
+        remaining.append(
+            Position(
+                epoch=epoch,
+                start=start,
+                missed=tuple(sorted(missed)),
+                joint_batch=joint_batch or each * size,
+            )
+        )
+    return remaining
 
 
-def _forget_accumulated(optimizer: Any) -> None:
-    """Begin between two updates: the others' last gradients are computed again."""
+def _places_below(start: int, position: Position, joint: JointSteps, rank: int) -> Iterator[int]:
+    """Yield the places before ``start`` that are left for ``rank``."""
+    for step in itertools.count() if joint.steps is None else range(joint.steps):
+        places = position.places(joint.share(step, rank))
+        yield from (place for place in places if place < start)
+        # Places ascend.
+        if places and places[-1] >= start:
+            return
+
+
+def _reset_accumulation(optimizer: Any) -> None:
+    """Discard accumulated gradients, which only the chief restores."""
     for leaf in plain_optimizers(optimizer):
         for variable in accumulator_variables(leaf):
             variable.assign(np.zeros(variable.shape))

@@ -23,7 +23,7 @@ from hvdtrain.private_api.keras import split_validation
 
 __all__ = ["WorkerFit"]
 
-# They decide by validation results, or for all: the chief's decide.
+# These need validation results, or decide for all workers.
 _CHIEF_DECIDES = (
     *CHIEF_ONLY,
     keras.callbacks.EarlyStopping,
@@ -32,8 +32,8 @@ _CHIEF_DECIDES = (
 )
 
 
-class _IndependentWorker(Membership):
-    """A worker's place among workers that never meet; it stays within a ``fit``."""
+class _WorkerMembership(Membership):
+    """A worker's rank among workers that never synchronize; constant during a ``fit``."""
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
         super().__init__(single_engine(), min_np=1)
@@ -42,110 +42,113 @@ class _IndependentWorker(Membership):
 
 
 class WorkerFit(keras.callbacks.Callback):
-    """Takes the place of ``fit`` on a worker.
+    """Runs ``fit`` on a worker, and is its first callback.
 
-    Within it, it is the first callback: it ends the training when another worker has ended it for
-    all, and waits for the others. The user's callbacks are to see the weights that count, and what
-    they give the model as training ends is to stay.
+    As the first one it loads weights before the user's callbacks read them, and does not overwrite
+    what they assign when training ends.
+
+    Attributes:
+        membership: This worker's rank among all workers.
     """
 
     def __init__(self, job: ServedJob, exchange: GradientExchange) -> None:
         super().__init__()
-        self.job = job
-        self.worker = _IndependentWorker(job.collectives.member, job.shards.roles.workers)
-        """This worker among all."""
-        self._exchange = exchange
+        self.membership = _WorkerMembership(job.collectives.member, job.roles.workers)
         self._session: WorkerSession | None = None
+        self._job = job
+        self._exchange = exchange
 
     def run(self, loop: FitLoop, arguments: inspect.BoundArguments) -> Any:
-        """Train by ``loop``, with the arguments of ``fit``, until all workers have ended.
+        """Train with ``loop`` and the arguments of ``fit`` until all workers are done.
 
         Raises:
-            Preempted: A signal came to some rank, and a checkpoint was saved.
+            Preempted: A rank received a signal, and a checkpoint was saved.
         """
-        exchange, shards = self._exchange, self.job.shards
-        self.worker.members = self.job.meet()
+        job, exchange = self._job, self._exchange
+        self.membership.members = job.remaining_workers()
         given = arguments.arguments
         callbacks = list_callbacks(given.get("callbacks"))
-        if not self.job.is_chief:
-            # Who validates is the chief; the others go on training meanwhile.
+        if not job.is_chief:
+            # Other workers train while the chief validates.
             callbacks = [entry for entry in callbacks if not isinstance(entry, _CHIEF_DECIDES)]
-            _train_alone(given)
+            _remove_validation(given)
         checkpoint = find_checkpoint_callback(callbacks)
         if checkpoint is not None:
             self._session = begin_worker_session(
-                self.job, checkpoint, callbacks, exchange, self.worker
+                job, checkpoint, callbacks, exchange, self.membership
             )
-        client = Client(
-            self.job.messages, shards.specs, shards.roles.servers, shards.shards, shards.memory
-        )
+        client = Client(job.messages, job.specs, job.roles.servers, job.shards, job.memory)
         given["callbacks"] = [self, *callbacks]
-        ended_by = 0
+        signal = 0
         try:
-            with self.job.collectives.abort_on_error(), exchange.using(client):
+            with job.collectives.abort_on_error(), exchange.connected(client):
                 history = loop.fit(*arguments.args, **arguments.kwargs)
-        except Preempted as ended:
-            ended_by = ended.signal
-            client.own_signal = ended_by if self.job.is_chief else 0
-            self._finish(client, stop=True)
+        except Preempted as preempted:
+            signal = preempted.signal
+            client.own_signal = signal if job.is_chief else 0
+            self._end(client, stop=True)
         finally:
             client.close()
             self._session = None
-        self.job.end_if_preempted(ended_by if self.job.is_chief else client.signal)
-        self.job.end(client.pushed, None, history)
+        job.end_if_preempted(signal if job.is_chief else client.signal)
+        job.end(client.pushed, None, history)
         return history
 
     def begin(self) -> None:
-        """Give the servers what the chief has, and all workers what the servers have."""
-        client = self._exchange.reach()
-        if self.job.is_chief:
+        """Send the chief's weights to the servers, and get them on all workers."""
+        if self._job.is_chief:
             if self._session is not None:
                 self._session.restore_shared()
-            weights = [np.asarray(v.numpy()) for v in self.job.model.trainable_variables]
-            client.load(weights, self.job.shards.state.take())
+            weights = [np.asarray(v.numpy()) for v in self._job.model.trainable_variables]
+            self._exchange.client.load(weights, self._job.pack_state())
         self._exchange.pull()
 
     def session(self) -> WorkerSession:
-        """Returns the checkpoints of the ``fit`` that has begun on this worker."""
+        """Return the checkpoints of the running ``fit``, which has a ``Checkpoint``."""
         assert self._session is not None
         return self._session
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Load the newest weights."""
         self._exchange.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Load the newest weights if callbacks may have replaced them."""
         self._exchange.begin_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._exchange.show_newest()
+        """Load the newest weights and their averages."""
+        self._exchange.load_newest()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._exchange.show_newest()
+        """Load the newest weights and their averages."""
+        self._exchange.load_newest()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._exchange.reach().stopped:
+        """Stop after another worker has stopped the training."""
+        if self._exchange.client.stopped:
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
+        """Wait for the other workers, and load the final weights."""
         if self._session is not None:
             self._session.finish()
-        client, stop = self._exchange.reach(), bool(self.model.stop_training)
-        self._exchange.assign(self._finish(client, stop=stop))
-        if self.job.is_chief:
-            self.job.shards.state.finalize()
+        stop = bool(self.model.stop_training)
+        self._exchange.assign(self._end(self._exchange.client, stop=stop))
+        if self._job.is_chief:
+            self._job.assign_averages()
 
-    def _finish(self, client: Client, *, stop: bool) -> list[np.ndarray]:
-        """Wait for the others; returns the last weights, and gives the chief the last state."""
-        if not self.job.is_chief:
-            return client.end(stop=stop)
-        states = self.job.shards.state.buffers()
+    def _end(self, client: Client, *, stop: bool) -> list[np.ndarray]:
+        """Wait for the others and return the final weights; load the final state on the chief."""
+        states = self._job.pack_state() if self._job.is_chief else []
         weights = client.end(stop=stop, states=states)
-        self.job.shards.state.put(states)
+        if self._job.is_chief:
+            self._job.load_state(states)
         return weights
 
 
-def _train_alone(given: dict[str, Any]) -> None:
-    """Take validation out of the arguments of ``fit``, with the data that belong to it."""
+def _remove_validation(given: dict[str, Any]) -> None:
+    """Remove validation and its part of the data from the arguments of ``fit``."""
     part = given.pop("validation_split", 0.0)
     if part and given.pop("validation_data", None) is None:
         names = ("x", "y", "sample_weight")

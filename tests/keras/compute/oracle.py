@@ -1,7 +1,7 @@
-"""Trains models on whole batches and in towers, and tells how far apart they are.
+"""Trains models on whole batches and in towers, and reports the differences.
 
-``python oracle.py [CASE ...]`` prints a line of JSON for each case; on any number of ranks, in the
-mode that the environment says.
+``python oracle.py [CASE ...]`` prints a line of JSON for each case, on any number of ranks and with
+the settings of the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tensorflow as tf
 import hvdtrain
 
 JOINT_BATCH = 12
-ROWS = JOINT_BATCH * 4 + 1  # of the last joint batch most towers have nothing
+ROWS = JOINT_BATCH * 4 + 1  # most towers have no rows of the last joint batch
 
 layers = keras.layers
 losses = keras.losses
@@ -30,16 +30,13 @@ def main(*chosen: str) -> None:
     hvdtrain.init()
     keras.config.set_floatx("float64")
     for case in chosen or CASES:
-        print_line({"what": case, "rank": hvdtrain.rank(), **differences(case)})
-
-
-def print_line(facts: dict[str, Any]) -> None:
-    # In one piece: lines of several ranks must not run into each other.
-    os.write(1, (json.dumps(facts) + "\n").encode())
+        line = json.dumps({"what": case, "rank": hvdtrain.rank(), **differences(case)})
+        # A single write, so that lines of several ranks are not mixed.
+        os.write(1, (line + "\n").encode())
 
 
 def differences(case: str) -> dict[str, float]:
-    """The largest ones between plain Keras on the joint batches and this job."""
+    """Return the largest differences between plain Keras on joint batches and this job."""
     alone = results(case, JOINT_BATCH, lambda model: model)
     joint = results(case, JOINT_BATCH // hvdtrain.size(), hvdtrain.distribute)
     return {name: distance(joint[name], alone[name]) for name in alone}
@@ -62,26 +59,26 @@ def results(
     }
 
 
-def distance(mine: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference, relative to the largest value of its array."""
-    assert len(mine) == len(theirs)
+def distance(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """Return the largest difference, relative to the largest value of its array."""
     return max(
-        float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)) for a, b in zip(mine, theirs)
+        float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
 def arguments(case: str) -> dict[str, Any]:
-    """Of ``fit``."""
+    """Return the arguments of ``fit``."""
     rng = np.random.default_rng(11)
     y = rng.integers(0, 3, ROWS)
     if case == "embedding" or case == "masked":
         x = rng.integers(0, 9, (ROWS, 5))
-        x[:, 0] = 1 + np.arange(ROWS) % 8  # or a row might be masked as a whole
+        x[:, 0] = 1 + np.arange(ROWS) % 8  # no row is masked completely
         return {"x": x, "y": x if case == "masked" else y}
-    found: dict[str, Any] = {"x": rng.normal(size=(ROWS, 6)), "y": y}
+    given: dict[str, Any] = {"x": rng.normal(size=(ROWS, 6)), "y": y}
     if "sample weights" in case:
-        found["sample_weight"] = rng.random(ROWS)
-    return found
+        given["sample_weight"] = rng.random(ROWS)
+    return given
 
 
 class AddsLoss(layers.Layer):
@@ -93,7 +90,7 @@ class AddsLoss(layers.Layer):
 
 
 class OwnLoss(keras.Sequential):
-    """A loss of its own that needs a weight, and each sample's neighbours in the batch."""
+    """Computes a loss from a weight and from pairs of samples in the batch."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
@@ -104,7 +101,7 @@ class OwnLoss(keras.Sequential):
 
 
 class OwnSteps(keras.Sequential):
-    """Evaluates and predicts in its own way."""
+    """Overrides ``test_step`` and ``predict_step``."""
 
     def test_step(self, data: Any) -> Any:
         x, y = data
@@ -143,11 +140,11 @@ def compiled(
 
 
 def scaled() -> Any:
-    # Adam has an eye for the smallest difference in how often the scale was taken out.
+    # Adam would amplify the smallest difference in unscaling.
     return optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)
 
 
-# Each has a thing or two of which none could hide that the other is wrong.
+# Each case has one or two features that can't hide an error in each other.
 CASES: Mapping[str, Callable[[], keras.Model]] = {
     "clip and decay": lambda: dense(
         optimizers.AdamW(0.01, weight_decay=0.05, global_clipnorm=0.1), steps_per_execution=2

@@ -1,5 +1,3 @@
-"""One process that computes on several devices trains as it would on one."""
-
 import re
 from pathlib import Path
 
@@ -7,14 +5,14 @@ import numpy as np
 
 from tests.harness.jobs import Completed
 from tests.keras.compute import oracle
-from tests.keras.served.programs import facts, program
+from tests.keras.served.programs import program, reports
 
 PROGRAM = Path(oracle.__file__)
 BETWEEN_RANKS = ("clip and decay", "embedding", "masked")
 
 
 def towers(devices: int, **settings: object) -> dict[str, str]:
-    """The environment of such a job."""
+    """Return the environment of a job with ``devices`` towers per rank."""
     others = {f"HVDTRAIN_{name.upper()}": str(value) for name, value in settings.items()}
     return {"HVDTRAIN_MODE": "towers", "HVDTRAIN_DEVICES_PER_RANK": str(devices), **others}
 
@@ -23,20 +21,20 @@ def test_training_equals_one_device(launch):
     done = launch(None, PROGRAM, timeout_s=200, env=towers(3))
     assert done.returncode == 0
     for case in oracle.CASES:
-        (found,) = facts(done, case)
+        (differences,) = reports(done, case)
         for what in ("weights", "history", "scores", "predictions"):
-            assert found[what] <= 1e-12, f"{case}: {what}"
+            assert differences[what] <= 1e-12, f"{case}: {what}"
 
 
 def test_ranks_with_towers_equal_one_device(launch):
     done = launch(2, PROGRAM, *BETWEEN_RANKS, timeout_s=200, env=towers(2))
     assert done.returncode == 0
     for case in BETWEEN_RANKS:
-        # What a rank counts for is a float32 where it isn't known beforehand.
+        # Counts that ranks exchange in a step are float32.
         tolerance = 1e-6 if case == "masked" else 1e-12
-        for found in facts(done, case):
-            assert found["weights"] <= tolerance, case
-            assert found["predictions"] <= tolerance, case
+        for differences in reports(done, case):
+            assert differences["weights"] <= tolerance, case
+            assert differences["predictions"] <= tolerance, case
 
 
 LAYERS = program("""
@@ -44,7 +42,7 @@ LAYERS = program("""
 
 
     class Tracks(keras.layers.Layer):
-        \"\"\"Notes the mean of its inputs, and how often it was called in training.\"\"\"
+        \"\"\"Stores the mean of its inputs, and counts its calls in training.\"\"\"
 
         def build(self, shape):
             self.mean = self.add_weight(shape=(), trainable=False, initializer="zeros")
@@ -58,19 +56,19 @@ LAYERS = program("""
             return x
 
 
-    class Kept(keras.Model):
+    class StoresOutputs(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-            if hasattr(y_pred, "numpy"):  # it is built without values first
+            if hasattr(y_pred, "numpy"):  # the first call is symbolic
                 seen.append(y_pred.numpy())
             return super().compute_loss(x, y, y_pred, sample_weight)
 
 
     def step(rows, *layers, **options):
-        \"\"\"The model after a step on so many rows, and what it gave in that.\"\"\"
+        \"\"\"Train one step, and return the outputs.\"\"\"
         x = keras.Input((8,))
         inner = keras.Sequential([keras.Input((8,)), *layers])
-        nothing = keras.layers.Dense(8, kernel_initializer="zeros")(x)  # it can be trained
-        model = Kept(x, keras.layers.add([inner(x), nothing]))
+        zero = keras.layers.Dense(8, kernel_initializer="zeros")(x)  # has trainable weights
+        model = StoresOutputs(x, keras.layers.add([inner(x), zero]))
         model.compile(keras.optimizers.SGD(0.0), "mse", **options)
         hvdtrain.distribute(model)
         del seen[:]
@@ -80,7 +78,7 @@ LAYERS = program("""
 
     seen = []
     for rows in (7, 2, 1):
-        # With 3 towers 7 rows are cut into 2, 2 and 3, and of 1 or 2 the first gets none.
+        # Three towers get 2, 2 and 3 of 7 rows; the first gets none of 1 or 2.
         cuts = [rows * tower // 3 for tower in range(4)]
         parts = [X[a:b] for a, b in zip(cuts, cuts[1:]) if b > a]
         tracks = Tracks()
@@ -88,24 +86,24 @@ LAYERS = program("""
         assert int(tracks.calls) == 1
         np.testing.assert_allclose(tracks.mean, X[:rows].mean(), rtol=1e-4)
         normalize = keras.layers.BatchNormalization(momentum=0.9)
-        given = step(rows, normalize, run_eagerly=True)
+        outputs = step(rows, normalize, run_eagerly=True)
         expected = [(part - part.mean(0)) / np.sqrt(part.var(0) + 1e-3) for part in parts]
-        np.testing.assert_allclose(given, np.concatenate(expected), atol=1e-4)
+        np.testing.assert_allclose(outputs, np.concatenate(expected), atol=1e-4)
         variance = sum(part.var(0) * len(part) / rows for part in parts)
         np.testing.assert_allclose(normalize.moving_variance, 0.9 + 0.1 * variance, rtol=1e-4)
         assert all(np.isfinite(variable.numpy()).all() for variable in normalize.variables)
     X[:] = 1.0
     dropped = step(9, keras.layers.Dropout(0.5), run_eagerly=True)
-    tell("dropout", masks=len({row.tobytes() for row in dropped}))
+    report("dropout", masks=len({row.tobytes() for row in dropped}))
 """)
 
 
-def test_layers_that_track_their_batches(launch):
+def test_layers_that_depend_on_the_batch(launch):
     done = launch(None, LAYERS, timeout_s=120, env=towers(3))
     assert done.returncode == 0
-    assert "/device:" not in done.stdout, "nobody asked for it"
-    # Of 2 to the 8th masks; towers with the same random numbers would have three of them.
-    assert facts(done, "dropout")[0]["masks"] > 3
+    assert "/device:" not in done.stdout, "no log of placements by default"
+    # Towers with the same random numbers would have three masks of 256.
+    assert reports(done, "dropout")[0]["masks"] > 3
 
 
 PLACED = program("""
@@ -117,11 +115,11 @@ PLACED = program("""
 
 
 def placed(done: Completed, operation: str) -> set[str]:
-    """On which devices it was computed, as TensorFlow says."""
+    """Return the devices of an operation in TensorFlow's log."""
     return set(re.findall(rf"\({operation}\): \S+/device:(\S+)", done.stdout))
 
 
-def test_towers_compute_on_devices_of_their_own(launch):
+def test_towers_compute_on_different_devices(launch):
     settings = {"log_device_placement": 1, "soft_placement": 0}
     done = launch(None, PLACED, timeout_s=120, env=towers(3, **settings))
     assert done.returncode == 0
@@ -132,7 +130,7 @@ def test_towers_compute_on_devices_of_their_own(launch):
 
 
 APART = program("""
-    class NotesGraph(keras.layers.Layer):
+    class StoresGraph(keras.layers.Layer):
         def call(self, x):
             graphs.append(tf.compat.v1.get_default_graph())
             return x
@@ -140,33 +138,33 @@ APART = program("""
 
     layers, graphs = keras.layers, []
     model = classifier("sgd", layers.Dense(9, "relu"), layers.BatchNormalization(),
-                       layers.Dropout(0.5), layers.Dense(3), NotesGraph())
+                       layers.Dropout(0.5), layers.Dense(3), StoresGraph())
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
     batch = tf.constant(X[:8]), tf.constant(Y[:8])
     tf.function(model.train_step).get_concrete_function(batch)
 
 
     def waits_for(operation):
-        found, open_ones = set(), [operation]
-        while open_ones:
-            one = open_ones.pop()
-            before = {*(tensor.op for tensor in one.inputs), *one.control_inputs} - found
-            found |= before
-            open_ones += before
-        return found
+        ancestors, queue = set(), [operation]
+        while queue:
+            current = queue.pop()
+            before = {*(t.op for t in current.inputs), *current.control_inputs} - ancestors
+            ancestors |= before
+            queue += before
+        return ancestors
 
 
     for operation in graphs[-1].get_operations():
         if operation.type == "BiasAdd":
             others = {one.device for one in waits_for(operation) if one.type == "MatMul"}
-            tell("outputs", device=operation.device, after=sorted(others))
+            report("outputs", device=operation.device, after=sorted(others))
 """)
 
 
-def test_no_tower_waits_for_another_ones_pass(launch):
+def test_no_tower_waits_for_the_pass_of_another(launch):
     done = launch(None, APART, timeout_s=120, env=towers(3))
     assert done.returncode == 0
-    outputs = facts(done, "outputs")
+    outputs = reports(done, "outputs")
     assert sorted({entry["device"][-5:] for entry in outputs}) == ["CPU:0", "CPU:1", "CPU:2"]
     for entry in outputs:
         assert entry["after"] == [entry["device"]]
@@ -183,7 +181,7 @@ RESUMED = program("""
 """)
 
 
-def test_training_goes_on_with_another_number_of_devices(launch, tmp_path):
+def test_training_resumes_with_another_number_of_devices(launch, tmp_path):
     stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
     assert launch(None, RESUMED, "1", stopped, env=towers(2)).returncode == 0
     resumed = launch(None, RESUMED, "2", stopped, env=towers(3))
@@ -213,7 +211,7 @@ REFUSED = program("""
         try:
             make()
         except hvdtrain.ModelError as error:
-            tell(what, error=str(error))
+            report(what, error=str(error))
 
 
     def own_step():
@@ -243,24 +241,24 @@ REFUSED = program("""
 """)
 
 
-def test_what_cannot_be_cut_is_an_error_on_all_ranks(launch):
+def test_unsupported_models_are_refused_on_all_ranks(launch):
     done = launch(2, REFUSED, timeout_s=120, env=towers(2))
     assert done.returncode == 0
     expected = {
-        "own step": r"OwnStep has a train_step of its own, .* start one rank a device",
-        "fixed": r"Input 0 .* takes batches of 4 and no others, .* start one rank a device",
-        "scalar": r"An output of the model is a single number",
-        "rows": r"add_loss was given values of the shape \(\w+,\), .* expected a scalar",
+        "own step": r"does not support the train_step of OwnStep; .* start one rank per device",
+        "fixed": r"Input 0 .* has a fixed batch size of 4, .* start one rank per device",
+        "scalar": r"Outputs must have a row for each sample with --mode towers, got a scalar",
+        "rows": r"add_loss must get a scalar with --mode towers, got shape \(\w+,\)",
     }
     for what, message in expected.items():
-        told = facts(done, what)
-        assert [entry["rank"] for entry in told] == [0, 1], what
-        assert all(re.search(message, entry["error"]) for entry in told), told
+        errors = reports(done, what)
+        assert [entry["rank"] for entry in errors] == [0, 1], what
+        assert all(re.search(message, entry["error"]) for entry in errors), errors
     for notice in ("normalizes the part of each tower", "towers run without jit_compile"):
         assert done.stderr.count(notice) == 1
 
 
-def test_init_comes_before_the_devices_are_used(launch):
+def test_init_must_come_before_devices_are_used(launch):
     used = """
         import tensorflow as tf
         tf.zeros(3)

@@ -1,5 +1,3 @@
-"""Jobs of other modes than the one that they were started in."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -13,13 +11,13 @@ from hvdtrain import world as job
 
 @pytest.fixture
 def local_sgd(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Turns the job that the test runs in into one of local SGD, with these settings."""
+    """Return a function that changes the running job to local SGD with these settings."""
 
-    def turn(sync_every: int, **settings: Any) -> Any:
+    def change(sync_every: int, **settings: Any) -> Any:
         given = {"mode": "local-sgd", "sync_every": sync_every, **settings}
         changed = dataclasses.replace(job.settings(), **given)
         changed.check()
         monkeypatch.setattr(job, "_world", dataclasses.replace(job._world, settings=changed))
         return world
 
-    return turn
+    return change

@@ -1,5 +1,3 @@
-"""Checkpoints of local SGD: they change nothing, and training goes on exactly from them."""
-
 from __future__ import annotations
 
 import os
@@ -22,7 +20,7 @@ DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
 def make() -> keras.Model:
-    """Much that differs by rank. An epoch has six steps."""
+    """Return a model with much state that differs by rank; an epoch has six steps."""
     layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization()]
     optimizer = keras.optimizers.Adam(0.01, use_ema=True)
     return model_of([*layers, keras.layers.Dropout(0.4)], optimizer=optimizer)
@@ -40,17 +38,17 @@ def fit(*callbacks: Any, epochs: int = 3) -> Any:
 @pytest.mark.parametrize(
     ("outer", "stop"), [(DILOCO, 5), pytest.param({}, 8, marks=pytest.mark.more)]
 )
-def test_a_resumed_training_is_the_one_that_saved_nothing(local_sgd, tmp_path, outer, stop):
-    """On each rank to the bit. Checkpoints wait for the end of a round, or of an epoch."""
+def test_a_resumed_training_equals_one_without_checkpoints(local_sgd, tmp_path, outer, stop):
+    """To the bit, on each rank. Checkpoints wait for the end of a round or epoch."""
     world = local_sgd(4, **outer)
     whole = outcome(*run(world, make, fit(), seed=1))
     saving = Checkpoint(tmp_path, every_steps=1)
     with pytest.raises(Stop):
         run(world, make, fit(saving, StopAfter(stop)), seed=1)
     if world.is_chief():
-        # None is taken while the one before is being written.
+        # A checkpoint is skipped while the previous one is being written.
         assert {4} <= {*Store(tmp_path).steps()} <= {4, 6}
-    # The state must come from the checkpoint and not from the program's beginning.
+    # Another seed: the state must come from the checkpoint.
     resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=1)), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
@@ -58,9 +56,7 @@ def test_a_resumed_training_is_the_one_that_saved_nothing(local_sgd, tmp_path, o
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_where_rounds_are_longer_than_epochs_one_that_is_due_waits_for_an_epochs_end(
-    local_sgd, tmp_path
-):
+def test_a_checkpoint_waits_for_the_end_of_the_epoch_if_rounds_are_longer(local_sgd, tmp_path):
     world = local_sgd(100)
     with pytest.raises(Stop):
         run(world, make, fit(Checkpoint(tmp_path, every_steps=4), StopAfter(7)), seed=1)
@@ -95,11 +91,11 @@ def test_a_signal_ends_a_round(local_sgd, tmp_path):
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_modes_go_on_from_each_others_checkpoints(world, local_sgd, tmp_path):
-    """As in post-local SGD: first all gradients are averaged, then weights."""
-    turns = [lambda: world, lambda: local_sgd(4, **DILOCO), lambda: local_sgd(2)]
-    for epochs, turn in enumerate(turns, 1):
-        model, history = run(turn(), make, fit(Checkpoint(tmp_path), epochs=epochs), seed=epochs)
+def test_modes_resume_from_each_others_checkpoints(world, local_sgd, tmp_path):
+    """As in post-local SGD: first gradients are averaged, then weights."""
+    modes = [lambda: world, lambda: local_sgd(4, **DILOCO), lambda: local_sgd(2)]
+    for epochs, mode in enumerate(modes, 1):
+        model, history = run(mode(), make, fit(Checkpoint(tmp_path), epochs=epochs), seed=epochs)
         assert history.epoch == [*range(epochs)]
         (optimizer,) = [model.optimizer]
         assert int(iterations_of(optimizer).numpy()) == 6 * epochs
@@ -107,7 +103,7 @@ def test_modes_go_on_from_each_others_checkpoints(world, local_sgd, tmp_path):
     assert losses[2] < losses[0]
 
 
-def test_another_number_of_ranks_gets_means_of_what_optimizers_keep():
+def test_another_number_of_ranks_gets_means_of_the_optimizers_state():
     model = make()
     model.optimizer.build(model.trainable_variables)
     samples = keras.Variable(0, dtype="int64", trainable=False)

@@ -1,4 +1,4 @@
-"""A rank that dies within a round is left out of the average, and its samples are done again."""
+"""A rank that dies within a round is excluded from the average, and its samples are used again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-# Every sample has a weight of its own, to which a step with the sample adds -1.
+# Each sample has its own weight, and a step with the sample adds -1 to it.
 SCRIPT = """
     import json
     import os
@@ -24,7 +24,7 @@ SCRIPT = """
 
 
     class Total(keras.losses.Loss):
-        # Not a callback: with hooks for batches ranks would learn of the loss within the round.
+        # Not a callback, whose hooks for batches would detect the lost rank within the round.
         def __init__(self, who):
             super().__init__(reduction="sum")
             self.who, self.steps = who, 0
@@ -50,20 +50,20 @@ SCRIPT = """
         return (-model.get_weights()[0].reshape(-1)).tolist()
 
 
-    visits = [train(2), train(0)]
-    print(json.dumps({"size": hvdtrain.size(), "chief": hvdtrain.is_chief(), "visits": visits}))
+    counts = [train(2), train(0)]
+    print(json.dumps({"size": hvdtrain.size(), "chief": hvdtrain.is_chief(), "counts": counts}))
 """
 
 
 @pytest.mark.mpi
-def test_training_goes_on_without_a_rank_and_does_its_samples(elastic):
+def test_training_continues_without_a_rank_and_uses_its_samples(elastic):
     done = elastic(SCRIPT, "--mode", "local-sgd", "--sync-every", "4")
     assert done.returncode == 0, done
-    (told,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
-    assert (told["size"], told["chief"]) == (1, True)
-    # Each sample is trained on once. In the round in which a rank was lost, the second, what the
-    # others did was to count as a part of more ranks than there were in the average.
-    for visits, before, after in zip(told["visits"], (3, 2), (2, 1)):
-        more = before / after
-        assert sorted(set(visits)) == [1.0, more]
-        assert visits.count(more) == after * 4 * 4
+    (result,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
+    assert (result["size"], result["chief"]) == (1, True)
+    # Each sample is used once. Sums of the second round, in which a rank was lost, were scaled for
+    # one rank more than were in the average.
+    for counts, before, after in zip(result["counts"], (3, 2), (2, 1)):
+        scaled = before / after
+        assert sorted(set(counts)) == [1.0, scaled]
+        assert counts.count(scaled) == after * 4 * 4

@@ -1,7 +1,7 @@
-"""Trains models in many ways, and keeps what came of each; for any number of ranks.
+"""Trains models in many ways on any number of ranks, and saves the results.
 
 ``python oracle.py FOLDER [CASE ...]``: after each case every rank compares its weights with the
-chief's, which writes weights and the optimizer's state to ``FOLDER/CASE.npz``.
+chief's, and the chief writes weights and the optimizer's state to ``FOLDER/CASE.npz``.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ def main(folder: Path, *chosen: str) -> None:
             arguments = {**_data(case), "callbacks": callbacks, "epochs": epochs}
             ended = model.fit(**arguments, batch_size=size, shuffle=False, verbose=0)
             history = ended.history
-        print(f"{case}: rank {hvdtrain.rank()} {'as' if _as_chief(model) else 'not as'} the chief")
+        relation = "equals" if _like_chief(model) else "differs from"
+        print(f"{case}: rank {hvdtrain.rank()} {relation} the chief")
         if hvdtrain.is_chief():
             validated = [np.array(v) for name, v in history.items() if name.startswith("val_")]
             np.savez(folder / f"{case}.npz", *_state(model), *validated)
 
 
-def _as_chief(model: keras.Model) -> bool:
-    """Whether this rank has the chief's weights; collective."""
-    collectives = world.collectives()
-    mine = [np.asarray(variable.numpy()) for variable in model.weights]
-    chiefs = [collectives.broadcast(value.copy(), name="the chief's") for value in mine]
-    return all(np.array_equal(*pair) for pair in zip(mine, chiefs))
+def _like_chief(model: keras.Model) -> bool:
+    """Return whether this rank has the chief's weights; collective."""
+    broadcast = world.collectives().broadcast
+    values = [np.asarray(variable.numpy()) for variable in model.weights]
+    chiefs = [broadcast(value.copy(), name="the chief's") for value in values]
+    return all(np.array_equal(*pair) for pair in zip(values, chiefs))
 
 
 def _state(model: keras.Model) -> list[np.ndarray]:
-    """Weights and the optimizer's state, without gradients that wait for those of more steps."""
+    """Return weights and the optimizer's state, without accumulated gradients."""
     waiting = {id(v) for v in getattr(model.optimizer, "_accumulated_gradients", ())}
     variables = [*model.weights, *model.optimizer.variables]
     return [np.asarray(v.numpy()) for v in variables if id(v) not in waiting]
@@ -62,7 +63,7 @@ def _state(model: keras.Model) -> list[np.ndarray]:
 
 def _data(case: str) -> dict[str, Any]:
     rng = np.random.default_rng(11)
-    # In the last joint batch one worker has nothing, or less than the other.
+    # One worker has fewer rows of the last joint batch than the other, or none.
     rows = JOINT_BATCH * 4 + (1 if case.endswith("uneven") else 5)
     x = rng.normal(size=(rows, 6))
     if case == "embedding":

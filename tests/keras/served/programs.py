@@ -1,4 +1,4 @@
-"""Programs of several ranks, some of which are parameter servers, and what they said."""
+"""Test programs of several ranks with parameter servers, and their output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.harness.jobs import Completed
 
-__all__ = ["facts", "program", "servers"]
+__all__ = ["program", "reports", "servers"]
 
 _PRELUDE = """
     import json
@@ -54,26 +54,26 @@ _PRELUDE = """
         return model
 
 
-    def tell(what, **facts):
-        # In one piece: lines of several ranks must not run into each other.
-        os.write(1, (json.dumps({"what": what, "rank": RANK, **facts}) + "\\n").encode())
+    def report(what, **values):
+        # A single write, so that lines of several ranks are not mixed.
+        os.write(1, (json.dumps({"what": what, "rank": RANK, **values}) + "\\n").encode())
 
 
     def like_chief(model):
-        ways = world.collectives()
-        mine = [np.asarray(variable.numpy()) for variable in model.weights]
-        chiefs = [ways.broadcast(value.copy(), name="the chief's") for value in mine]
-        return all(np.array_equal(*pair) for pair in zip(mine, chiefs))
+        values = [np.asarray(variable.numpy()) for variable in model.weights]
+        broadcast = world.collectives().broadcast
+        chiefs = [broadcast(value.copy(), name="the chief's") for value in values]
+        return all(np.array_equal(*pair) for pair in zip(values, chiefs))
 
 
     def wait_for(name):
-        # Without an end: the harness has one.
+        # The harness has a time-out.
         while not Path(name).exists():
             time.sleep(0.02)
 
 
     class Seen(keras.callbacks.Callback):
-        \"\"\"Keeps the weights after each epoch.\"\"\"
+        \"\"\"Stores the weights after each epoch.\"\"\"
 
         def __init__(self):
             super().__init__()
@@ -84,7 +84,7 @@ _PRELUDE = """
 
 
     class At(keras.callbacks.Callback):
-        \"\"\"Calls a function of the batch, before or after it.\"\"\"
+        \"\"\"Calls functions before and after each batch.\"\"\"
 
         def __init__(self, begin=None, end=None):
             super().__init__()
@@ -102,19 +102,19 @@ _PRELUDE = """
 
 
 def program(text: str) -> str:
-    """The text of a program that begins with what all of them need."""
+    """Return a program with common imports and helpers before ``text``."""
     return textwrap.dedent(_PRELUDE) + textwrap.dedent(text)
 
 
 def servers(mode: str, count: int = 1, **settings: Any) -> dict[str, str]:
-    """The environment of such a job."""
+    """Return the environment of a job with ``count`` parameter servers."""
     others = {f"HVDTRAIN_{name.upper()}": str(value) for name, value in settings.items()}
     return {"HVDTRAIN_MODE": mode, "HVDTRAIN_NUM_PS": str(count), **others}
 
 
-def facts(done: Completed, what: str) -> list[dict[str, Any]]:
-    """What the ranks told of something, in the order of ranks."""
-    # ``hvdtrain run`` says before each line whose it is.
+def reports(done: Completed, what: str) -> list[dict[str, Any]]:
+    """Return the values that ranks passed to ``report``, in the order of ranks."""
+    # ``hvdtrain run`` puts the rank before each line.
     lines = re.findall(r"^(?:\[\d+\] )?(\{.*\})$", done.stdout, re.M)
-    told = [entry for entry in map(json.loads, lines) if entry.pop("what") == what]
-    return sorted(told, key=lambda entry: entry["rank"])
+    entries = [entry for entry in map(json.loads, lines) if entry.pop("what") == what]
+    return sorted(entries, key=lambda entry: entry["rank"])

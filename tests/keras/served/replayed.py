@@ -1,4 +1,4 @@
-"""Trains a small model through parameter servers, so that it can be done again in one process.
+"""Trains a small model with parameter servers; test_replay.py repeats the training in one process.
 
 ``python replayed.py FOLDER``: the chief writes ``before.npz``, and ``after.npz`` with the weights
 and then the optimizer's momentums.
@@ -22,7 +22,7 @@ EPOCHS = 2
 
 
 def make_model() -> keras.Model:
-    """In float64; its variables have the same names wherever it is made."""
+    """Return a model in float64 whose variables always have the same names."""
     keras.utils.set_random_seed(7)
     layers = [
         keras.Input((6,), dtype="float64"),
@@ -43,14 +43,14 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_of(worker: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a worker trains on; a step of all workers has neighbouring rows."""
+    """Return the batch of a worker; the batches of all workers in a step are neighbours."""
     start = (step % STEPS * WORKERS + worker) * BATCH
     x, y = make_data()
     return x[start : start + BATCH], y[start : start + BATCH]
 
 
 class Together(keras.callbacks.Callback):
-    """No worker begins before all have the first weights: so some gradients must be stale."""
+    """Lets all workers start with the same weights, so that some gradients are stale."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Together(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         if not self._begun:
             (self._folder / f"worker-{hvdtrain.rank()}").touch()
-            # Without an end: the harness has one.
+            # The harness has a time-out.
             while len(list(self._folder.glob("worker-*"))) < WORKERS:
                 time.sleep(0.02)
             self._begun = True

@@ -1,15 +1,13 @@
-"""What can't train through parameter servers ends in an error on every rank that says why."""
-
 import pytest
 
-from tests.keras.served.programs import facts, program, servers
+from tests.keras.served.programs import program, reports, servers
 
 MISTAKES = """
     def refused(case, call):
         try:
             call()
         except hvdtrain.HvdtrainError as error:
-            tell("refused", case=case, error=type(error).__name__, text=str(error))
+            report("refused", case=case, error=type(error).__name__, text=str(error))
 
 
     def average():
@@ -42,16 +40,16 @@ MISTAKES = """
     refused("too many servers", tiny)
     good = classifier("sgd")
     refused("train_on_batch", batch)
-    # All of that has left no rank behind.
+    # All ranks are still synchronized.
     good.fit(X, Y, verbose=0)
     refused("train_on_batch after fit", batch)
 """
 
 
-def test_mistakes_that_every_rank_sees(launch):
-    said = {
+def test_unsupported_models_are_refused_on_every_rank(launch):
+    messages = {
         "two optimizers": "has 2 optimizers, but parameter servers apply one",
-        "use_ema": "received gradient_accumulation_steps=2",
+        "use_ema": "use_ema=True with gradient_accumulation_steps, got 2",
         "global_clipnorm": "global_clipnorm needs one parameter server, got 2",
         "too many servers": "number of parameter servers must be between 1 and 1, got 2",
         "train_on_batch": "Call model.fit",
@@ -59,15 +57,15 @@ def test_mistakes_that_every_rank_sees(launch):
     }
     done = launch(4, program(MISTAKES), timeout_s=100, env=servers("async-ps", 2))
     assert done.returncode == 0
-    told = facts(done, "refused")
-    for case, text in said.items():
-        entries = [entry for entry in told if entry["case"] == case]
+    for case, text in messages.items():
+        entries = [entry for entry in reports(done, "refused") if entry["case"] == case]
         assert [entry["rank"] for entry in entries] == [0, 1, 2, 3], case
         assert all(text in entry["text"] for entry in entries)
 
 
 FAILS = """
-    # mpirun ends who computes for longer than those that stop wait for it: in lockstep nobody does.
+    # mpirun kills a rank that computes for too long after others have ended. The compilation of the
+    # first step may take that long, so worker 1 waits for the chief's.
     awaited = "chief ends 0" if os.environ["HVDTRAIN_MODE"] == "async-ps" else "chief begins 0"
 
     def begin(batch):
@@ -87,7 +85,7 @@ FAILS = """
     model = classifier("sgd", loss=sums if case == "sums" else LOSS)
     x = X * np.nan if case == "nan" and RANK == 1 else X
     model.fit(x, Y, batch_size=8, verbose=0, callbacks=[At(begin, end)])
-    tell("went on")
+    report("continued")
 """
 
 
@@ -100,15 +98,15 @@ FAILS = """
         ("sums", "sync-ps", "ModelError: Losses with reduction='sum'"),
     ],
 )
-def test_trouble_in_fit_ends_all(launch, case, mode, text):
+def test_an_error_in_fit_ends_all_ranks(launch, case, mode, text):
     done = launch(3, program(FAILS), timeout_s=100, env=servers(mode) | {"CASE": case})
     assert done.returncode == 1
-    assert not facts(done, "went on")
+    assert not reports(done, "continued")
     failed, stopped = (
         {rank for rank in range(3) if f"hvdtrain: rank {rank} of 3 {how}" in done.stderr}
         for how in (f"failed: {text}", "stops: rank ")
     )
     assert 2 in stopped
     assert failed | stopped == {0, 1, 2}
-    # Sums are refused by both workers, unless one hears of the other's refusal first.
+    # Both workers refuse sums, unless one receives the other's failure first.
     assert failed & ({0, 1} if case == "sums" else {1})

@@ -1,4 +1,4 @@
-"""Where workers wait for each other, training is that of one process on the joint batch."""
+"""With synchronous steps, training equals that of one process with the joint batch."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ PROGRAM = Path(oracle.__file__)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, fork_servers):
-    """A folder with what plain Keras makes of the joint batches."""
+    """Return a folder with the results of plain Keras on joint batches."""
     folder = tmp_path_factory.mktemp("alone")
     command = [*fork_servers.python(), os.fspath(PROGRAM), os.fspath(folder)]
     done = run_job(command, folder=folder, timeout_s=200, environment=clean_environment())
@@ -23,11 +23,11 @@ def alone(tmp_path_factory, fork_servers):
     return folder
 
 
-# Where several servers could differ from one: counts and norms over all variables, rows, averages.
+# Several servers could differ from one in steps, norms, sparse gradients and averages.
 SPREAD = ["accumulation, uneven", "clipnorm", "embedding", "averages"]
-# Where it matters in which order what comes.
+# The order of messages could matter for these.
 BOUND = ["embedding", "averages", "momentum", "schedule, uneven", "own_step"]
-# What is left; and a step of one's own, which is to be tried in each mode.
+# All others, and an own train_step in each mode.
 OTHERS = [case for case in oracle.CASES if case == "own_step" or case not in SPREAD + BOUND]
 BOUND_0 = {"staleness_bound": 0}
 
@@ -53,4 +53,4 @@ def test_training_equals_one_process(launch, tmp_path, alone, ranks, environment
                 allowed = 1e-10 * scale
                 error = np.abs(got[name] - expected[name]).max()
                 assert error <= allowed, f"{case}: variable {name} is off by {error:.1e}"
-    assert " not as " not in done.stdout
+    assert " differs from " not in done.stdout

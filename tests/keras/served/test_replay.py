@@ -36,16 +36,16 @@ class Server:
         self.held = keras.Variable(self.cut(initial), dtype="float64")
         self.optimizer = replayed.make_model().optimizer
         self.optimizer.build([self.held])
-        # Version 0 is that of before the chief has given any weights.
+        # Version 0 is before the chief has loaded weights.
         self.versions = [np.empty(0), self.held.numpy().copy()]
 
     def cut(self, whole: dict[str, np.ndarray]) -> np.ndarray:
-        """What this server has of them."""
+        """Return the part of this server."""
         parts = [whole[path].reshape(-1)[start:stop] for path, start, stop in self.pieces]
         return np.concatenate(parts)
 
     def put(self, version: int, whole: dict[str, np.ndarray]) -> None:
-        """Fill in what this server had then."""
+        """Assign the part of this server, at a version."""
         values = self.versions[version]
         for path, start, stop in self.pieces:
             whole[path].reshape(-1)[start:stop] = values[: stop - start]
@@ -72,19 +72,19 @@ class Replay:
             initial = dict(zip(self.names, before.values()))
         logs = [folder / f"server-{replayed.WORKERS + number}.jsonl" for number in range(count)]
         self.servers = [Server(log, initial) for log in logs]
-        self.asked: dict[tuple[int, int], list[int]] = {}  # worker and step; versions by server
+        self.versions: dict[tuple[int, int], list[int]] = {}  # worker and step; versions by server
         for server in self.servers:
             for entry in server.gradients:
-                self.asked.setdefault(_key(entry), []).append(entry["version"])
+                self.versions.setdefault(_key(entry), []).append(entry["version"])
 
     def run(self) -> None:
-        """Make each update as soon as there are the weights that its gradients need."""
+        """Make each update as soon as the weights of its gradients are known."""
         left = {server: list(server.updates) for server in self.servers}
         while any(left.values()):
             ready = [
                 server for server in self.servers if left[server] and self._ready(left[server])
             ]
-            assert ready, "no order of the updates gives all that is asked for"
+            assert ready, "no order of the updates has all weights that are needed"
             for server in ready:
                 update = left[server].pop(0)
                 keys = [_key(entry) for entry in update["gradients"]]
@@ -94,20 +94,20 @@ class Replay:
         return bool(updates) and all(
             version < len(server.versions)
             for entry in updates[0]["gradients"]
-            for server, version in zip(self.servers, self.asked[_key(entry)], strict=True)
+            for server, version in zip(self.servers, self.versions[_key(entry)], strict=True)
         )
 
     def _gradient(self, worker: int, step: int) -> dict[str, np.ndarray]:
         weights = {v.path: np.empty(v.shape) for v in self.model.trainable_variables}
-        for server, version in zip(self.servers, self.asked[worker, step], strict=True):
+        for server, version in zip(self.servers, self.versions[worker, step], strict=True):
             server.put(version, weights)
         for variable in self.model.trainable_variables:
             variable.assign(weights[variable.path])
         x, y = replayed.batch_of(worker, step)
         with tf.GradientTape() as tape:
             loss = self.model.compute_loss(y=tf.constant(y), y_pred=self.model(x, training=True))
-        found = tape.gradient(loss, self.model.trainable_variables)
-        return {name: gradient.numpy() for name, gradient in zip(self.names, found)}
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        return {name: gradient.numpy() for name, gradient in zip(self.names, gradients)}
 
 
 def _key(entry: dict[str, Any]) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def _key(entry: dict[str, Any]) -> tuple[int, int]:
     ],
 )
 def test_one_process_makes_the_same_updates(launch, tmp_path, mode, count, settings):
-    """Two servers take gradients in their own orders, computed with weights of several versions."""
+    """Servers apply gradients in different orders, computed with weights of several versions."""
     env = servers(mode, count, update_log=tmp_path, **settings)
     done = launch(replayed.WORKERS + count, PROGRAM, str(tmp_path), timeout_s=100, env=env)
     assert done.returncode == 0
@@ -143,5 +143,5 @@ def test_one_process_makes_the_same_updates(launch, tmp_path, mode, count, setti
         weights = dict(zip(replay.names, values[:variables]))
         momentums = dict(zip(replay.names, values[variables:], strict=True))
         np.testing.assert_allclose(server.held.numpy(), server.cut(weights), rtol=0, atol=1e-9)
-        found = server.optimizer.momentums[0].numpy()
-        np.testing.assert_allclose(found, server.cut(momentums), rtol=0, atol=1e-9)
+        momentum = server.optimizer.momentums[0].numpy()
+        np.testing.assert_allclose(momentum, server.cut(momentums), rtol=0, atol=1e-9)

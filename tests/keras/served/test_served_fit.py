@@ -1,5 +1,3 @@
-"""``fit`` through parameter servers that wait for nobody: data, validation, callbacks."""
-
 import json
 import re
 from types import SimpleNamespace
@@ -8,7 +6,7 @@ import pytest
 
 from hvdtrain.keras.served.served_fit import _update_log
 from hvdtrain.parameter_server.sharding import Spec, shard_variables
-from tests.keras.served.programs import facts, program, servers
+from tests.keras.served.programs import program, reports, servers
 
 TRAINS = program("""
     plain = keras.Sequential(
@@ -19,18 +17,18 @@ TRAINS = program("""
 
     class Validates(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            found = {}
+            expected = {}
             if hvdtrain.is_chief():
                 plain.set_weights(self.model.get_weights())
-                found = plain.evaluate(*VALIDATION, batch_size=7, verbose=0, return_dict=True)
-            mine = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
-            assert mine.keys() == found.keys(), (mine, found)
-            for name, value in found.items():
-                assert abs(mine[name] - value) < 1e-5, (epoch, name, mine[name], value)
+                expected = plain.evaluate(*VALIDATION, batch_size=7, verbose=0, return_dict=True)
+            got = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
+            assert got.keys() == expected.keys(), (got, expected)
+            for name, value in expected.items():
+                assert abs(got[name] - value) < 1e-5, (epoch, name, got[name], value)
 
 
     model = classifier(keras.optimizers.Adam(0.02))
-    tell("place", number=hvdtrain.rank(), size=hvdtrain.size(), chief=hvdtrain.is_chief())
+    report("place", number=hvdtrain.rank(), size=hvdtrain.size(), chief=hvdtrain.is_chief())
     VALIDATION = X[431:], Y[431:]
     data = {"validation_data": VALIDATION}
     for data in ({"validation_data": VALIDATION, "x": X[:431], "y": Y[:431]},
@@ -43,18 +41,18 @@ TRAINS = program("""
         assert np.allclose(mine, plain.evaluate(X, Y, verbose=0), atol=1e-5)
         predicted = model.predict(X, batch_size=11, verbose=0)
         assert np.allclose(predicted, plain.predict(X, verbose=0), atol=1e-5)
-        tell("trained", alike=like_chief(model), history=history.history, epochs=history.epoch,
+        report("trained", alike=like_chief(model), history=history.history, epochs=history.epoch,
              evaluated=mine)
 """)
 
 
-def test_it_learns_and_all_ranks_end_alike(launch):
+def test_the_model_learns_and_all_ranks_have_the_same_results(launch):
     done = launch(4, TRAINS, timeout_s=150, env=servers("async-ps", 2))
     assert done.returncode == 0
-    assert facts(done, "place") == [
+    assert reports(done, "place") == [
         {"rank": rank, "number": rank, "size": 2, "chief": rank == 0} for rank in range(4)
     ]
-    trained = facts(done, "trained")
+    trained = reports(done, "trained")
     assert len(trained) == 8
     for run in (trained[0::2], trained[1::2]):
         chief, worker, *served = run
@@ -65,7 +63,7 @@ def test_it_learns_and_all_ranks_end_alike(launch):
         assert set(chief["history"]) == {"accuracy", "loss", "val_accuracy", "val_loss"}
         assert set(worker["history"]) == {"accuracy", "loss"}
         assert chief["evaluated"][1] > 0.9
-    # 431 rows, or what is left of 480 by the split: 54 steps with 8 rows or less from two workers.
+    # Both leave 431 rows: 54 batches of up to 8 rows, by two workers, in four epochs.
     assert re.findall(r"2 workers sent (\d+) gradients", done.stderr) == ["216", "216"]
 
 
@@ -99,7 +97,7 @@ INPUTS = program("""
         before = model.get_weights()
         model.fit(*data, epochs=2, verbose=0, **options)
         changed = not np.array_equal(model.get_weights()[0], before[0])
-        tell(what, alike=like_chief(model), changed=changed)
+        report(what, alike=like_chief(model), changed=changed)
 
 
     arrays = {"x": X[:120], "y": Y[:120], "batch_size": 8}
@@ -125,12 +123,12 @@ INPUTS = program("""
     model = classifier("sgd", loss=one_hot, metrics=[vector])
     train("vector", model, X[:120], np.eye(3)[Y[:120]], batch_size=8)
     mine = hvdtrain.distribute(plain, presharded=True)
-    rows = 40 + 24 * RANK  # a server's are not looked at
+    rows = 40 + 24 * RANK  # a server's rows are not used
     train("presharded", mine, X[:rows], Y[:rows], batch_size=8)
     losses = [float(LOSS(Y[:rows], mine(X[:rows]))) * rows for rows in (40, 64)]
     found = mine.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
     predicted = mine.predict(X[:rows], batch_size=8, verbose=0)
-    tell("evaluated", off=abs(found - sum(losses) / 104), rows=len(predicted))
+    report("evaluated", off=abs(found - sum(losses) / 104), rows=len(predicted))
 """)
 
 # The number of pushes of two workers in two epochs of 15 batches; only one worker has the last one.
@@ -150,7 +148,7 @@ COUNTS = {
 }
 
 
-# How input is shared out and read is the same in all modes; these end in different ways.
+# Input is read in the same way in all modes, but ends in three.
 ENDS = ["unknown length", "steps", "presharded"]
 
 
@@ -164,13 +162,13 @@ def test_every_batch_is_pushed_once(launch, mode, overlap, inputs):
     done = launch(3, INPUTS, *inputs, timeout_s=200, env=env)
     assert done.returncode == 0
     for what in inputs:
-        told = facts(done, what)
-        assert [entry["rank"] for entry in told] == [0, 1, 2], what
-        assert all(entry["alike"] and entry["changed"] for entry in told), what
+        entries = reports(done, what)
+        assert [entry["rank"] for entry in entries] == [0, 1, 2], what
+        assert all(entry["alike"] and entry["changed"] for entry in entries), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
     assert list(map(int, sent)) == [COUNTS[what] for what in inputs]
-    evaluated = facts(done, "evaluated")
-    assert [entry["rows"] for entry in evaluated] == [104] * 3, "a server's own are not counted"
+    evaluated = reports(done, "evaluated")
+    assert [entry["rows"] for entry in evaluated] == [104] * 3, "without a server's rows"
     assert max(entry["off"] for entry in evaluated) < 1e-5
 
 
@@ -192,7 +190,7 @@ CALLBACKS = program("""
         ).history
         final = model.get_weights()
         unchanged = [n + 1 for n, weights in enumerate(kept) if same(weights, final)]
-        tell(
+        report(
             what, alike=like_chief(model), steps=len(kept), epochs=len(history["loss"]),
             unchanged_after=min(unchanged, default=None), rate=float(model.optimizer.learning_rate),
         )
@@ -217,25 +215,25 @@ CALLBACKS = program("""
 """)
 
 
-def test_the_chiefs_callbacks_decide_for_all(launch):
+def test_the_chiefs_callbacks_apply_to_all_workers(launch):
     done = launch(3, CALLBACKS, timeout_s=150, env=servers("sync-ps"))
     assert done.returncode == 0
-    # An epoch has two steps. After how many of them the weights are what they are at the end,
-    # and how many there are, which the chief decides; others may have begun one more by then.
+    # The step after which the weights no longer change, and the number of steps, which the chief
+    # decides; a worker may make one more. An epoch has two steps.
     for what, unchanged_after, steps in [
-        ("scheduler", 2, 6),  # no rate but in the first epoch
-        ("plateau", 4, 8),  # no rate once the second epoch was no better
-        ("stopping", 2, 6),  # the best were those of the first epoch
+        ("scheduler", 2, 6),  # the rate is 0 after the first epoch
+        ("plateau", 4, 8),  # the rate is 0 after the second epoch, which is not better
+        ("stopping", 2, 6),  # the first epoch was the best
     ]:
-        chief, worker, server = facts(done, what)
+        chief, worker, server = reports(done, what)
         assert all(entry["alike"] for entry in (chief, worker, server))
         assert chief["unchanged_after"] == worker["unchanged_after"] == unchanged_after
         assert chief["steps"] == steps <= worker["steps"] <= steps + 1
         assert chief["epochs"] == server["epochs"] == steps // 2
         assert chief["rate"] == pytest.approx(0.1 if what == "stopping" else 0.0)
-    chief, worker, _ = facts(done, "a worker stops")
+    chief, worker, _ = reports(done, "a worker stops")
     assert worker["steps"] == 1
-    assert 1 <= chief["steps"] <= 3, "the answer to its next gradient ends the chief"
+    assert 1 <= chief["steps"] <= 3, "the chief stops after the reply to its next gradient"
 
 
 SLOW = program("""
@@ -246,7 +244,7 @@ SLOW = program("""
             time.sleep(0.05)
 
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin=late)])
-    tell("done", alike=like_chief(model))
+    report("done", alike=like_chief(model))
 """)
 
 
@@ -254,10 +252,10 @@ SLOW = program("""
 def test_staleness_is_bounded(launch, bound):
     done = launch(4, SLOW, env=servers("async-ps", staleness_bound=bound))
     assert done.returncode == 0
-    assert [entry["alike"] for entry in facts(done, "done")] == [True] * 4
-    told = re.findall(r"3 workers sent 60 gradients; staleness .* (\d+) at most", done.stderr)
-    # While one computes, each of the others can go from bound steps behind it to bound + 1 before.
-    assert 1 <= int(told[0]) <= 2 * (2 * bound + 1)
+    assert [entry["alike"] for entry in reports(done, "done")] == [True] * 4
+    (most,) = re.findall(r"3 workers sent 60 gradients; staleness .* (\d+) at most", done.stderr)
+    # During a step, each of the other two goes from bound steps behind to bound + 1 ahead at most.
+    assert 1 <= int(most) <= 2 * (2 * bound + 1)
 
 
 # Rank 1 pushes, the chief pushes four times, rank 1 pushes again; each gradient is 1.
@@ -272,15 +270,14 @@ SCALED = program("""
         at = At(begin=lambda n: n and wait_for("all"), end=lambda n: Path("first").touch())
     rows = 8 if RANK == 0 else 4
     model.fit(np.ones((rows, 1)), np.ones((rows, 1)), batch_size=2, verbose=0, callbacks=[at])
-    tell("done", weight=model.get_weights()[0].item())
+    report("done", weight=model.get_weights()[0].item())
 """)
 
 
 def test_staleness_is_reported(launch):
     done = launch(3, SCALED, env=servers("async-ps"))
     assert done.returncode == 0
-    found = [entry["weight"] for entry in facts(done, "done")]
-    assert found == [-6.0] * 3
+    assert [entry["weight"] for entry in reports(done, "done")] == [-6.0] * 3
     assert "2 workers sent 6 gradients; staleness " in done.stderr
     assert ", 4 at the 95th percentile, 4 at most" in done.stderr
 
@@ -297,24 +294,25 @@ BACKUP = program("""
             Path("others are done").touch()
 
     history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin, end)]).history
-    tell("done", alike=like_chief(model), history=history)
+    report("done", alike=like_chief(model), history=history)
 """)
 
 
 def test_nobody_waits_for_a_backup_worker(launch):
     done = launch(4, BACKUP, env=servers("sync-ps", backup_workers=1), timeout_s=100)
     assert done.returncode == 0
-    assert [entry["alike"] for entry in facts(done, "done")] == [True] * 4
+    assert [entry["alike"] for entry in reports(done, "done")] == [True] * 4
     assert "3 workers sent 60 gradients, 1 of them too late; staleness 0.0" in done.stderr
 
 
-def test_every_fit_goes_on_with_the_log_of_updates_and_says_who_is_who(tmp_path):
+def test_every_fit_appends_a_header_to_the_update_log(tmp_path):
     specs = [Spec("kernel", (4, 2), "float32"), Spec("bias", (2,), "float32")]
     (shard,) = shard_variables(specs, 1)
     job = SimpleNamespace(
         settings=SimpleNamespace(update_log=str(tmp_path / "logs")),
         collectives=SimpleNamespace(member=2),
-        shards=SimpleNamespace(specs=specs, roles=SimpleNamespace(workers=(0, 1))),
+        specs=specs,
+        roles=SimpleNamespace(workers=(0, 1)),
     )
     for version in (1, 2):
         with _update_log(job, shard) as log:

@@ -1,10 +1,8 @@
-"""Checkpoints with parameter servers: one consistent state, and training that goes on from it."""
-
 import shutil
 
 import pytest
 
-from tests.keras.served.programs import facts, program, servers
+from tests.keras.served.programs import program, reports, servers
 
 PRELUDE = """
     import signal
@@ -15,7 +13,7 @@ PRELUDE = """
 
 
     def at_step(step, call):
-        \"\"\"A callback that calls after so many steps.\"\"\"
+        \"\"\"Return a callback that calls a function after a number of steps.\"\"\"
         left = [step]
 
         def count(batch):
@@ -37,7 +35,7 @@ PRELUDE = """
 
 
     def run(seed, make, callbacks, **options):
-        \"\"\"What came of a training; the number of the signal where one ended it.\"\"\"
+        \"\"\"Return the outcome of a training, or the number of the signal that ended it.\"\"\"
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(seed)
         model = hvdtrain.distribute(make())
@@ -47,8 +45,8 @@ PRELUDE = """
             callbacks = [keras.callbacks.SwapEMAWeights(), *callbacks]
         try:
             history = model.fit(verbose=0, callbacks=callbacks, **options)
-        except hvdtrain.Preempted as ended:
-            return ended.signal
+        except hvdtrain.Preempted as preempted:
+            return preempted.signal
         return outcome(model, history)
 """
 
@@ -84,74 +82,52 @@ EXACT = program(
     PRELUDE
     + MODELS
     + """
+    def save(folder, every_steps):
+        checkpoint = hvdtrain.Checkpoint(folder, every_steps=every_steps)
+        # Otherwise a checkpoint may be delayed while the last one is being written.
+        return [checkpoint, At(begin=lambda batch: checkpoint.session.writer.wait())]
+
+
+    # With overlap a checkpoint gets the newest weights, so that all runs must take it at the same
+    # steps to be equal.
+    step, first, every = (12, 6, 6) if os.environ.get("HVDTRAIN_OVERLAP") else (5, 1, 4)
     for name, *victims in (case.split() for case in sys.argv[1:]):
         make = globals()[name]
-        whole = run(1, make, [hvdtrain.Checkpoint(f"{name} whole", every_steps=4)])
+        whole = run(1, make, save(f"{name} whole", every))
         for victim in map(int, victims):
             folder = f"{name} {victim}"
             kill = lambda: RANK == 0 and os.kill(PIDS[victim], signal.SIGUSR1)
-            stopped = run(1, make, [at_step(5, kill), hvdtrain.Checkpoint(folder, every_steps=1)])
-            resumed = run(9, make, [hvdtrain.Checkpoint(folder, every_steps=4)])
+            stopped = run(1, make, [at_step(step, kill), *save(folder, first)])
+            resumed = run(9, make, save(folder, every))
             parts = whole if hvdtrain.is_chief() else ["weights"]
-            off = [name for name in parts if whole[name] != resumed[name]]
-            tell("exact", case=folder, stopped=stopped, off=off)
+            different = [name for name in parts if whole[name] != resumed[name]]
+            report("exact", case=folder, stopped=stopped, different=different)
 """
 )
 BOUND_0 = servers("async-ps", 2, staleness_bound=0)
+OVERLAP = servers("async-ps", overlap=1)
 
 
-# Models, and which ranks get the signal.
 @pytest.mark.parametrize(
     ("ranks", "environment", "cases"),
     [
         pytest.param(3, servers("sync-ps"), ("deep 2", "averaging 0"), id="sync-ps"),
         pytest.param(4, BOUND_0, ("deep 3", "accumulating 1"), id="bound 0, 2 servers"),
         pytest.param(2, servers("async-ps"), ("momentum 1", "accumulating 0"), id="one worker"),
+        pytest.param(2, OVERLAP, ("deep 0", "accumulating 0"), id="one worker, overlap"),
     ],
 )
-def test_resuming_is_exact_where_training_is(launch, ranks, environment, cases):
-    """A signal to any rank, a server too, saves and ends all."""
+def test_a_resumed_training_is_exactly_the_same(launch, ranks, environment, cases):
+    """After a signal to a worker or a server; cases are models and the rank with the signal."""
     done = launch(ranks, EXACT, *cases, timeout_s=300, env=environment)
     assert done.returncode == 0
-    told = facts(done, "exact")
-    assert len(told) == ranks * sum(len(case.split()) - 1 for case in cases)
-    for entry in told:
-        assert (entry["stopped"], entry["off"]) == (10, []), entry
+    entries = reports(done, "exact")
+    assert len(entries) == ranks * len(cases)
+    for entry in entries:
+        assert (entry["stopped"], entry["different"]) == (10, []), entry
 
 
-# A checkpoint takes the newest weights: training is the same where it has been taken at the same
-# steps, and one that comes due while the last is still being written would be taken later.
-OVERLAPPING = program(
-    PRELUDE
-    + MODELS
-    + """
-    for make in (deep, accumulating):
-        def save(folder):
-            asked = hvdtrain.Checkpoint(folder, every_steps=6)
-            return [asked, At(begin=lambda batch: asked.session.writer.wait())]
-
-        name = make.__name__
-        kill = lambda: RANK == 0 and os.kill(os.getpid(), signal.SIGUSR1)
-        whole = run(1, make, save(name + " whole"))
-        stopped = run(1, make, [at_step(12, kill), *save(name)])
-        resumed = run(9, make, save(name))
-        parts = whole if hvdtrain.is_chief() else ["weights"]
-        off = [name for name in parts if whole[name] != resumed[name]]
-        tell("exact", case=name, stopped=stopped, off=off)
-"""
-)
-
-
-def test_resuming_is_exact_where_checkpoints_were_taken_alike(launch):
-    done = launch(2, OVERLAPPING, timeout_s=200, env=servers("async-ps", overlap=1))
-    assert done.returncode == 0
-    told = facts(done, "exact")
-    assert len(told) == 4
-    for entry in told:
-        assert (entry["stopped"], entry["off"]) == (10, []), entry
-
-
-# Every gradient adds 1 to all elements, and worker 1's come to one server after the other.
+# Every gradient adds 1 to all elements, and those of worker 1 reach one server late.
 MOMENTS = program(
     PRELUDE
     + """
@@ -179,14 +155,14 @@ MOMENTS = program(
     start_send = PointToPoint.start_send
 
 
-    def late(self, data, to, tag):
+    def send_late(self, data, to, tag):
         if tag == REQUEST and to == world.roles().servers[-1]:
             time.sleep(0.02)
         return start_send(self, data, to, tag)
 
 
     if RANK == 1:
-        PointToPoint.start_send = late
+        PointToPoint.start_send = send_late
     model = Counts()
     model(X[:1])
     model.compile(keras.optimizers.SGD(1.0), LOSS)
@@ -196,30 +172,29 @@ MOMENTS = program(
     model.fit(X[:240], Y[:240], batch_size=4, epochs=2, verbose=0, callbacks=[lag, saving])
     if hvdtrain.is_chief():
         for folder in sorted(glob.glob("runs/step-*")):
-            # Only what is newest can be read as a whole.
-            found = Store("runs").newest()
-            arrays = [a for key, a in found.model.items() if key.startswith("weights/")]
+            # Only the newest one can be read.
+            newest = Store("runs").newest()
+            arrays = [a for key, a in newest.model.items() if key.startswith("weights/")]
             values = np.unique(np.concatenate([array.reshape(-1) for array in arrays]))
-            places = [(found.state["epoch"], found.state["place"])]
-            places += [(other["epoch"], other["place"]) for other in found.state["others"]]
+            workers = [newest.state, *newest.state["others"]]
+            places = [(worker["epoch"], worker["place"]) for worker in workers]
             steps = [epoch * 30 + place["epoch_step"] for epoch, place in places]
-            iterations = [int(a) for key, a in found.model.items() if key.endswith("/iteration")]
-            tell("moment", values=values.tolist(), steps=steps, iterations=iterations)
+            iterations = [int(a) for key, a in newest.model.items() if key.endswith("/iteration")]
+            report("moment", values=values.tolist(), steps=steps, iterations=iterations)
             # The last step is saved again as the training ends.
-            newest = sorted(glob.glob(f"runs/step-{found.step:08d}*"))[-1]
-            os.rename(newest, newest.replace("runs/step", "read"))
+            folder = sorted(glob.glob(f"runs/step-{newest.step:08d}*"))[-1]
+            os.rename(folder, folder.replace("runs/step", "read"))
 """
 )
 
 
 @pytest.mark.parametrize("settings", [{}, {"staleness_bound": 2}, {"overlap": 1}])
-def test_a_checkpoint_is_one_moment_on_all_servers(launch, settings):
+def test_a_checkpoint_has_the_same_gradients_on_all_servers(launch, settings):
     done = launch(4, MOMENTS, timeout_s=200, env=servers("async-ps", 2, **settings))
     assert done.returncode == 0
-    moments = facts(done, "moment")
+    moments = reports(done, "moment")
     assert len(moments) > 3
     for moment in moments:
-        # All gradients of all workers that are in it, and no other.
         assert moment["values"] == [sum(moment["steps"])]
         assert moment["iterations"] == [sum(moment["steps"])]
 
@@ -229,7 +204,7 @@ COUNTING = """
 
 
     class Visits(keras.Model):
-        \"\"\"Its weights count how often each sample was trained on.\"\"\"
+        \"\"\"A model whose weights count how often each sample was used.\"\"\"
 
         def __init__(self, **options):
             super().__init__(**options)
@@ -278,32 +253,32 @@ VISITS = program(
         "part of a pass": {"x": stream.repeat(), "steps_per_epoch": 5},
     }
     first = not Path("arrays").exists()
-    world.collectives().barrier(name="all have looked")
+    world.collectives().barrier(name="looked")
     for name, data in inputs.items():
         model = counting()
         callbacks = [hvdtrain.Checkpoint(name, every_steps=2)]
         if first and not IS_SERVER:
-            # Worker 1 stays behind, by epochs; then it gets the signal.
+            # Worker 1 gets a signal when it is some epochs behind.
             def end():
                 wait_for(name + " is ahead")
                 os.kill(os.getpid(), signal.SIGTERM)
 
-            def dawdle(batch):
+            def delay(batch):
                 if Path(name + " is ahead").exists():
                     time.sleep(0.3)
 
             ahead = lambda: Path(name + " is ahead").touch()
-            behind = [at_step(5, end), At(begin=dawdle)]
+            behind = [at_step(5, end), At(begin=delay)]
             callbacks += behind if hvdtrain.rank() else [at_step(20, ahead)]
         try:
             model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-            tell("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
-        except hvdtrain.Preempted as ended:
-            tell("preempted", data=name, signal=ended.signal)
+            report("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
+        except hvdtrain.Preempted as preempted:
+            report("preempted", data=name, signal=preempted.signal)
         if hvdtrain.is_chief():
             state = Store(name).newest().state
             epochs = [state["epoch"], *(other["epoch"] for other in state["others"])]
-            tell("saved", data=name, samples=state["samples"], epochs=epochs)
+            report("saved", data=name, samples=state["samples"], epochs=epochs)
 """
 )
 DATA = ("arrays", "PyDataset", "tf.data", "part of a pass")
@@ -312,12 +287,12 @@ _stopped = []
 
 @pytest.fixture
 def stopped(launch, tmp_path_factory, tmp_path):
-    """A folder with trainings by two workers that were stopped when one was epochs behind."""
+    """Return a folder with trainings that two workers left when one was some epochs behind."""
     if not _stopped:
         done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
         assert done.returncode == 0
-        told = facts(done, "preempted")
-        assert [(t["data"], t["signal"]) for t in told] == [(d, 15) for _ in "012" for d in DATA]
+        entries = [(entry["data"], entry["signal"]) for entry in reports(done, "preempted")]
+        assert entries == [(data, 15) for _ in range(3) for data in DATA]
         _stopped.append(tmp_path_factory.mktemp("stopped"))
         for data in DATA:
             shutil.copytree(tmp_path / data, _stopped[0] / data)
@@ -325,22 +300,24 @@ def stopped(launch, tmp_path_factory, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (5, 2)])
-def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, ranks, count):
+def test_any_number_of_workers_resumes_and_uses_each_sample_once(
+    launch, stopped, tmp_path, ranks, count
+):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     done = launch(ranks, VISITS, timeout_s=200, env=servers("async-ps", count))
     assert done.returncode == 0
-    seen = {(t["data"], t["rank"]): t["counts"] for t in facts(done, "seen")}
+    seen = {(entry["data"], entry["rank"]): entry["counts"] for entry in reports(done, "seen")}
     once = {(data, rank): [6.0] for data in DATA[:3] for rank in range(ranks)}
     assert {key: seen[key] for key in once} == once
     part = [counts for (data, _), counts in seen.items() if data == DATA[3]]
     assert all(max(counts) - min(counts) <= 1 for counts in part)
-    for saved in facts(done, "saved"):
+    for saved in reports(done, "saved"):
         assert saved["epochs"] == [6] * (ranks - count)
         assert saved["data"] == DATA[3] or saved["samples"] == 6 * 97
 
 
-# Worker 1 and the chief wait for each other at certain points; both are asked to end by then.
-ENDINGS = ("in validation", "the chief waits", "nothing is left", "the chief is the last")
+# One of worker 1 and the chief gets a signal while the other is in a certain state.
+ENDINGS = ("in validation", "the chief waits", "after the last step", "the chief is last")
 ENDS = program(
     PRELUDE
     + COUNTING
@@ -353,16 +330,15 @@ ENDS = program(
 
 
     def fit(case, own, **options):
-        # Once with callbacks of each worker's own, and then to the end.
-        mine = own.get(RANK, [])
-        for callbacks in (mine, []):
+        # First with each worker's own callbacks, which end it, then to the end.
+        for callbacks in (own.get(RANK, []), []):
             model = counting()
             saving = hvdtrain.Checkpoint(case, export=case + "/last.keras")
             try:
                 model.fit(**arrays, epochs=3, verbose=0, callbacks=[*callbacks, saving], **options)
-                tell(case, counts=np.unique(model.seen.numpy()).tolist())
-            except hvdtrain.Preempted as ended:
-                tell(case, signal=ended.signal)
+                report(case, counts=np.unique(model.seen.numpy()).tolist())
+            except hvdtrain.Preempted as preempted:
+                report(case, signal=preempted.signal)
 
 
     class AtTest(keras.callbacks.Callback):
@@ -389,29 +365,29 @@ ENDS = program(
     fit("in validation", own, validation_data=(ids, ids), validation_batch_size=1)
     ended = LastEpoch(lambda: Path("chief has ended").touch())
     fit("the chief waits", {0: [ended], 1: [at_step(20, when("chief has ended"))]})
-    # The chief hears of the signal with the worker's last step: nothing is left to do.
-    ended = LastEpoch(lambda: Path("chief has no more").touch())
-    last = [at_step(38, when("chief has no more")), LastEpoch(lambda: time.sleep(1))]
-    fit("nothing is left", {0: [ended], 1: last})
+    # The chief receives the signal with the worker's last step.
+    ended = LastEpoch(lambda: Path("chief is done").touch())
+    last = [at_step(38, when("chief is done")), LastEpoch(lambda: time.sleep(1))]
+    fit("after the last step", {0: [ended], 1: last})
     ended = LastEpoch(lambda: Path("worker has ended").touch())
-    fit("the chief is the last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
+    fit("the chief is last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
 
-    # What was saved when the chief had no more epoch to run is the end of all.
+    # The last checkpoint has all steps of worker 1, even if the chief had none left.
     if RANK == 0:
         for case in CASES:
-            known = {"Visits": Visits}
-            exported = keras.models.load_model(case + "/last.keras", custom_objects=known)
-            tell("exported", counts=np.unique(exported.seen.numpy()).tolist())
-            found = Store(case).newest()
-            (seen,) = [v for key, v in found.model.items() if key.endswith("seen")]
-            tell("saved", counts=np.unique(seen).tolist(), samples=found.state["samples"])
+            classes = {"Visits": Visits}
+            exported = keras.models.load_model(case + "/last.keras", custom_objects=classes)
+            report("exported", counts=np.unique(exported.seen.numpy()).tolist())
+            newest = Store(case).newest()
+            (seen,) = [v for key, v in newest.model.items() if key.endswith("seen")]
+            report("saved", counts=np.unique(seen).tolist(), samples=newest.state["samples"])
 
 
     def refused(case, model, **options):
         try:
             model.fit(verbose=0, callbacks=[hvdtrain.Checkpoint("in validation")], **options)
         except hvdtrain.CheckpointError as error:
-            tell(case, text=str(error))
+            report(case, text=str(error))
 
 
     refused("another model", classifier("sgd"), x=X, y=Y)
@@ -424,19 +400,19 @@ ENDS = program(
 )
 
 
-def test_workers_that_wait_for_each_other_end_well(launch):
-    """Signals while others validate, or wait; and checkpoints that can't be used."""
+def test_signals_while_another_worker_validates_or_waits(launch):
+    """And checkpoints that can't be used."""
     done = launch(3, ENDS, timeout_s=280, env=servers("async-ps"))
     assert done.returncode == 0
     for case in ENDINGS:
-        told = facts(done, case)
-        assert [entry["signal"] for entry in told if "signal" in entry] == [12] * 3, case
-        assert [entry["counts"] for entry in told if "counts" in entry] == [[3.0]] * 3, case
+        entries = reports(done, case)
+        assert [entry["signal"] for entry in entries if "signal" in entry] == [12] * 3, case
+        assert [entry["counts"] for entry in entries if "counts" in entry] == [[3.0]] * 3, case
     for what in ("exported", "saved"):
-        assert [entry["counts"] for entry in facts(done, what)] == [[3.0]] * len(ENDINGS)
-    assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * len(ENDINGS)
+        assert [entry["counts"] for entry in reports(done, what)] == [[3.0]] * len(ENDINGS)
+    assert [entry["samples"] for entry in reports(done, "saved")] == [3 * 97] * len(ENDINGS)
     for case, text in (("another model", "of another model"), ("damaged", "is intact")):
-        assert [text in entry["text"] for entry in facts(done, case)] == [True] * 3
+        assert [text in entry["text"] for entry in reports(done, case)] == [True] * 3
 
 
 STOPPED_EARLY = program(
@@ -448,15 +424,15 @@ STOPPED_EARLY = program(
         history = classifier("sgd").fit(
             X, Y, batch_size=60, epochs=20, verbose=0, callbacks=callbacks
         )
-        tell("trained", epochs=len(history.epoch), steps=len(steps))
+        report("trained", epochs=len(history.epoch), steps=len(steps))
     """
 )
 
 
-def test_a_chief_that_stopped_early_ends_all_again(launch):
+def test_early_stopping_of_the_chief_ends_a_resumed_training_too(launch):
     done = launch(3, STOPPED_EARLY, timeout_s=150, env=servers("sync-ps"))
     assert done.returncode == 0
-    first, again, first_worker, again_worker, *_ = facts(done, "trained")
+    first, again, first_worker, again_worker, *_ = reports(done, "trained")
     assert (first["epochs"], again["epochs"]) == (2, 3)
     assert first["steps"] <= first_worker["steps"] <= first["steps"] + 1
     assert again["steps"] <= again_worker["steps"] <= again["steps"] + 1

@@ -1,23 +1,21 @@
-"""Ranks that trained apart, stopped anywhere and shared out anew: every unit is done once."""
-
 import random
 from collections import Counter
 
 import pytest
 
-from hvdtrain.keras.data.leftovers import leftovers
 from hvdtrain.keras.data.partition import JointSteps, Position
+from hvdtrain.keras.served.worker_checkpoints import remaining_positions
 
 
 class Ranks:
-    """Each goes through the passes at its own pace.
+    """Ranks that go through the data at their own pace.
 
     Args:
         begins: Where passes begin, by epoch.
         each: Units that a rank takes in a step.
         size: How many ranks there are.
-        units: Of a pass; None for one pass without an end.
-        first: The epoch that they begin with.
+        units: The length of a pass; None if it is endless.
+        first: The first epoch.
     """
 
     def __init__(self, begins, each, size, units, first):
@@ -30,7 +28,7 @@ class Ranks:
         return self.begins.get(epoch, Position(epoch=epoch))
 
     def step(self, rank):
-        """What a rank does next, as pairs of an epoch and a place."""
+        """Return the next step of a rank, as pairs of an epoch and a place."""
         position = self.positions[rank]
         left = None if self.units is None else position.left_of(self.units)
         joint = JointSteps(units=left, each=self.each, size=len(self.positions))
@@ -42,8 +40,8 @@ class Ranks:
 
 
 @pytest.mark.parametrize("units", [1, 23, 40, None])
-def test_what_is_left_is_what_nobody_has_done(units):
-    """Also where ranks went on from what others had left."""
+def test_every_unit_is_done_once(units):
+    """Ranks stop and resume repeatedly, each time with another number of ranks."""
     apart = 0
     for seed in range(150):
         chance = random.Random(seed)
@@ -54,14 +52,14 @@ def test_what_is_left_is_what_nobody_has_done(units):
             ranks = Ranks(begins, each, size, units, first)
             for _ in range(chance.choice([0, 5, 40])):
                 done.update(ranks.step(chance.choice([0, 0, size - 1, chance.randrange(size)])))
-            found = leftovers(ranks.positions, each=each, units=units, begins=begins)
-            begins = begins | {position.epoch: position for position in found}
-            first = found[0].epoch
-            apart += len(found) > 1
+            remaining = remaining_positions(ranks.positions, each=each, units=units, begins=begins)
+            begins = begins | {position.epoch: position for position in remaining}
+            first = remaining[0].epoch
+            apart += len(remaining) > 1
             assert max(done.values(), default=1) == 1
             for epoch in range(first):
                 assert {place for e, place in done if e == epoch} == set(range(units))
-            for position in found:
+            for position in remaining:
                 end = position.start + 10 if units is None else units
                 left = {*position.missed, *range(position.start, end)}
                 assert left == set(range(end)) - {p for e, p in done if e == position.epoch}
