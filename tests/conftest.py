@@ -1,6 +1,6 @@
-"""Tests may run on several MPI ranks, on a cluster of four hosts, and with other MPIs.
+"""Plugins for tests on MPI ranks, on a cluster of four hosts, and with other MPIs.
 
-``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments`` says how.
+See ``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest_plugins = (
 )
 
 
-# Here a test on ranks takes some seconds of each: `make test` runs those that are essential.
+# Tests on ranks take seconds in these folders: `make test` runs only the essential ones.
 TRAINING = ("tests/horovod/", "tests/keras/")
 
 
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
-    """What hvdtrain says is shown as in a rank, whatever tests before this one chose."""
+    """Configure hvdtrain's log as in a rank, and reset it afterwards."""
     LOGGER.handlers.clear()
     configure_log("info")
     yield
@@ -54,9 +54,9 @@ def in_mode(request) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A training that a warning has ended ignores further ones; tests after it must not."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    """Restore the handlers of preemption signals, which a training may change."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)

@@ -29,9 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_what_is_complete_and_up_to_date_is_used(folder: Path) -> None:
     stamp, content = stamp_of("mpich")
     stamp.parent.mkdir()
-    assert "there is no" in (missing_environment("mpich") or "")
+    assert "does not exist" in (missing_environment("mpich") or "")
     stamp.write_text("of other requirements")
-    assert "out of date; make it with: " in (missing_environment("mpich") or "")
+    assert "out of date; create it with: " in (missing_environment("mpich") or "")
     stamp.write_text(content)
     assert missing_environment("mpich") is None
 
@@ -86,4 +86,4 @@ def test_without_the_environment(
     pytester.makepyfile("def test_it(environment): environment('mpich')")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rsf")
     result.assert_outcomes(**{outcome: 1})
-    result.stdout.fnmatch_lines(["*there is no /nonexistent/mpich; make it with: *"])
+    result.stdout.fnmatch_lines(["*/nonexistent/mpich does not exist; create it with: *"])

@@ -124,7 +124,7 @@ def test_a_crash_fails_the_test_that_ran(run_tests) -> None:
     )
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
-        ["*MPI job ended with exit code*", "*rank 1 of 2 was still in it*", "last words of 1"]
+        ["*MPI job ended with exit code*", "*rank 1 of 2 was running it*", "last words of 1"]
     )
 
 
@@ -147,8 +147,8 @@ def test_a_hang_ends_in_time_and_shows_where(run_tests) -> None:
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"*not every rank was done after {6 * PATIENCE} s*",
-            "*rank 0 of 2 was still in it*",
+            f"*not all ranks ended the test within {6 * PATIENCE} s*",
+            "*rank 0 of 2 was running it*",
             "*in test_hangs*",
         ]
     )
@@ -188,7 +188,7 @@ def test_skips_and_expected_failures_must_be_the_same_everywhere(run_tests) -> N
         """
     )
     result.assert_outcomes(skipped=1, xfailed=1, failed=1)
-    result.stdout.fnmatch_lines(["*ranks do not agree*"])
+    result.stdout.fnmatch_lines(["*ranks have different outcomes*"])
 
 
 def test_no_process_outlives_a_session(run_tests, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_without_mpirun_a_test_is_skipped_or_fails(run_tests, monkeypatch) -> No
     monkeypatch.delenv("HVDTRAIN_TEST_REQUIRE", raising=False)
     result = run_tests(body)
     result.assert_outcomes(skipped=2)
-    result.stdout.fnmatch_lines(["*mpirun is neither beside this Python nor on PATH*"])
+    result.stdout.fnmatch_lines(["*mpirun is neither next to this Python nor on PATH*"])
     monkeypatch.setenv("HVDTRAIN_TEST_REQUIRE", "mpi")
     run_tests(body).assert_outcomes(failed=2)
 

@@ -44,7 +44,7 @@ def test_a_host_can_be_cut_off_and_put_back(cluster: Cluster) -> None:
         assert cluster.run(["ssh", "node3", "hostname"], timeout_s=20).stdout == "node3\n"
         assert cluster.run(["hostname"], host="node2", timeout_s=20).stdout == "node2\n"
     finally:
-        cluster.mend("node2")
+        cluster.restore("node2")
     assert cluster.run(argv, timeout_s=20).stdout == "node2\n"
 
 
@@ -115,10 +115,11 @@ BUILD_AND_END = """
 import json, os, signal, sys
 from tests.testbed import slurm
 from tests.testbed.cluster import MARK, Cluster
-from tests.testbed.processes import carrying, network_of
+from tests.testbed.processes import with_environment, network_of
 
 def tell():
-    networks = {network_of(pid) for pid in carrying(cluster._mark)} - {network_of(os.getpid())}
+    pids = with_environment(cluster._mark)
+    networks = {network_of(pid) for pid in pids} - {network_of(os.getpid())}
     print(json.dumps([str(cluster.folder.parent), sorted(networks)]), flush=True)
 
 def broken():

@@ -177,7 +177,7 @@ class TestCluster:
         try:
             done = check(cluster, "-H", FOUR)
         finally:
-            cluster.mend("node3")
+            cluster.restore("node3")
         assert done.returncode == 1, done
         assert states(done)["node3"] in ("timed out", "no route")
         assert {states(done)[host] for host in ("node1", "node2", "node4")} <= set(READY)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 __all__ = ["SLOW_BYTES_PER_S", "SMALL_BYTES", "remount"]
 
@@ -48,7 +48,7 @@ def _mounted(command: list[str], path: Path) -> Iterator[Path]:
     except FileNotFoundError as error:
         reason = str(error)
     if reason:
-        do_without("disks", f"mounting a disk needs root and {command[0]}: {reason}")
+        skip_or_fail("disks", f"mounting a disk needs root and {command[0]}: {reason}")
     try:
         yield path
     finally:

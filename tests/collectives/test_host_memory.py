@@ -18,7 +18,7 @@ from hvdtrain.collectives.host_memory import Arena, open_arena
 from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_file, share_on_host
 from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 PAGE = mmap.PAGESIZE
 PART_BYTES = 64 * PAGE
@@ -138,7 +138,7 @@ def test_no_sparse_file_if_the_program_locks_its_memory(rank_count: int) -> None
     """Locking would allocate the whole file."""
     libc = ctypes.CDLL(None)
     if libc.mlockall(MCL_FUTURE) != 0:
-        do_without("memlock", "this process may not lock its memory")
+        skip_or_fail("memlock", "this process may not lock its memory")
     try:
         mpi = mpi_of_job()
         file = share_on_host(mpi, mpi.COMM_WORLD.Dup(), [50 * PAGE] * 2, sparse=True)

@@ -1,16 +1,14 @@
-"""Python environments for tests: with another MPI or Keras than the project's, and with Horovod.
+"""Python environments for tests, with another MPI, another Keras, or Horovod.
 
-``python -m tests.environments [NAME ...]`` makes them; ``plugin.py`` gives them to tests. There is
-a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
-they use.
+``python -m tests.environments [NAME ...]`` creates them; ``plugin.py`` has their fixture.
+``NAME.txt`` lists the packages of each, ``packages.txt`` the Debian packages.
 
-Those with another MPI or Keras, with PyTorch, and ``optional`` are in ``.venvs`` and find all else
-in the project's own environment. Those with Horovod have nothing of that and take minutes, so
-they are in the user's cache, for all checkouts, under names that tell what they are made of.
+Environments with another MPI or Keras, ``torch`` and ``optional`` are in ``.venvs`` and find other
+packages in the project's environment. Environments with Horovod are independent and take minutes,
+so they are in the user's cache, under names that contain a hash of their contents.
 
-``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``), and made when named.
-``kubernetes`` is no environment of Python's but programs, which ``kubernetes.py`` builds; it is in
-the user's cache as well.
+``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``) and only created when named.
+``kubernetes`` contains programs, built by ``kubernetes.py``, in the user's cache.
 """
 
 from __future__ import annotations
@@ -47,19 +45,19 @@ __all__ = [
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtrain-tests")
-# An environment that finds what it lacks in another.
+# Environments that extend another one.
 BELOW = {"horovod-keras3": "horovod"}
-# One that is made of the same as another, and only built otherwise.
+# Environments with the packages of another one, built with other options.
 SAME = {"horovod-optimised": "horovod"}
 HOROVODS = ("horovod", *SAME, *BELOW)
-# What hvdtrain is compared with; no test needs it.
+# Peers in benchmarks; not needed by tests.
 PEERS = (*SAME, "torch")
 KUBERNETES = "kubernetes"
-# Packages that hvdtrain goes without.
+# Optional packages.
 OPTIONAL = "optional"
-# The ends of what pyproject.toml allows.
+# The oldest and newest versions that pyproject.toml allows.
 KERAS = ("keras-oldest", "keras-newest")
-# The last Python that the TensorFlow which Horovod builds against runs on.
+# The newest Python for the TensorFlow that Horovod needs.
 HOROVODS_PYTHON = "python3.11"
 BUILD = {
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
@@ -68,76 +66,76 @@ BUILD = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_MPI": "1",
     "HOROVOD_WITH_GLOO": "1",
-    # Not optimised: it builds in half the time, and how fast Horovod is doesn't matter to tests.
+    # Without optimization it builds in half the time.
     "HOROVOD_DEBUG": "1",
 }
-# Where mpirun is that no pip has installed.
+# The mpirun of the system.
 SYSTEM_MPIRUN = "/usr/bin/mpirun"
 
 
 def folder_of(name: str) -> Path:
-    """Where the environment is, or will be."""
+    """Return the folder of an environment."""
     if name in (*HOROVODS, KUBERNETES):
         return CACHE / f"{name}-{_digest(name)[:16]}"
     return REPOSITORY / ".venvs" / name
 
 
 def build_of(name: str) -> dict[str, str]:
-    """What Horovod is built with, as variables of the environment."""
+    """Return the environment variables for building Horovod."""
     return {key: value for key, value in BUILD.items() if name not in SAME or "DEBUG" not in key}
 
 
 def requirements_of(name: str) -> list[str]:
-    """What pip installs into it."""
+    """Return the requirements of an environment."""
     lines = (HERE / f"{SAME.get(name, name)}.txt").read_text().splitlines()
     return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
 
 
 def stamp_of(name: str) -> tuple[Path, str]:
-    """A file that is in the environment once it is complete, and what it then holds."""
+    """Return the path and content of the file that marks a complete environment."""
     return folder_of(name) / ".complete", _digest(name)
 
 
 @functools.cache
 def _digest(name: str) -> str:
-    """Of what it is made of."""
+    """Return a hash of the environment's contents."""
     if name == KUBERNETES:
         return hashlib.sha256((HERE / "kubernetes.py").read_bytes()).hexdigest()
     layers = [requirements_of(layer) for layer in (name, BELOW.get(name)) if layer]
     if name in HOROVODS:
-        made_of = repr((layers, _horovods_python(), _system_mpi(), sorted(build_of(name).items())))
+        contents = repr((layers, _horovods_python(), _system_mpi(), sorted(build_of(name).items())))
     else:
-        made_of = repr((layers, sys.prefix, sys.version))
-    return hashlib.sha256(made_of.encode()).hexdigest()
+        contents = repr((layers, sys.prefix, sys.version))
+    return hashlib.sha256(contents.encode()).hexdigest()
 
 
 def missing_environment(name: str) -> str | None:
-    """Why the environment can't be used, and how to get it; None where it can."""
+    """Return why the environment can't be used and how to create it, or None."""
     path, content = stamp_of(name)
-    how = f"make it with: {sys.executable} -m tests.environments {name}"
+    remedy = f"create it with: {sys.executable} -m tests.environments {name}"
     if not path.exists():
-        return f"there is no {folder_of(name)}; {how}"
+        return f"{folder_of(name)} does not exist; {remedy}"
     if path.read_text() != content:
-        return f"{folder_of(name)} is out of date; {how}"
+        return f"{folder_of(name)} is out of date; {remedy}"
     if name == "openmpi4":
         text = _system_mpi()
         if "(Open MPI) 4." not in text:
-            return f"{SYSTEM_MPIRUN} is {text!r}, not Open MPI 4; install Debian's openmpi-bin"
+            return f"{SYSTEM_MPIRUN} must be Open MPI 4, got {text!r}; install Debian's openmpi-bin"
     return None
 
 
 def _horovods_python() -> str:
-    """The Python itself, be it found by a link, in a virtual environment or through a shim."""
-    return _answer_of(
+    """Return prefix and version of the Python behind links, virtual environments and shims."""
+    return _output_of(
         HOROVODS_PYTHON, "-I", "-c", "import sys; print(sys.base_prefix, sys.version)"
     )
 
 
 def _system_mpi() -> str:
-    return _answer_of(SYSTEM_MPIRUN, "--version")
+    return _output_of(SYSTEM_MPIRUN, "--version")
 
 
-def _answer_of(name: str, *arguments: str) -> str:
+def _output_of(name: str, *arguments: str) -> str:
     program = shutil.which(name)
     if program is None:
         return "nothing"

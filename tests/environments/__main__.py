@@ -1,4 +1,4 @@
-"""Makes environments that are missing or out of date; see ``tests.environments``."""
+"""Create environments that are missing or out of date; see ``tests.environments``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ PIP = ("--disable-pip-version-check", "--quiet")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
     known = [*LIGHT, *dict.fromkeys([*HOROVODS, *PEERS, KUBERNETES])]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
-    parser.add_argument("--check", action="store_true", help="only say which miss, and make none")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}")
+    parser.add_argument("--check", action="store_true", help="only print which are missing")
     arguments = parser.parse_args()
     names = arguments.names or LIGHT
     if unknown := set(names) - set(known):
@@ -49,10 +49,10 @@ def main() -> None:
         reasons = [reason for name in names if (reason := missing_environment(name))]
         sys.exit("\n".join(reasons) or None)
     CACHE.mkdir(parents=True, exist_ok=True)
-    # Other checkouts make theirs in the same place.
+    # Other checkouts use the same folder.
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # What is below others comes first.
+        # Sorted by name, which puts base environments first.
         for name in sorted({*names, *(BELOW[name] for name in names if name in BELOW)}):
             stamp, content = stamp_of(name)
             if not stamp.exists() or stamp.read_text() != content:
@@ -61,9 +61,9 @@ def main() -> None:
 
 
 def make(name: str) -> None:
-    print(f"making {folder_of(name)}", flush=True)
+    print(f"creating {folder_of(name)}", flush=True)
     if name == KUBERNETES:
-        print("building Kubernetes, which takes some minutes", flush=True)
+        print("building Kubernetes, which takes several minutes", flush=True)
         build_kubernetes(folder_of(name))
     elif name in BELOW:
         make_over_horovod(name)
@@ -74,7 +74,7 @@ def make(name: str) -> None:
 
 
 def make_light(name: str) -> None:
-    """Some packages of its own; everything else is that of the Python which runs this."""
+    """Create an environment that finds other packages in the current one."""
     folder = folder_of(name)
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
     if requirements := requirements_of(name):
@@ -84,20 +84,20 @@ def make_light(name: str) -> None:
         if name in KERAS:
             options.append("--no-deps")
         run(sys.executable, "-m", "pip", *PIP, "install", *options, *requirements)
-        # pip does this on one core.
+        # pip compiles on one core.
         compileall.compile_dir(folder, quiet=2, workers=0)
     find_in(folder, Path(sysconfig.get_path("purelib")))
 
 
 def make_horovod(name: str) -> None:
-    """Horovod with MPI and Gloo, as its users have it."""
+    """Create an environment with Horovod, built with MPI and Gloo."""
     folder = folder_of(name)
     run(find_horovods_python(), "-m", "venv", "--clear", folder)
     pip = (folder / "bin" / "python", "-m", "pip", *PIP)
     horovod, others = divide(requirements_of(name), "horovod")
     run(*pip, "install", *others)
-    print("building Horovod, which takes some minutes", flush=True)
-    # The system's MPI, as an environment that is active may have another.
+    print("building Horovod, which takes several minutes", flush=True)
+    # The system's MPI, before the MPI of an active environment.
     own, system = folder / "bin", os.path.dirname(SYSTEM_MPIRUN)
     path = os.pathsep.join([str(own), system, os.environ.get("PATH", os.defpath)])
     build = ("install", "--no-build-isolation", "--no-deps", "--no-cache-dir", *horovod)
@@ -105,15 +105,15 @@ def make_horovod(name: str) -> None:
 
 
 def make_over_horovod(name: str) -> None:
-    """Keras 3 before the Keras 2 of the environment below, whose TensorFlow asks for that."""
+    """Create an environment with Keras 3 on top of one with Horovod and Keras 2."""
     folder, below = folder_of(name), folder_of(BELOW[name])
     run(find_horovods_python(), "-m", "venv", "--clear", "--without-pip", folder)
     pip = (below / "bin" / "python", "-m", "pip")
     install = (*pip, *PIP, "install", "--prefix", folder)
     alone, others = divide(requirements_of(name), "keras", "mlxtend")
-    # What is there below stays as it is.
-    there = [line for line in output(*pip, "freeze").splitlines() if "==" in line]
-    (constraints := folder / "below.txt").write_text("\n".join(there))
+    # Keep the versions of the base environment.
+    installed = [line for line in output(*pip, "freeze").splitlines() if "==" in line]
+    (constraints := folder / "below.txt").write_text("\n".join(installed))
     run(*install, "--constraint", constraints, *others)
     run(*install, "--no-deps", "--ignore-installed", *alone)
     (packages,) = below.glob("lib/python*/site-packages")
@@ -122,8 +122,8 @@ def make_over_horovod(name: str) -> None:
 
 
 def find_in(folder: Path, packages: Path) -> None:
-    """Let an environment find what it lacks in a folder of packages."""
-    # Not a mere path: the project itself is found through a .pth file of that folder.
+    """Make an environment find other packages in a folder."""
+    # addsitedir also reads .pth files, such as the project's own.
     parent = f"import site; site.addsitedir({str(packages)!r})\n"
     (own,) = folder.glob("lib/python*/site-packages")
     (own / "parent.pth").write_text(parent)
@@ -132,12 +132,12 @@ def find_in(folder: Path, packages: Path) -> None:
 def find_horovods_python() -> str:
     python = shutil.which(HOROVODS_PYTHON)
     if python is None:
-        sys.exit(f"Horovod needs {HOROVODS_PYTHON} on PATH, and there is none.")
+        sys.exit(f"Horovod needs {HOROVODS_PYTHON} on PATH; install it.")
     return python
 
 
 def divide(requirements: list[str], *names: str) -> tuple[list[str], list[str]]:
-    """What asks for the packages of these names, and what for others."""
+    """Split requirements into those of the given packages and the rest."""
     own = [text for text in requirements if re.split(r"\W", text)[0] in names]
     return own, [text for text in requirements if text not in own]
 

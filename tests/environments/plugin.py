@@ -1,8 +1,7 @@
-"""What a test can ask for.
+"""The fixture ``environment``.
 
-``environment(name)``
-    Fixture: the Python of an environment that ``tests.environments`` describes. Where it was not
-    made, the test is skipped, or fails where ``HVDTRAIN_TEST_REQUIRE`` contains its name.
+``environment(name)`` returns the Python of an environment of ``tests.environments``. Without the
+environment the test is skipped, or fails if ``HVDTRAIN_TEST_REQUIRE`` contains its name.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.environments import folder_of, missing_environment
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 
 @pytest.fixture
 def environment() -> Callable[[str], Path]:
-    """Finds the Python of an environment by its name."""
+    """A function that returns the Python of an environment."""
 
     def find(name: str) -> Path:
         if reason := missing_environment(name):
-            do_without(name, reason)
+            skip_or_fail(name, reason)
         return folder_of(name) / "bin" / "python"
 
     return find

@@ -1,4 +1,4 @@
-"""``python -m tests.harness FOLDER`` is one rank of a session."""
+"""One rank of a session: ``python -m tests.harness FOLDER``."""
 
 import sys
 

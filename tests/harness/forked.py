@@ -1,13 +1,13 @@
-"""Stands for a program that a fork server runs: ``python -I -S forked.py PROGRAM [ARGUMENT ...]``.
+"""Run a program in a fork server: ``python -I -S forked.py PROGRAM [ARGUMENT ...]``.
 
-PROGRAM is a script, or ``-m`` and a module, or ``-c`` and code, as for Python. The fork has this
-process's files, variables, folder and cores, and on the test cluster its host. Signals that come
-here are sent on to it, and this process ends as the fork does, or takes it along.
+PROGRAM is a script, or ``-m`` and a module, or ``-c`` and code, as for Python. The fork gets this
+process's files, variables, working directory and cores, and on the test cluster its host. Signals
+are forwarded to it, and this process ends with the exit code or signal of the fork.
 
-The fork is not in this process's group and does not have its limits or control group, and that it
-is stopped can't be seen here: tests of such things start Python itself.
+The fork has another process group, other limits and another control group, and stopping it is not
+visible here: tests of these start Python itself.
 
-It imports next to nothing, as it runs for every rank: of signals and sockets what is in C, no JSON.
+This script runs for every rank and imports only C modules, to start fast.
 """
 
 import _signal as signal
@@ -16,7 +16,7 @@ import os
 import sys
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-_SENT_ON = (
+_FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGABRT),
 )
@@ -37,12 +37,12 @@ def main() -> None:
     }
     rights = b"".join(file.to_bytes(4, sys.byteorder) for file in files)
     server.sendmsg([repr(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-    for number in _SENT_ON:
+    for number in _FORWARDED:
         signal.signal(number, lambda number, frame: server.send(b"%d" % number))
-    # The fork has them now: who reads from a pipe is to see its end when the fork closes it.
+    # Readers of a pipe must see its end when the fork closes it.
     for file in files:
         os.close(file)
-    # Nothing is said by a server that has ended.
+    # An empty message: the server has ended.
     code = int(server.recv(16) or -signal.SIGKILL)
     if code < 0:
         if -code != signal.SIGKILL:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _is_open(file: int) -> bool:
-    """Not so for what listed them."""
+    """Return whether a file is open; the directory listing itself is not."""
     try:
         os.fstat(file)
     except OSError:

@@ -1,14 +1,12 @@
-"""Programs that begin with TensorFlow imported: forks of a process that has done it once.
+"""Servers that fork programs from a process that has imported TensorFlow.
 
-``python -m tests.harness.forkserver SOCKET`` imports it and listens; ``forked.py`` stands for the
-program wherever it is started, and lives as long as the fork. The import takes four seconds of a
-core, a fork a hundredth of one.
+``python -m tests.harness.forkserver SOCKET`` imports TensorFlow and listens; ``forked.py`` requests
+a fork and lives as long as it. The import takes four seconds of a core, a fork a hundredth of one.
 
-A fork has what importing leaves behind, which is the same in real programs, but for one thing: the
-order of sets. So there are two servers with different hash seeds, and even and odd ranks are not of
-the same. Random numbers are seeded again.
+In real programs the order of sets differs between ranks. Therefore two servers with different hash
+seeds serve even and odd ranks. Random numbers are seeded again in each fork.
 
-A server ends when its standard input does, and its programs with it.
+A server and its programs end when its standard input ends.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ from pathlib import Path
 
 __all__ = ["SERVERS", "ForkServers", "can_fork"]
 
-# Where programs find the servers: their sockets are ``0`` and ``1`` in this folder.
+# The folder with the sockets of the servers, ``0`` and ``1``.
 SERVERS = "HVDTRAIN_TEST_FORKSERVERS"
 COUNT = 2
 
 _PRELOADED = ("tensorflow", "keras", "pytest", "mpi4py", "hvdtrain.world", "hvdtrain.job_entry")
-# With all that is in them, most of which programs load when they need it.
+# Imported with all their modules.
 _PRELOADED_PACKAGES = tuple(
     f"hvdtrain.{name}"
     for name in (
@@ -54,7 +52,7 @@ _PRELOADED_PACKAGES = tuple(
         *("monitor", "parameter_server", "private_api", "tensorflow"),
     )
 )
-# Read by the interpreter or by libraries when they are loaded: forks have those of the server.
+# Variables that are read at start or import; forks have the server's values.
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "TF_", "XLA_", "KERAS_"),
     *("CUDA_", "NVIDIA_"),
@@ -64,13 +62,13 @@ _END_TIMEOUT_S = 10.0
 _MESSAGE_BYTES = 1 << 20
 _MOST_FILES = 64
 _ABOVE = 512
-# pid, uid and gid of who is at the other end: struct ucred of unix(7).
+# pid, uid and gid of the peer: struct ucred of unix(7).
 _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A program to become: what ``forked.py`` has sent."""
+    """The program to run, as sent by ``forked.py``."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -81,14 +79,14 @@ class _Request:
 
 
 class ForkServers:
-    """Two servers for all processes of a test run, which start when the first wants a program.
+    """The two servers of a test run, started on first use.
 
-    The process that is here first, be it the one that shares out the tests among others, has a
-    pipe from which the servers read: they end when it closes that, or has died.
+    The first process of the test run holds a pipe from which the servers read; they end when it
+    closes the pipe or dies.
 
     Args:
-        folder: Empty, for sockets and logs; its path is short, as that of a socket must be.
-        environment: Of the servers.
+        folder: Empty folder for sockets and logs, with a short path.
+        environment: Environment of the servers.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -102,17 +100,17 @@ class ForkServers:
         self._started = self.folder / "started"
 
     def python(self) -> list[str]:
-        """What stands for ``python`` in a command; tells by this process's environment where."""
+        """Return the command that replaces ``python``."""
         if not self._started.exists():
             with (self.folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not self._started.exists():
                     self._start_all()
-        # Without site-packages, which it has no use for, to start fast.
+        # Without site-packages, to start fast.
         return [sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py"))]
 
     def close(self) -> None:
-        """End them, and what still runs of their programs, where this process was the first."""
+        """End the servers and their programs, if this process started them."""
         if self._pipe is None:
             return
         del os.environ[SERVERS]
@@ -152,7 +150,7 @@ class ForkServers:
             )
 
     def _await(self, number: int, start: subprocess.Popen[str]) -> str:
-        """The server's process, when it listens."""
+        """Wait until a server listens, and return its process id."""
         assert start.stdout is not None
         start.wait(_START_TIMEOUT_S)
         ready, _, _ = select.select([start.stdout], [], [], _START_TIMEOUT_S)
@@ -160,17 +158,19 @@ class ForkServers:
         start.stdout.close()
         if not pid:
             log = (self.folder / f"{number}.log").read_text(errors="replace")
-            raise RuntimeError(f"no fork server within {_START_TIMEOUT_S:g} s:\n{log}")
+            raise RuntimeError(
+                f"the fork server did not start within {_START_TIMEOUT_S:g} s:\n{log}"
+            )
         return pid.strip()
 
 
 def can_fork(changes: Mapping[str, str | None]) -> bool:
-    """Whether a fork does what a program would with these changes of the environment."""
+    """Return whether a fork can apply these changes of the environment."""
     return not any(name.startswith(_READ_AT_START) for name in changes)
 
 
 class _Server:
-    """Forks programs; one thread, as a fork has none of the others."""
+    """A server that forks programs, in a single thread."""
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -179,12 +179,12 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._stop)
-        # Who asked for a program, and its process.
+        # Process of each client's program.
         self._programs: dict[socket.socket, int] = {}
         self._stopped = False
 
     def serve(self) -> _Request | None:
-        """Fork until it ends; in a fork, what that is to become."""
+        """Serve until the end; in a fork, return its request."""
         while not self._stopped:
             for key, _ in self._selector.select():
                 if key.fd in self._selector.get_map() and (request := key.data(key.fileobj)):
@@ -194,54 +194,54 @@ class _Server:
         return None
 
     def _accept(self, listener: socket.socket) -> None:
-        asker, _ = listener.accept()
-        self._selector.register(asker, selectors.EVENT_READ, self._hear)
+        client, _ = listener.accept()
+        self._selector.register(client, selectors.EVENT_READ, self._handle)
 
     def _stop(self, _: int) -> None:
         self._stopped = True
 
-    def _hear(self, asker: socket.socket) -> _Request | None:
-        """A program to start, then signals to it, then the end of who asked for it."""
+    def _handle(self, client: socket.socket) -> _Request | None:
+        """Handle a client's message: a program to start, a signal for it, or the client's end."""
         try:
-            data, files, _, _ = socket.recv_fds(asker, _MESSAGE_BYTES, _MOST_FILES)
+            data, files, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _MOST_FILES)
         except OSError:
             data, files = b"", []
-        pid = self._programs.get(asker)
+        pid = self._programs.get(client)
         if not data:
             if pid is not None:
                 _end(pid)
-            self._forget(asker)
+            self._forget(client)
         elif pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, int(data))
         elif (pid := os.fork()) == 0:
-            _enter_namespaces(_peer(asker))
+            _enter_namespaces(_peer(client))
             self._leave()
             return _Request(**ast.literal_eval(data.decode()), files=files)
         else:
             for file in files:
                 os.close(file)
-            self._programs[asker] = pid
-            ended = functools.partial(self._reap, pid, asker)
+            self._programs[client] = pid
+            ended = functools.partial(self._reap, pid, client)
             self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ended)
         return None
 
-    def _reap(self, pid: int, asker: socket.socket, pidfd: int) -> None:
+    def _reap(self, pid: int, client: socket.socket, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        if asker in self._programs:
+        if client in self._programs:
             with contextlib.suppress(OSError):
-                asker.send(str(os.waitstatus_to_exitcode(status)).encode())
-            self._forget(asker)
+                client.send(str(os.waitstatus_to_exitcode(status)).encode())
+            self._forget(client)
 
-    def _forget(self, asker: socket.socket) -> None:
-        self._selector.unregister(asker)
-        self._programs.pop(asker, None)
-        asker.close()
+    def _forget(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        self._programs.pop(client, None)
+        client.close()
 
     def _leave(self) -> None:
-        """In a fork: keep nothing of the server's open."""
+        """Close the server's files in a fork."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -250,34 +250,36 @@ class _Server:
         self._selector.close()
 
 
-def _peer(asker: socket.socket) -> int:
-    """The process at the other end."""
-    credentials = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _peer(client: socket.socket) -> int:
+    """Return the process id of the peer."""
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[0])
 
 
 def _enter_namespaces(pid: int) -> None:
-    """Be on the host of ``pid``, where that is one of the test cluster's."""
+    """Enter the namespaces of ``pid``, which may be on a host of the test cluster."""
     libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts", "mnt"):
-        with open(f"/proc/{pid}/ns/{kind}") as theirs, open(f"/proc/self/ns/{kind}") as own:
-            if os.path.sameopenfile(theirs.fileno(), own.fileno()):
+        with open(f"/proc/{pid}/ns/{kind}") as target, open(f"/proc/self/ns/{kind}") as own:
+            if os.path.sameopenfile(target.fileno(), own.fileno()):
                 continue
-            if libc.setns(theirs.fileno(), 0) != 0:
-                raise OSError(ctypes.get_errno(), f"no way into the {kind} namespace of {pid}")
+            if libc.setns(target.fileno(), 0) != 0:
+                raise OSError(
+                    ctypes.get_errno(), f"can't enter the {kind} namespace of process {pid}"
+                )
 
 
 def _end(pid: int) -> None:
-    """Kill a program and what it started, in its group."""
+    """Kill a program and its process group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
 
 
 def _become(request: _Request) -> None:
-    """Run the program as Python would; returns or raises as it does."""
+    """Run the program as Python does."""
     os.setpgid(0, 0)
-    # Out of the way first: the number that one of them has may be wanted for another.
+    # Move all descriptors away first, because their numbers may overlap the target numbers.
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in request.files]
     for file in request.files:
         os.close(file)
@@ -289,7 +291,7 @@ def _become(request: _Request) -> None:
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
     tempfile.tempdir = None
-    # Python's own generator does it by itself in a fork.
+    # Python's own generator is seeded again in a fork.
     sys.modules["numpy"].random.seed()
     what, *arguments = request.argv
     if what == "-m":
@@ -310,13 +312,13 @@ def _become(request: _Request) -> None:
 
 
 class _End:
-    """Ends a fork before Python clears up its modules, once all else that is due has been done.
+    """An exit function that ends a fork before Python clears its modules.
 
-    The clearing up writes to all the memory that forks share, which takes 0.4 s of a core.
+    Clearing them writes to memory shared by all forks, which takes 0.4 s of a core.
     """
 
     def __init__(self) -> None:
-        # Of those that libraries register, all later, it runs last.
+        # Registered first, so it runs last.
         atexit.register(self._leave)
         self._code: int | None = None
 
@@ -338,7 +340,7 @@ class _End:
             raise
 
     def _leave(self) -> None:
-        if self._code is None or _mpi_is_to_be_finalized():
+        if self._code is None or _finalizes_mpi():
             return
         try:
             sys.stdout.flush()
@@ -348,8 +350,8 @@ class _End:
         os._exit(self._code)
 
 
-def _mpi_is_to_be_finalized() -> bool:
-    """Whether mpi4py does it when Python ends."""
+def _finalizes_mpi() -> bool:
+    """Return whether mpi4py will finalize MPI at exit."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or sys.modules["mpi4py"].rc.finalize is False:
         return False
@@ -357,8 +359,8 @@ def _mpi_is_to_be_finalized() -> bool:
 
 
 def main() -> None:
-    """Serve; in a fork, be the program."""
-    # Programs of all test processes are to be no descendants of the one that was the first.
+    """Serve; in a fork, run the program."""
+    # Programs must not be descendants of the first test process.
     if os.fork() != 0:
         os._exit(0)
     server = _Server(sys.argv[1])
@@ -369,8 +371,8 @@ def main() -> None:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             importlib.import_module(module.name)
-    # Forks share memory until it is written to, and collecting garbage writes to all of it. Most of
-    # what they trace is kept: looking for garbage in that took a fifteenth of their time.
+    # Garbage collection writes to memory that forks share. Most objects live until the end:
+    # collecting them took a fifteenth of the time.
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
     print(os.getpid(), flush=True)

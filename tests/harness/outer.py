@@ -1,4 +1,4 @@
-"""The outer pytest's side: one MPI job runs many items, each reported as one test."""
+"""Sessions of the outer pytest: MPI jobs that run many items each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an item went over all ranks."""
+    """The result of an item on all ranks."""
 
     outcome: str
     text: str = ""
@@ -30,12 +30,12 @@ class Outcome:
 
 
 class RankSessions:
-    """Hands out the outcome of each item; starts a session where none runs that holds it.
+    """The sessions of a test run.
 
     Args:
-        config: The outer pytest's.
-        folder: Where sessions have theirs.
-        python: Gives the command that starts Python.
+        config: Configuration of the outer pytest.
+        folder: Folder for the folders of sessions.
+        python: Returns the command that starts Python.
     """
 
     def __init__(
@@ -49,38 +49,38 @@ class RankSessions:
         self._cannot_start: dict[int, Outcome] = {}
 
     def run(self, item: pytest.Item, following: list[pytest.Item], size: int) -> Outcome:
-        """Run ``item`` on ``size`` ranks; ``following`` may go to the same session after it."""
+        """Run ``item`` on ``size`` ranks, in a session that also runs ``following``."""
         if size in self._cannot_start:
             return self._cannot_start[size]
         session = self._session
         if session is None or session.next_nodeid != item.nodeid:
             self.close()
             session = self._session = self._start([item, *following], size)
-        outcome, goes_on = session.next_outcome()
-        if not goes_on:
+        outcome, continues = session.next_outcome()
+        if not continues:
             self.close()
         if session.never_started:
             self._cannot_start[size] = outcome
         return outcome
 
     def close(self) -> None:
-        """End the session that runs, if any."""
+        """End the running session, if any."""
         if self._session is not None:
             self._session.close()
             self._session = None
 
     def _start(self, items: list[pytest.Item], size: int) -> _Session:
         if MARK in os.environ:
-            raise pytest.UsageError("a process of a test's job must not start a session itself")
+            raise pytest.UsageError("a process of a test job must not start a session")
         folder = self._folder / f"session{self._count}"
         self._count += 1
         folder.mkdir()
         config = self._config
         arguments = ["--capture=no"]
-        # Of no use on a rank; each takes its time to load.
+        # Unused on ranks, and slow to load.
         for plugin in ("cacheprovider", "terminal", "anyio", "xdist", "xdist.looponfail"):
             arguments += ["-p", f"no:{plugin}"]
-        # The project's own options may belong to the terminal plugin.
+        # The project's options may belong to the terminal plugin.
         arguments += ["-o", "addopts=--import-mode=importlib --strict-markers"]
         arguments += [f"--rootdir={config.rootpath}"]
         if config.inipath is not None:
@@ -99,7 +99,7 @@ class RankSessions:
 
 
 class _Session:
-    """One MPI job that works through a list of items."""
+    """An MPI job that runs a list of items."""
 
     def __init__(
         self,
@@ -127,39 +127,39 @@ class _Session:
 
     @property
     def next_nodeid(self) -> str | None:
-        """The item whose outcome comes next."""
+        """The next item."""
         return self._nodeids[self._next] if self._next < len(self._nodeids) else None
 
     @property
     def never_started(self) -> bool:
-        """Whether the job ended before any rank began its first item."""
+        """Whether the job ended before any rank started an item."""
         return not self._reader.started
 
     def next_outcome(self) -> tuple[Outcome, bool]:
-        """Wait for the next item on all ranks; False beside it: the session is of no more use."""
+        """Wait for the next item; return its outcome and whether the session continues."""
         index = self._next
         self._next += 1
-        trouble = self._wait_for(index)
+        problem = self._wait_for(index)
         ended = self._reader.ended.get(index, {})
-        if trouble:
-            return Outcome(outcome="failed", text=self._explain(index, trouble)), False
+        if problem:
+            return Outcome(outcome="failed", text=self._explain(index, problem)), False
         outcome = _combine(ended)
         if outcome.outcome == "failed":
             return outcome, False
         if self._next == len(self._nodeids):
-            trouble = self._wait_for_end()
-            if trouble:
-                return Outcome(outcome="failed", text=self._explain(index, trouble)), False
+            problem = self._wait_for_end()
+            if problem:
+                return Outcome(outcome="failed", text=self._explain(index, problem)), False
         return outcome, True
 
     def close(self) -> None:
-        """End the job, however far it is."""
+        """End the job."""
         self._job.end()
         self._output.close()
 
     def _wait_for(self, index: int) -> str | None:
-        """Wait until every rank has reported the item, or tell why that won't happen."""
-        begun: float | None = None
+        """Wait until all ranks have reported the item, or return why they can't."""
+        started: float | None = None
         created = time.monotonic()
         while True:
             code = self._job.poll()
@@ -168,14 +168,14 @@ class _Session:
             if len(self._reader.ended.get(index, {})) == self._size:
                 return None
             if code is not None:
-                return f"the MPI job ended with exit code {code} while this test ran"
+                return f"the MPI job ended with exit code {code} during this test"
             now = time.monotonic()
-            if begun is None and index in self._reader.started:
-                begun = now
-            if begun is not None and now - begun > self._limits_s[index]:
-                return f"not every rank was done after {self._limits_s[index]:g} s"
-            if begun is None and now - created > START_TIMEOUT_S:
-                return f"no rank began this test within {START_TIMEOUT_S:g} s"
+            if started is None and index in self._reader.started:
+                started = now
+            if started is not None and now - started > self._limits_s[index]:
+                return f"not all ranks ended the test within {self._limits_s[index]:g} s"
+            if started is None and now - created > START_TIMEOUT_S:
+                return f"no rank started this test within {START_TIMEOUT_S:g} s"
 
     def _wait_for_end(self) -> str | None:
         code = self._job.wait(END_TIMEOUT_S)
@@ -185,13 +185,13 @@ class _Session:
             return f"the MPI job exited with code {code} after all tests had passed"
         return None
 
-    def _explain(self, index: int, trouble: str) -> str:
+    def _explain(self, index: int, problem: str) -> str:
         ended = self._reader.ended.get(index, {})
         started = self._reader.started.get(index, {})
-        parts = [trouble]
+        parts = [problem]
         for rank in range(self._size):
             report = ended.get(rank) or started.get(rank)
-            state = "did not begin it" if report is None else (report.outcome or "was still in it")
+            state = "did not start it" if report is None else (report.outcome or "was running it")
             parts.append(f"--- rank {rank} of {self._size} {state}")
             if report is not None and report.text:
                 parts.append(report.text)
@@ -202,7 +202,7 @@ class _Session:
 
 
 def _combine(ended: dict[int, ItemReport]) -> Outcome:
-    """One outcome from all ranks': they must agree, or some must have failed."""
+    """Combine the outcomes of all ranks; different outcomes are a failure."""
     size = len(ended)
     reports = [ended[rank] for rank in range(size)]
     failed = sorted((r for r in reports if r.outcome == "failed"), key=lambda r: r.time_s)
@@ -214,14 +214,14 @@ def _combine(ended: dict[int, ItemReport]) -> Outcome:
         return Outcome(outcome="failed", text=text)
     if len({(report.outcome, report.xfail is None) for report in reports}) > 1:
         lines = [f"rank {r.rank}: {r.outcome} {r.text}".rstrip() for r in reports]
-        text = "the ranks do not agree on the outcome\n" + "\n".join(lines)
+        text = "the ranks have different outcomes\n" + "\n".join(lines)
         return Outcome(outcome="failed", text=text)
     first = reports[0]
     return Outcome(outcome=first.outcome, text=first.text, xfail=first.xfail)
 
 
 def timeout_of(item: pytest.Item) -> float:
-    """How long a test may take, in seconds."""
+    """Return the timeout of a test in seconds."""
     marker = item.get_closest_marker("timeout")
     if marker is not None and marker.args:
         return float(marker.args[0])

@@ -1,22 +1,21 @@
-"""What a test can ask for.
+"""Markers and fixtures for tests on several ranks.
 
 ``@pytest.mark.ranks(2, 3, 4)``
-    The test's body, with its fixtures, runs on every rank of a real MPI job, once for each of the
-    numbers, and passes only if it passes on every rank. A file's items of one number share a job,
-    which is started again after a failure. ``ranks(1, 2)`` runs it in this process as well.
-    Whoever kills or hangs ranks on purpose starts its own job with ``launch``.
+    The test, with its fixtures, runs on every rank of a real MPI job, once for each number of
+    ranks, and passes only if it passes on every rank. Tests of a file with the same number of
+    ranks share a job, which is restarted after a failure. ``ranks(1, 2)`` also runs the test in
+    pytest's process. Tests that kill or hang ranks start their own job with ``launch``.
 
 ``launch(np, script, ...)``, ``run_command(argv, ...)``
-    Fixtures that run a script under mpirun (``np=None``: alone), or any program, in a folder of
-    their own, and return what it printed, its exit code and its time. Nothing outlives them.
-    Scripts are forks of a process that has imported TensorFlow; ``fresh=True`` has none of that.
+    Fixtures that run a script under mpirun (``np=None``: alone), or any program, in its own
+    folder, and return its output, exit code and duration. No process outlives them. Scripts are
+    forked from a process that has imported TensorFlow; ``fresh=True`` starts a new Python.
 
 ``forked_python``
-    Fixture: the beginning of a command, in the place of ``python``, whose program is such a fork.
+    Fixture: the first arguments of a command that runs such a fork instead of ``python``.
 
 ``elastic(script, ...)``
-    Fixture that runs a script's text on three ranks of ``hvdtrain run --elastic``, some of which it
-    may kill, and returns the same.
+    Fixture that runs a script on three ranks of ``hvdtrain run --elastic`` and returns the same.
 
 ``world``
     Fixture: ``hvdtrain`` after ``hvdtrain.init()``, alone or on every rank.
@@ -50,7 +49,7 @@ from tests.harness.jobs import (
     run_job,
 )
 from tests.harness.outer import Outcome, RankSessions, timeout_of
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.harness.scratch import Scratch
 
 Launch = Callable[..., Completed]
@@ -63,30 +62,30 @@ _FORK_SERVERS = pytest.StashKey[ForkServers]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, ...): runs on every rank of an MPI job of n")
     config.addinivalue_line("markers", "mpi: starts MPI jobs itself")
-    config.addinivalue_line("markers", "in_job: runs on the ranks of an MPI job; given by itself")
+    config.addinivalue_line("markers", "in_job: runs on ranks of an MPI job; set automatically")
     config.addinivalue_line("markers", "slow: takes seconds; not in `make quick`")
-    config.addinivalue_line("markers", "more: more of what other tests do")
+    config.addinivalue_line("markers", "more: combinations and larger numbers of ranks")
     inside = any(isinstance(plugin, RankPlugin) for plugin in config.pluginmanager.get_plugins())
     if not inside:
         config.pluginmanager.register(_OuterPlugin(config), "hvdtrain-outer")
-        signal.signal(signal.SIGTERM, _end_well)
-        # A shell's background jobs ignore Ctrl-C; the programs under test are to see it.
+        signal.signal(signal.SIGTERM, _terminate)
+        # Background jobs of a shell ignore SIGINT, and so would the programs under test.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end_well(number: int, frame: object) -> None:
-    """End as on Ctrl-C, so that the jobs end as well: ranks have groups of their own."""
+def _terminate(number: int, frame: object) -> None:
+    """End as on Ctrl-C, which also ends the jobs, whose ranks have their own groups."""
     pytest.exit("terminated", returncode=128 + number)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one item for each number of ranks."""
+    """Create one item per number of ranks."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
     if not marker.args or not all(isinstance(n, int) and n > 0 for n in marker.args):
         raise pytest.UsageError(
-            f"{metafunc.definition.nodeid}: ranks takes numbers of ranks, got {marker.args}"
+            f"{metafunc.definition.nodeid}: ranks needs numbers of ranks, got {marker.args}"
         )
     if _SIZE not in metafunc.fixturenames:
         metafunc.fixturenames.append(_SIZE)
@@ -95,9 +94,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by fixture, before tests are chosen by their markers."""
+    """Add markers by fixture, before pytest selects tests by markers."""
     for item in items:
-        # Closer than any that the test has itself.
+        # Overrides the timeout of the test itself.
         item.add_marker(pytest.mark.timeout(timeout_of(item) * PATIENCE), append=False)
         if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
@@ -110,17 +109,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage among what tests make: there is much that they have imported."""
+    """Exclude imported objects from garbage collection."""
     gc.freeze()
-    # The programs of tests read the bytecode of these modules. AutoGraph would leave its own in
-    # /tmp, where tests look for what is left behind.
+    # Test programs read the bytecode of these modules. AutoGraph would write bytecode to /tmp,
+    # where tests look for leftovers.
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 @pytest.fixture
 def rank_count(request: pytest.FixtureRequest) -> int:
-    """How many ranks this item runs on."""
+    """The number of ranks of this item."""
     return getattr(request, "param", 1)
 
 
@@ -135,11 +134,10 @@ def world() -> Any:
 
 @pytest.fixture
 def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
-    """Run a program and return a ``Completed``; running out of time fails the test.
+    """Run a program and return a ``Completed``; a time-out fails the test.
 
-    Where the test fails, the report shows what its programs printed.
-
-    ``env`` changes variables, None removes one. ``may_time_out=True`` returns instead.
+    The report of a failed test shows the output of its programs. ``env`` changes variables; None
+    removes one. With ``may_time_out=True`` a time-out returns.
     """
 
     def run(
@@ -158,7 +156,7 @@ def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
         )
         request.node.stash.setdefault(_COMPLETED, []).append(done)
         if done.timed_out and not may_time_out:
-            pytest.fail(f"{done.argv[0]} was not done after {limit_s:g} s")
+            pytest.fail(f"{done.argv[0]} did not end within {limit_s:g} s")
         return done
 
     return run
@@ -166,7 +164,7 @@ def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Show what the programs of a failed test printed; assertions cut long texts."""
+    """Show the output of a failed test's programs, which assertions truncate."""
     report = yield
     if report.failed and report.when == "call":
         for done in item.stash.get(_COMPLETED, []):
@@ -176,22 +174,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fork_servers(request: pytest.FixtureRequest) -> ForkServers:
-    """What forks programs; not started before somebody wants one."""
+    """The servers that fork programs, started on first use."""
     return request.config.stash[_FORK_SERVERS]
 
 
 @pytest.fixture
 def forked_python(fork_servers: ForkServers) -> list[str]:
-    """A command in the place of ``python``, for programs that import TensorFlow."""
+    """A command that replaces ``python`` for programs that import TensorFlow."""
     return fork_servers.python()
 
 
 @pytest.fixture
 def launch(run_command: Launch, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
-    """Run a Python script, given as a path or as its text, on ``np`` ranks (None: alone).
+    """Run a Python script, given as path or text, on ``np`` ranks (None: alone).
 
-    ``fresh=True``, and variables that Python or libraries read when they are loaded, have it start
-    with nothing imported.
+    ``fresh=True``, and variables that are read at import, start a new Python.
     """
 
     def run(
@@ -207,7 +204,7 @@ def launch(run_command: Launch, tmp_path: Path, request: pytest.FixtureRequest) 
         else:
             path = script
         if np is not None:
-            _need_mpirun()
+            _require_mpirun()
         fresh = fresh or not can_fork(options.get("env") or {})
         python = [sys.executable] if fresh else request.getfixturevalue("forked_python")
         program = [*python, str(path), *arguments]
@@ -220,13 +217,13 @@ def launch(run_command: Launch, tmp_path: Path, request: pytest.FixtureRequest) 
 
 @pytest.fixture
 def elastic(run_command: Launch, tmp_path: Path, forked_python: list[str]) -> Launch:
-    """Run a Python script, given as its text, on three ranks that go on when some of them die.
+    """Run a Python script on three ranks of an elastic job.
 
-    ``options`` are those of ``hvdtrain run``.
+    ``options`` are options of ``hvdtrain run``.
     """
 
     def run(script: str, *options: str, arguments: Sequence[str] = ()) -> Completed:
-        _need_mpirun()
+        _require_mpirun()
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         command = [
@@ -247,24 +244,24 @@ def elastic(run_command: Launch, tmp_path: Path, forked_python: list[str]) -> La
 
 @pytest.fixture
 def mpirun() -> Callable[[int, Sequence[str]], list[str]]:
-    """The command that starts a program on so many ranks, for tests that run it in their way."""
-    _need_mpirun()
+    """A function that returns the mpirun command for a number of ranks and a program."""
+    _require_mpirun()
     return mpirun_argv
 
 
-def _need_mpirun() -> None:
+def _require_mpirun() -> None:
     if reason := mpirun_missing():
-        do_without("mpi", reason)
+        skip_or_fail("mpi", reason)
 
 
 def _size(item: pytest.Item) -> int:
-    """The number of ranks an item runs on; 1 for ordinary tests."""
+    """Return the number of ranks of an item; 1 for ordinary tests."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get(_SIZE, 1) if callspec is not None else 1
 
 
 def _kind(item: pytest.Item) -> str:
-    """What a test takes most of its time for; empty for quick ones."""
+    """Return the kind of a slow test, or an empty string."""
     if item.get_closest_marker("cluster"):
         return "cluster"
     if item.get_closest_marker("mpi"):
@@ -273,7 +270,7 @@ def _kind(item: pytest.Item) -> str:
 
 
 class _OuterPlugin:
-    """Sends the items of several ranks to their sessions; the rest runs as ever."""
+    """A plugin that runs items on several ranks in sessions."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._scratch = Scratch()
@@ -285,11 +282,10 @@ class _OuterPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Put the quick tests first, and then files of each kind in turn.
+        """Put quick tests first, and then alternate files of each kind, largest first.
 
-        Those of the cluster wait for most of their time, those on ranks compute, the others do
-        both: side by side they keep the machine busy. The largest of a kind comes first, so that
-        none is alone at the end.
+        Tests on the cluster mostly wait, tests on ranks compute: in parallel they keep the machine
+        busy.
         """
         quick = [item for item in items if not _kind(item)]
         kinds: dict[str, dict[Path, list[pytest.Item]]] = {"cluster": {}, "ranks": {}, "mpi": {}}
@@ -301,7 +297,7 @@ class _OuterPlugin:
             for files in kinds.values()
         ]
         turns = itertools.chain.from_iterable(itertools.zip_longest(*queues, fillvalue=[]))
-        # A file's tests on as many ranks share a job.
+        # Tests of a file with the same number of ranks share a job.
         items[:] = [*quick, *(item for file in turns for item in sorted(file, key=_size))]
 
     @pytest.hookimpl(tryfirst=True)
@@ -311,19 +307,19 @@ class _OuterPlugin:
         if _size(item) == 1:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         outcome = self._outcome(item)
-        # The start of the job counts, too.
-        for report in _reports(item, outcome, time.perf_counter() - begun):
+        # Includes the start of the job.
+        for report in _reports(item, outcome, time.perf_counter() - start):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        # What earlier tests of this process set up must not outlive its scope.
+        # Tear down fixtures of earlier tests whose scope has ended.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """The session keeps the time of its items."""
+        """Disable the timer for items on ranks, which the session times."""
         return True if _size(item) > 1 else None
 
     def pytest_unconfigure(self) -> None:
@@ -333,15 +329,15 @@ class _OuterPlugin:
 
     def _outcome(self, item: pytest.Item) -> Outcome:
         try:
-            _need_mpirun()
+            _require_mpirun()
         except pytest.skip.Exception as reason:
             return Outcome(outcome="skipped", text=f"Skipped: {reason}")
         except pytest.fail.Exception as reason:
             return Outcome(outcome="failed", text=str(reason))
         items = item.session.items
+        key = (item.path, _size(item))
         later = items[items.index(item) + 1 :]
-        like = (item.path, _size(item))
-        following = [other for other in later if (other.path, _size(other)) == like]
+        following = [other for other in later if (other.path, _size(other)) == key]
         try:
             return self._sessions.run(item, following, _size(item))
         except KeyboardInterrupt:
@@ -358,9 +354,9 @@ def _reports(item: pytest.Item, outcome: Outcome, duration_s: float) -> Iterator
         longrepr = (path, (line or 0) + 1, outcome.text)
     elif outcome.outcome == "skipped":
         longrepr = outcome.text
-    decided = {"call": (outcome.outcome, longrepr, duration_s)}
+    phases = {"call": (outcome.outcome, longrepr, duration_s)}
     for when in ("setup", "call", "teardown"):
-        state, text, taken_s = decided.get(when, ("passed", None, 0.0))
+        state, text, phase_s = phases.get(when, ("passed", None, 0.0))
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
@@ -368,9 +364,9 @@ def _reports(item: pytest.Item, outcome: Outcome, duration_s: float) -> Iterator
             outcome=state,  # type: ignore[arg-type]
             longrepr=text,
             when=when,  # type: ignore[arg-type]
-            duration=taken_s,
+            duration=phase_s,
             start=0.0,
-            stop=taken_s,
+            stop=phase_s,
         )
         if when == "call" and outcome.xfail is not None:
             report.wasxfail = outcome.xfail

@@ -1,4 +1,4 @@
-"""What the ranks of a session tell the outer pytest, and each other: one file of lines a rank."""
+"""Reports of the ranks of a session to the outer pytest and to each other, as files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["ItemReport", "ReportReader", "ReportWriter", "log_path", "read_log"]
 
 @dataclass(frozen=True, kw_only=True)
 class ItemReport:
-    """How one item went on one rank; ``outcome`` is pytest's, empty while the item runs.
+    """The result of an item on one rank.
 
-    ``log_offset`` is where the item's output starts in the rank's log.
+    ``outcome`` is pytest's, and empty while the item runs. ``log_offset`` is the position of the
+    item's output in the rank's log.
     """
 
     index: int
@@ -28,7 +29,7 @@ class ItemReport:
 
 
 class ReportWriter:
-    """Appends this rank's reports; a line is complete or absent for the readers."""
+    """Writer of this rank's reports, one line each."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = _report_path(folder, rank).open("a")
@@ -39,7 +40,7 @@ class ReportWriter:
 
 
 class ReportReader:
-    """Follows the reports of all ranks."""
+    """Reader of the reports of all ranks."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._paths = [_report_path(folder, rank) for rank in range(size)]
@@ -48,8 +49,8 @@ class ReportReader:
         self.ended: dict[int, dict[int, ItemReport]] = {}
 
     def poll(self) -> bool:
-        """Take in what is new; False when nothing is."""
-        found = False
+        """Read new reports; return whether there were any."""
+        is_new = False
         for rank, path in enumerate(self._paths):
             if not path.exists() or path.stat().st_size == self._offsets[rank]:
                 continue
@@ -61,8 +62,8 @@ class ReportReader:
                 report = ItemReport(**json.loads(line))
                 reports = self.ended if report.outcome else self.started
                 reports.setdefault(report.index, {})[report.rank] = report
-                found = True
-        return found
+                is_new = True
+        return is_new
 
 
 def _report_path(folder: Path, rank: int) -> Path:
@@ -70,12 +71,12 @@ def _report_path(folder: Path, rank: int) -> Path:
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where the output of ``rank`` goes."""
+    """Return the path of the rank's log."""
     return folder / f"rank.{rank}.log"
 
 
 def read_log(folder: Path, rank: int, offset: int = 0, limit: int = 6000) -> str:
-    """The last ``limit`` characters that ``rank`` printed after ``offset``."""
+    """Return the last ``limit`` characters of the rank's log after ``offset``."""
     path = log_path(folder, rank)
     if not path.exists():
         return ""

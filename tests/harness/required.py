@@ -1,4 +1,4 @@
-"""What a test does without something that it needs."""
+"""Tests whose requirements are missing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["do_without"]
+__all__ = ["skip_or_fail"]
 
 
-def do_without(name: str, reason: str) -> NoReturn:
-    """Skip the test, or fail it where ``HVDTRAIN_TEST_REQUIRE``, a list, has ``name``."""
+def skip_or_fail(name: str, reason: str) -> NoReturn:
+    """Skip the test, or fail it if the list ``HVDTRAIN_TEST_REQUIRE`` contains ``name``."""
     if name in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
-        pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for {name}, but: {reason}", pytrace=False)
+        pytest.fail(f"HVDTRAIN_TEST_REQUIRE requires {name}: {reason}", pytrace=False)
     pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Folders of one test process, for all that it starts; they go with it."""
+"""Temporary folders of a test process and its programs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 __all__ = ["Scratch"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Open MPI keeps files there for as long as all ranks live, and whoever is killed removes none.
+# Open MPI's files in shared memory; killed ranks leave theirs behind.
 _OPEN_MPIS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 
 
 class Scratch:
-    """Puts into this process's environment where programs are to leave their files.
+    """Temporary folders, set in this process's environment for all programs.
 
     Attributes:
-        folder: For the harness itself; its path is short, as those of sockets must be.
+        folder: Folder of the harness, with a path that is short enough for sockets.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class Scratch:
             shared = tempfile.mkdtemp(prefix="hvdtrain-test-", dir=_SHARED_MEMORY)
             self._folders.append(Path(shared))
             changes.update(dict.fromkeys(_OPEN_MPIS, shared))
-        self._before = {name: os.environ.get(name) for name in changes}
+        self._previous = {name: os.environ.get(name) for name in changes}
         os.environ.update(changes)
         tempfile.tempdir = None
 
     def close(self) -> None:
-        """Remove all of it, and undo the rest."""
-        for name, value in self._before.items():
+        """Remove the folders and restore the environment."""
+        for name, value in self._previous.items():
             if value is None:
                 del os.environ[name]
             else:

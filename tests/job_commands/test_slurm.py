@@ -66,7 +66,7 @@ class Commands:
         """Wait until a job has a status."""
         deadline = time.monotonic() + 90
         while (shown := self.show(name))["status"] != status:
-            assert time.monotonic() < deadline, (shown, self.cluster.last_words())
+            assert time.monotonic() < deadline, (shown, self.cluster.daemon_logs())
             time.sleep(0.3)
         return shown
 

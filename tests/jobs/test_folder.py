@@ -21,7 +21,7 @@ from hvdtrain.jobs.folder import (
 )
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState, ProcessIdentity, own_identity
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 DIRECTORIES = {
     "variable": ({"HVDTRAIN_JOBS_DIR": "/a/jobs", "HOME": "/h"}, "/a/jobs"),
@@ -181,7 +181,7 @@ def test_jobs_in_containers_with_the_same_hostname_are_not_lost(tmp_path: Path) 
     outside.write_state(JobState(phase="running", launcher=own_identity()))
     namespaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*namespaces, "true"], capture_output=True).returncode != 0:
-        do_without("namespaces", "this user may not create PID namespaces")
+        skip_or_fail("namespaces", "this user may not create PID namespaces")
     argv = [*namespaces, "--kill-child", sys.executable, "-c", _IN_A_CONTAINER]
     with subprocess.Popen(
         [*argv, str(inside.path), str(outside.path)],

@@ -1,5 +1,5 @@
-"""A real Kubernetes of one node, on this machine and apart from it, for tests.
+"""A real Kubernetes with one node, in namespaces on this machine.
 
-``cluster.py`` has what tests use. ``node.py`` runs on the node: it is the first process there, and
-whatever else runs ends with it. Its programs are an environment (``tests.environments``).
+``cluster.py`` is used by tests. ``node.py`` is the first process of the node; all others end with
+it. Its programs are an environment of ``tests.environments``.
 """

@@ -1,4 +1,4 @@
-"""The class ``KubernetesCluster``: a cluster of one node, and how programs run beside it."""
+"""A Kubernetes cluster with one node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _POLL_S = 0.2
 
 
 class KubernetesCluster:
-    """A cluster of one node; a context manager that leaves nothing behind.
+    """A Kubernetes cluster with one node, as a context manager.
 
     Args:
-        programs: The folder of its programs.
+        programs: Folder of its programs.
 
     Attributes:
-        folder: Which the machine, the node and pods share under this name.
+        folder: Folder that the machine, the node and pods share under the same path.
     """
 
     folder: Path
@@ -61,9 +61,9 @@ class KubernetesCluster:
             )
         assert self._unshare.stdout is not None
         if self._unshare.stdout.readline() != b"ready\n":
-            said = (Path(self._state.name) / "node.log").read_text()
+            log_text = (Path(self._state.name) / "node.log").read_text()
             self.close()
-            raise RuntimeError(f"the test's Kubernetes did not come up:\n{said[-6000:]}")
+            raise RuntimeError(f"the test's Kubernetes did not start:\n{log_text[-6000:]}")
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
         self._node = int(children.read_text().split()[0])
         return self
@@ -77,10 +77,10 @@ class KubernetesCluster:
         self.close()
 
     def close(self) -> None:
-        """End the node, and with it all its processes; remove its folder."""
+        """End the node with all its processes, and remove its folder."""
         self._unshare.communicate(timeout=30)
         self._state.cleanup()
-        # Of pods that are no more; the kernel keeps those that somebody is still in.
+        # Control groups of ended pods; the kernel keeps groups with processes.
         for folder in Path("/sys/fs/cgroup").glob("**/k8s.io"):
             for group, _, _ in os.walk(folder, topdown=False):
                 with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class KubernetesCluster:
 
     @property
     def kubeconfig(self) -> Path:
-        """The configuration of its clients, for programs that run on the node."""
+        """The configuration for clients on the node."""
         return Path(self._state.name) / "kubeconfig"
 
     def run(
@@ -100,11 +100,11 @@ class KubernetesCluster:
         cwd: Path | None = None,
         input: str | None = None,
     ) -> Completed:
-        """Run a program on the node to its end; it sees the cluster as its user does."""
-        words = [os.fspath(word) for word in argv]
-        begun = time.monotonic()
+        """Run a program on the node to its end, with the cluster's kubeconfig."""
+        command = [os.fspath(argument) for argument in argv]
+        start = time.monotonic()
         done = subprocess.run(
-            [*self._entering, *words],
+            [*self._entering, *command],
             input=input,
             stdin=subprocess.DEVNULL if input is None else None,
             capture_output=True,
@@ -115,16 +115,16 @@ class KubernetesCluster:
             timeout=timeout_s,
         )
         return Completed(
-            argv=tuple(words),
+            argv=tuple(command),
             returncode=done.returncode,
             stdout=done.stdout,
             stderr=done.stderr,
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - start,
             timed_out=False,
         )
 
     def ask(self, path: str, content: Any = None, *, method: str = "") -> Any:
-        """Ask the API server; with ``content`` something is created, unless ``method`` is given."""
+        """Send a request to the API server: GET, POST with ``content``, or ``method``."""
         method = method or ("GET" if content is None else "POST")
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         argv = ["curl", "--silent", "--insecure", "--max-time", "20", "--request", method]
@@ -136,11 +136,11 @@ class KubernetesCluster:
         try:
             return json.loads(done.stdout)
         except ValueError:
-            # What it does not know at all it refuses in plain words.
+            # Unknown paths are answered in plain text.
             return {"kind": "Status", "message": done.stdout}
 
     def pod_template(self) -> dict[str, Any]:
-        """A pod into which the machine's programs are mounted; its image has none."""
+        """Return a pod that mounts the machine's programs, which its image lacks."""
         shared = {
             "usr": "/usr",
             "repository": str(REPOSITORY),
@@ -154,7 +154,7 @@ class KubernetesCluster:
         volumes.append({"name": "shared", "hostPath": {"path": str(self.folder)}})
         variables = {
             "PYTHONPATH": str(REPOSITORY),
-            # A new pod need not look at all fonts again.
+            # Cache fonts between pods.
             "MPLCONFIGDIR": str(self.folder / "matplotlib"),
         }
         environ = [{"name": name, "value": value} for name, value in variables.items()]
@@ -168,14 +168,14 @@ class KubernetesCluster:
         return {"spec": {"containers": [container], "volumes": volumes}}
 
     def wait_for(self, what: str, path: str, ready: Any, timeout_s: float = 240.0) -> Any:
-        """Ask until ``ready`` says so of the answer, and return that."""
+        """Request ``path`` until ``ready(response)`` is true, and return the response."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self.ask(path)
-            if ready(found):
-                return found
+            response = self.ask(path)
+            if ready(response):
+                return response
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {what}: {json.dumps(found)[-3000:]}")
+                raise TimeoutError(f"{what} is not ready: {json.dumps(response)[-3000:]}")
             time.sleep(_POLL_S)
 
     @property

@@ -1,4 +1,4 @@
-"""An image without a registry: folders into which pods mount the machine's, and busybox."""
+"""An image without a registry: busybox, and mount points for the machine's folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILES = {
 
 
 def write_image(path: Path) -> None:
-    """Write an archive as the Open Container Initiative has it, which containerd imports."""
+    """Write an OCI archive for containerd."""
     layer = _layer()
     blobs: dict[str, bytes] = {}
     config = {

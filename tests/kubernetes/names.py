@@ -1,7 +1,6 @@
-"""Names inside the tests' Kubernetes: ``python -m tests.kubernetes.names ADDRESS``.
+"""DNS of the tests' Kubernetes: ``python -m tests.kubernetes.names ADDRESS``.
 
-It answers for ``POD.SERVICE.NAMESPACE.svc.cluster.local`` with what the API server knows of the
-service's endpoints, as the cluster's DNS does.
+It resolves ``POD.SERVICE.NAMESPACE.svc.cluster.local`` to the endpoints of the service.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from tests.kubernetes.node import API_ADDRESS, TOKEN
 
 _DOMAIN = ".svc.cluster.local"
 _TTL_S = 1
-# No answer for so long is one to ask again for; that there is no such name would be a lie.
-_SILENT_S = 20.0
+# Retry the API server for this long before a query fails.
+_RETRY_S = 20.0
 
 
 class Resolver(BaseResolver):
-    """Asks the API server each time: a pod that comes back has another address."""
+    """A resolver without a cache, because restarted pods have new addresses."""
 
     def resolve(self, request, handler):
-        """The answer to a query."""
+        """Return the reply to a query."""
         reply = request.reply()
         name = str(request.q.qname).rstrip(".")
-        found = _addresses(name) if name.endswith(_DOMAIN) else None
-        if not found:
+        addresses = _addresses(name) if name.endswith(_DOMAIN) else None
+        if not addresses:
             reply.header.rcode = RCODE.NXDOMAIN
         elif request.q.qtype == QTYPE.A:
-            for address in found:
+            for address in addresses:
                 reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(address), ttl=_TTL_S))
         return reply
 
@@ -46,8 +45,10 @@ def _addresses(name: str) -> list[str]:
     *hosts, service, namespace = name.removesuffix(_DOMAIN).split(".")
     if (service, namespace) == ("kubernetes", "default"):
         return [API_ADDRESS]
-    found = _ask(f"/api/v1/namespaces/{namespace}/endpoints/{service}")
-    addresses = [one for part in found.get("subsets") or () for one in part.get("addresses") or ()]
+    endpoints = _ask(f"/api/v1/namespaces/{namespace}/endpoints/{service}")
+    addresses = [
+        one for part in endpoints.get("subsets") or () for one in part.get("addresses") or ()
+    ]
     return [one["ip"] for one in addresses if not hosts or [one.get("hostname")] == hosts]
 
 
@@ -55,18 +56,18 @@ def _ask(path: str) -> Mapping:
     request = urllib.request.Request(
         f"https://{API_ADDRESS}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
     )
-    # Made by the server for itself, and both are on this node.
+    # The certificate is self-signed.
     context = ssl._create_unverified_context()
-    until = time.monotonic() + _SILENT_S
+    deadline = time.monotonic() + _RETRY_S
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=5, context=context) as answer:
-                return json.load(answer)
+            with urllib.request.urlopen(request, timeout=5, context=context) as response:
+                return json.load(response)
         except OSError as error:
             if isinstance(error, urllib.error.HTTPError) and error.code == HTTPStatus.NOT_FOUND:
                 return {}
             # The machine is busy.
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
 

@@ -1,8 +1,8 @@
 """The node of the tests' Kubernetes: ``python -m tests.kubernetes.node FOLDER PROGRAMS``.
 
-It is the first process in namespaces of its own (network, mounts, processes, names), starts all
-that a cluster is made of, says ``ready`` and waits for the end of its standard input, which also
-comes when the test's process dies. With the first process the kernel ends all others there.
+It is the first process in its own namespaces (network, mounts, processes, names), starts the
+cluster's daemons, prints ``ready`` and waits for the end of its standard input. When it ends, the
+kernel ends all other processes of the namespace.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tests.kubernetes.image import IMAGE, write_image
 __all__ = ["API_ADDRESS", "GUEST", "NODE", "TOKEN"]
 
 NODE = "node-1"
-# The address of the service `kubernetes`, by which pods ask the API server; here it is the node's.
+# The address of the service `kubernetes`, an address of the node here.
 API_ADDRESS = "10.78.0.1"
 TOKEN = "test"
-# A user without rights, and the context in which clients are that user.
+# A user without rights, and the context of this user.
 GUEST = "guest"
 _PODS = "10.79.0.0/24"
 _GATEWAY = "10.79.0.1"
 _ETCD = "http://127.0.0.1:2379"
 _ETCD_PEERS = "http://127.0.0.1:2380"
 _TIMEOUT_S = 180.0
-# What programs write to by names that can't be changed.
+# Folders with fixed names that programs write to.
 _OWN_FOLDERS = ("/run", "/var/lib", "/var/log")
 
 
 class Node:
-    """The daemons, and where their files are."""
+    """The daemons and their files."""
 
     def __init__(self, folder: Path, programs: Path) -> None:
         self.folder, self.programs = folder, programs
@@ -47,7 +47,7 @@ class Node:
         self.certs = folder / "certs"
 
     def start(self) -> None:
-        """Start all, each once what it needs is there."""
+        """Start all daemons in order of their dependencies."""
         _do("mount", "--no-mtab", "-t", "proc", "proc", "/proc")
         for path in _OWN_FOLDERS:
             _do("mount", "--no-mtab", "-t", "tmpfs", "-o", "mode=755", "tmpfs", path)
@@ -58,13 +58,13 @@ class Node:
         socket.sethostname(NODE)
         _do("ip", "link", "set", "lo", "up")
         _do("ip", "addr", "add", f"{API_ADDRESS}/32", "dev", "lo")
-        # Pods' bridge comes with the first pod; the kubelet wants an address of the node before.
+        # The kubelet needs an address of the node before the first pod creates the bridge.
         _do("ip", "link", "add", "cni0", "type", "bridge")
         _do("ip", "addr", "add", f"{_GATEWAY}/24", "dev", "cni0")
         _do("ip", "link", "set", "cni0", "up")
         _do("ip", "route", "add", "default", "dev", "cni0")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-        _give_pods_their_share()
+        _limit_pods()
         self._start_etcd()
         self._start_containerd()
         self._start_control_plane()
@@ -80,7 +80,7 @@ class Node:
             f"--listen-client-urls={_ETCD}",
             f"--advertise-client-urls={_ETCD}",
             f"--listen-peer-urls={_ETCD_PEERS}",
-            # Nothing of it outlives the test.
+            # The data is not needed after the test.
             "--unsafe-no-fsync",
         )
 
@@ -117,7 +117,7 @@ class Node:
             "--port=0",
             f"--service-account-private-key-file={key}",
             f"--root-ca-file={self.certs / 'apiserver.crt'}",
-            # A node that is lost is one within a test.
+            # Detect lost nodes within the time of a test.
             "--node-monitor-grace-period=12s",
             "--pod-eviction-timeout=5s",
         )
@@ -173,7 +173,7 @@ conf_dir = "{self.folder}/cni"
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "failSwapOn": False,
-            # There is no kube-proxy, for which it would prepare them.
+            # They are only needed by kube-proxy.
             "makeIPTablesUtilChains": False,
             "cgroupDriver": "cgroupfs",
             "cgroupsPerQOS": False,
@@ -220,10 +220,10 @@ conf_dir = "{self.folder}/cni"
         return self._write("kubeconfig", json.dumps(config))
 
     def _is_node_ready(self) -> bool:
-        found = json.loads(self._ask(f"/api/v1/nodes/{NODE}") or b"{}")
-        if found.get("kind") != "Node":
+        node = json.loads(self._ask(f"/api/v1/nodes/{NODE}") or b"{}")
+        if node.get("kind") != "Node":
             return False
-        conditions = found["status"].get("conditions", ())
+        conditions = node["status"].get("conditions", ())
         return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
     def _ask(self, path: str) -> bytes:
@@ -238,7 +238,7 @@ conf_dir = "{self.folder}/cni"
         return path
 
     def _daemon(self, name: str, *argv: str) -> None:
-        # What is killed within its work leaves files there.
+        # Killed daemons leave files here.
         own = self.folder / "tmp"
         own.mkdir(exist_ok=True)
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -256,25 +256,25 @@ conf_dir = "{self.folder}/cni"
         while not ready():
             ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                words = "\n".join(
+                logs = "\n".join(
                     f"--- {name}\n{(self.folder / f'{name}.log').read_text()[-1500:]}"
                     for name in ended or self.daemons
                 )
-                sys.exit(f"no {what}; ended: {ended}\n{words}")
+                sys.exit(f"{what} did not start; ended: {ended}\n{logs}")
             time.sleep(0.1)
 
 
-def _give_pods_their_share() -> None:
-    """All pods are one group, which gets no more than one process beside it: here, than eight."""
+def _limit_pods() -> None:
+    """Set the CPU shares of all pods to those of eight processes."""
     controllers = Path("/sys/fs/cgroup")
-    for group, share, eight in (
+    for group, share, value in (
         (controllers / "cpu" / "k8s.io", "cpu.shares", "8192"),
         (controllers / "k8s.io", "cpu.weight", "800"),
     ):
         if group.parent.joinpath("cgroup.procs").exists():
             group.mkdir(exist_ok=True)
             if group.joinpath(share).exists():
-                group.joinpath(share).write_text(eight)
+                group.joinpath(share).write_text(value)
 
 
 def _do(*argv: str) -> None:
@@ -292,10 +292,10 @@ def _listens(port: int) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be the node until nobody wants it any more."""
+    """Run the node until standard input ends."""
     node = Node(Path(arguments[0]), Path(arguments[1]))
     node.start()
-    # Whose parent is gone becomes this process's child, and is to be taken note of.
+    # Orphans become children of this process, which must reap them.
     signal.signal(signal.SIGCHLD, lambda *_: _reap(node))
     print("ready", flush=True)
     while os.read(0, 1):
@@ -306,11 +306,11 @@ def _reap(node: Node) -> None:
     known = {daemon.pid for daemon in node.daemons.values()}
     with contextlib.suppress(ChildProcessError):
         while True:
-            # Only looked at: what Popen waits for is its own.
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None or found.si_pid in known:
+            # WNOWAIT leaves daemons to Popen.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in known:
                 return
-            os.waitpid(found.si_pid, os.WNOHANG)
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 if __name__ == "__main__":

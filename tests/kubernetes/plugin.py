@@ -1,8 +1,7 @@
-"""What a test can ask for.
+"""The fixture ``kubernetes``: a cluster with one node for the tests of a module.
 
-``kubernetes``
-    Fixture: a cluster of one node, the same for all tests of a process. Where it can't be had, the
-    test is skipped, or fails where ``HVDTRAIN_TEST_REQUIRE`` contains ``kubernetes``.
+Without its requirements the test is skipped, or fails if ``HVDTRAIN_TEST_REQUIRE`` contains
+``kubernetes``.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.environments import KUBERNETES, folder_of, missing_environment
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.kubernetes.cluster import KubernetesCluster
 
 _COMMANDS = ("busybox", "containerd", "etcd", "runc", "curl", "openssl")
 
 
-# Of a module, and not of all: one that idles takes some percent of a core.
+# Module scope: an idle cluster takes some percent of a core.
 @pytest.fixture(scope="module")
 def kubernetes() -> Iterator[KubernetesCluster]:
-    """A cluster of one node."""
+    """A cluster with one node."""
     reason = missing_environment(KUBERNETES)
     absent = [name for name in _COMMANDS if shutil.which(name) is None]
     if absent:
@@ -31,6 +30,6 @@ def kubernetes() -> Iterator[KubernetesCluster]:
     if os.geteuid() != 0:
         reason = "a node needs root"
     if reason:
-        do_without(KUBERNETES, reason)
+        skip_or_fail(KUBERNETES, reason)
     with KubernetesCluster(folder_of(KUBERNETES) / "bin") as cluster:
         yield cluster

@@ -78,11 +78,11 @@ class Chaos:
             self._put_back("disk", fault.lasts_s, self._disk.free)
         elif fault.kind == "cut":
             self._cluster.cut(host)
-            self._put_back(host, fault.lasts_s, lambda: self._cluster.mend(host))
+            self._put_back(host, fault.lasts_s, lambda: self._cluster.restore(host))
         elif fault.kind == "interruption":
             self._cluster.cut(host)
             self._rest(fault.lasts_s)
-            self._cluster.mend(host)
+            self._cluster.restore(host)
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             for pid in self._job.ranks(host):

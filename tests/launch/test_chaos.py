@@ -58,7 +58,7 @@ def tidy(cluster: Cluster) -> Iterator[None]:
     before = _on_hosts(cluster)
     yield
     for host in cluster.hosts:
-        cluster.mend(host)
+        cluster.restore(host)
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while left := _on_hosts(cluster) - before:
         assert time.monotonic() < deadline, left

@@ -24,7 +24,7 @@ ELASTIC = "import os; print(repr(os.environ['HVDTRAIN_ELASTIC']))"
 @pytest.fixture
 def mended(cluster: Cluster) -> Iterator[None]:
     yield
-    cluster.mend("node2")
+    cluster.restore("node2")
 
 
 def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]:
@@ -144,7 +144,7 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
         argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", SERVES]
         done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     finally:
-        cluster.mend(lost)
+        cluster.restore(lost)
     assert done.returncode == 0, done
     left = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
     assert sorted(done.stdout.splitlines()) == [

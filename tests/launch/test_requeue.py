@@ -76,7 +76,7 @@ class Job:
         while not true():
             state = self.shown("JobState")
             over = time.monotonic() > deadline or state in ("FAILED", "TIMEOUT", "CANCELLED")
-            assert not over, f"{state}:\n{self.output()}\n{self.cluster.last_words()}"
+            assert not over, f"{state}:\n{self.output()}\n{self.cluster.daemon_logs()}"
             time.sleep(0.2)
 
     def went_on_once(self, steps: int, timeout_s: float = 120.0) -> None:

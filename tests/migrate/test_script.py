@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.migrate.script import Migration, migrate
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 # A script, its changed lines, and parts of the findings by line.
 SCRIPTS: dict[str, tuple[str, list[int], dict[int, str]]] = {
@@ -193,7 +193,7 @@ def test_line_ends_are_kept(end: str) -> None:
 @pytest.mark.parametrize("change", [("", ""), ("\n", "\r\n"), ("callbacks\n", "callbacks")])
 def test_patch_applies_the_diff(change: tuple[str, str], tmp_path, run_command) -> None:
     if shutil.which("patch") is None:
-        do_without("patch", "the program patch isn't installed")
+        skip_or_fail("patch", "the program patch isn't installed")
     text = "import horovod.keras as hvd\nfrom horovod.keras import callbacks\n".replace(*change)
     (tmp_path / "train.py").write_bytes(text.encode())
     migration = migrate(text.encode())

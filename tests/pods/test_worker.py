@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.pods.worker import sshd_config
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.testbed.requirements import find_command
 
 
@@ -28,7 +28,7 @@ def test_sshd_accepts_the_configuration_and_any_environment(tmp_path: Path) -> N
     try:
         sshd, keygen = find_command("sshd"), find_command("ssh-keygen")
     except FileNotFoundError as error:
-        do_without("cluster", str(error))
+        skip_or_fail("cluster", str(error))
     key = tmp_path / "ssh_host_ed25519_key"
     subprocess.run(
         [keygen, "-q", "-t", "ed25519", "-N", "", "-f", key],

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.launch.jobs import kill_marked, marked, with_mark
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -145,7 +145,7 @@ class Site:
 def site(tmp_path: Path) -> Iterator[Site]:
     chromium = shutil.which("chromium")
     if chromium is None:
-        do_without("browser", "chromium is not on PATH")
+        skip_or_fail("browser", "chromium is not on PATH")
     (tmp_path / "train.py").write_text(_PROGRAM)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -1,4 +1,4 @@
-"""A cluster of four hosts on this machine; see ``cluster`` for what it is and ``plugin`` for tests.
+"""A cluster of four hosts on this machine, with real sshd, Slurm and munge in namespaces.
 
-Modelled on no cluster in particular: real sshd, Slurm and munge in namespaces of their own.
+See ``cluster`` for the hosts and ``plugin`` for the fixtures.
 """

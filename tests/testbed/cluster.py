@@ -1,10 +1,10 @@
-"""The class ``Cluster``: a head and some hosts on this machine, with ssh, Slurm and MPI.
+"""A test cluster on this machine: a head and hosts with ssh, Slurm and MPI.
 
 ::
 
-    machine   the tests; nothing of the cluster can be seen from here but processes and files
+    machine   the tests; only the cluster's processes and files are visible here
     head      10.77.0.254, slurmctld, munged; the machine's /tmp and /dev/shm
-    node1-4   10.77.0.1-4, sshd, slurmd; /tmp and /dev/shm of their own
+    node1-4   10.77.0.1-4, sshd, slurmd; own /tmp and /dev/shm
 
 All share the machine's processes and files, except /run and the folders named. The repository,
 the Python environment and ``Cluster.folder`` are the same everywhere.
@@ -27,16 +27,16 @@ from typing import IO, Any, NamedTuple
 from tests.harness.jobs import REPOSITORY, Completed, clean_environment
 from tests.testbed import network, slurm, ssh
 from tests.testbed.hosts import Host
-from tests.testbed.processes import argv_of, carrying, end_session, listens, network_of
+from tests.testbed.processes import argv_of, end_session, listens, network_of, with_environment
 from tests.testbed.sweep import sweep
 
 __all__ = ["MARK", "Cluster", "Process"]
 
-# Which cluster a process belongs to.
+# Variable that identifies the cluster of a process.
 MARK = "HVDTRAIN_TESTBED"
 
-# Folders of the machine that hosts do not have, and what lets one machine take more ranks than it
-# has cores: Open MPI 5 would put all ranks on the first host of a hostfile.
+# Variables that name folders of the machine, or allow more ranks than cores, with which Open MPI 5
+# would start all ranks on the first host of a hostfile.
 _ABSENT = (
     *("TMPDIR", "XDG_RUNTIME_DIR"),
     *("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory"),
@@ -51,7 +51,7 @@ Changes = Mapping[str, str | None]
 
 
 class Process(NamedTuple):
-    """A process of the cluster; ``pid`` is the machine's, so that os.kill reaches it."""
+    """A process of the cluster; ``pid`` is valid on the machine."""
 
     host: str
     pid: int
@@ -59,15 +59,15 @@ class Process(NamedTuple):
 
 
 class Cluster:
-    """Some hosts and a head; a context manager that leaves nothing behind.
+    """Hosts and a head, as a context manager.
 
     Args:
-        shared: More folders that are the same everywhere.
-        size: How many hosts there are, at most 253.
+        shared: Additional folders that all hosts share.
+        size: Number of hosts, at most 253.
 
     Attributes:
-        hosts: the names of the hosts.
-        folder: a scratch folder that all hosts share; gone with the cluster.
+        hosts: Names of the hosts.
+        folder: Temporary folder that all hosts share.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class Cluster:
         self.close()
 
     def address(self, host: str) -> str:
-        """The IPv4 address of a host, or of ``head``."""
+        """Return the IPv4 address of a host or of ``head``."""
         return self._addresses[host]
 
     def run(
@@ -111,16 +111,14 @@ class Cluster:
     ) -> Completed:
         """Run a program to its end, on the head or on ``host``.
 
-        The environment is the one of every test program, without a launcher's traces; ssh and
-        Slurm's commands find the cluster. ``env`` changes it, None removes a variable. ``cwd`` is
-        ``folder`` by default.
+        ssh and Slurm's commands find the cluster. ``env`` changes the environment; None removes a
+        variable. ``cwd`` is ``folder`` by default.
 
         Raises:
-            TimeoutError: after ``timeout_s``, with what the program and the daemons printed; its
-                session has ended.
+            TimeoutError: The program did not end within ``timeout_s``; its session was ended.
         """
         started = time.monotonic()
-        # Files, as a pipe would stay open for as long as any process left behind.
+        # Files, because leftover processes would keep a pipe open.
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             process = self.start(argv, host=host, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
             code: int | None = None
@@ -142,7 +140,7 @@ class Cluster:
                 timed_out=code is None,
             )
         if done.timed_out:
-            raise TimeoutError(f"{done!r}\n{self.last_words()}")
+            raise TimeoutError(f"{done!r}\n{self.daemon_logs()}")
         return done
 
     def start(
@@ -155,18 +153,15 @@ class Cluster:
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
-        """Start a program like ``run``, in a session of its own; its pid is the Popen's.
-
-        Whatever still runs of it ends with the cluster.
-        """
-        where = self._machines[host or _HEAD]
-        moved = [
+        """Start a program like ``run``, in its own session, which ends with the cluster."""
+        machine = self._machines[host or _HEAD]
+        command = [
             "env",
             f"--chdir={os.fspath(cwd or self.folder)}",
             *(os.fspath(part) for part in argv),
         ]
         process = subprocess.Popen(
-            where.entering(moved),
+            machine.entering(command),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -178,49 +173,48 @@ class Cluster:
         return process
 
     def processes(self, marker: str) -> list[Process]:
-        """The processes, anywhere on the machine, whose environment contains ``marker``.
+        """Return the processes whose environment contains ``marker``.
 
-        What is on none of the hosts is said to be on ``head``.
+        Processes outside the hosts are listed as processes of ``head``.
         """
         networks = {network_of(host.keeper.pid): name for name, host in self._machines.items()}
         return [
             Process(networks.get(network_of(pid), _HEAD), pid, argv_of(pid))
-            for pid in sorted(carrying(marker))
+            for pid in sorted(with_environment(marker))
         ]
 
     def root(self, host: str) -> Path:
-        """The files of a host as this machine reaches them; follow no absolute link below it."""
+        """Return a host's root folder on this machine; don't follow absolute links in it."""
         return Path(f"/proc/{self._machines[host].keeper.pid}/root")
 
     def cut(self, host: str) -> None:
-        """Cut the link of a host; it goes on running, alone."""
+        """Cut the link of a host, which keeps running."""
         network.set_link(self._machines[_HEAD], host, "down")
 
-    def mend(self, host: str) -> None:
-        """Put the link of a host back."""
+    def restore(self, host: str) -> None:
+        """Restore the link of a host."""
         network.set_link(self._machines[_HEAD], host, "up")
-        # Slurm asks a host that it has given up again only after some 40 s. It refuses this for
-        # one that it hasn't.
+        # Slurm retries a lost host only after about 40 s; for other hosts this command fails.
         self.run(["scontrol", "update", f"NodeName={host}", "State=RESUME"], timeout_s=30)
 
     def shape(self, rate: str, queue_ms: int) -> None:
-        """Slow all links down to ``rate``, as tc writes it, with so much of a queue before each."""
+        """Limit all links to ``rate``, as for tc, with a queue of ``queue_ms``."""
         for host in self.hosts:
             network.shape_link(self._machines[_HEAD], self._machines[host], rate, queue_ms)
 
     def delay(self, ms: float) -> None:
-        """Let whatever a host sends arrive so many milliseconds later; before links are shaped."""
+        """Delay all packets of hosts by ``ms``; call it before ``shape``."""
         head, *hosts = self._machines.values()
         keepers = [str(host.keeper.pid) for host in hosts]
         argv = [sys.executable, "-m", "tests.testbed.delay_line", str(ms), *keepers]
         self._start_daemon("delay_line", head, argv, cwd=REPOSITORY)
-        said = self._log(f"delay_line.{_HEAD}")
-        self._wait_for("delay line", lambda: "ready" in said.read_text())
+        log = self._log(f"delay_line.{_HEAD}")
+        self._wait_for("delay line", lambda: "ready" in log.read_text())
         network.delay_links(head, hosts)
 
     @contextlib.contextmanager
     def without_controller(self) -> Iterator[None]:
-        """Within the block Slurm's controller answers nobody."""
+        """Stop Slurm's controller within the block."""
         group = self._daemons[f"slurmctld.{_HEAD}"].pid
         os.killpg(group, signal.SIGSTOP)
         try:
@@ -229,13 +223,13 @@ class Cluster:
             os.killpg(group, signal.SIGCONT)
 
     def stop_sshd(self, host: str) -> None:
-        """Let a host refuse new connections; those it has go on."""
+        """Refuse new connections to a host; existing ones stay open."""
         daemon = self._daemons.pop(f"sshd.{host}")
         daemon.kill()
         daemon.wait(10)
 
     def start_sshd(self, host: str) -> None:
-        """Let a host accept connections, again."""
+        """Accept connections to a host."""
         machine = self._machines[host]
         self._start_daemon("sshd", machine, ssh.sshd_argv(self._state / "sshd"))
         self._wait_for(
@@ -244,11 +238,11 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """End every process of the cluster, and with them its namespaces; remove its folder."""
+        """End all processes and namespaces of the cluster, and remove its folder."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         if self._guard.wait(START_TIMEOUT_S) != 0:
-            # It could not, or was killed; here the reason can be seen.
+            # The guard failed or was killed; an error is visible here.
             sweep(self._mark, self._state)
         keepers = [host.keeper for host in self._machines.values()]
         children: list[subprocess.Popen[Any]] = [*keepers, *self._daemons.values(), *self._started]
@@ -256,7 +250,7 @@ class Cluster:
             process.wait(10)
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
-        """Start what takes the cluster down when asked, or when this process dies."""
+        """Start the process that removes the cluster on request or when this process dies."""
         argv = [sys.executable, "-m", "tests.testbed.sweep", self._mark, str(self._state)]
         return subprocess.Popen(
             argv,
@@ -272,11 +266,11 @@ class Cluster:
             self._machines[name] = Host(name, self._environment())
             folders, shared = ["/run", "/tmp"], list(self._shared)
             if name == _HEAD:
-                # Where tests have their files; launchers that are killed leave theirs beside it.
+                # The folder of tests' files.
                 shared.append(Path(tempfile.gettempdir()))
             else:
                 folders.append("/dev/shm")
-            self._machines[name].furnish(folders, files, shared=shared, stage=self._state / "stage")
+            self._machines[name].set_up(folders, files, shared=shared, stage=self._state / "stage")
         head, *hosts = self._machines.values()
         network.connect(head, hosts)
         self._start_slurm(head, hosts)
@@ -285,7 +279,7 @@ class Cluster:
         self._wait_for("every host idle in Slurm", self._all_idle)
 
     def _write_files(self) -> dict[str, Path]:
-        """Write the cluster's files; tells what hosts are to find where."""
+        """Write the cluster's files, and return them by their paths on the hosts."""
         for name in ("shared", "home", "munge", "slurm", "sshd", "log", "stage"):
             (self._state / name).mkdir()
         hosts, passwd = self._state / "hosts", self._state / "passwd"
@@ -329,18 +323,18 @@ class Cluster:
             )
 
     def _wait_for(self, what: str, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready``, or say which daemon did not come, and its last words."""
+        """Wait until ``ready``; on failure, raise an error with the logs of the daemons."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the test cluster has no {what}; ended: {ended}\n{self.last_words()}"
+                    f"the test cluster failed to start {what}; ended: {ended}\n{self.daemon_logs()}"
                 )
             time.sleep(0.02)
 
-    def last_words(self) -> str:
-        """The ends of what the daemons have printed, for a test to show where it fails."""
+    def daemon_logs(self) -> str:
+        """Return the ends of the daemons' logs."""
         return "\n".join(
             f"--- {name}\n{self._log(name).read_text()[-2000:]}" for name in self._daemons
         )

@@ -1,9 +1,9 @@
-"""Links that take their time: ``python -m tests.testbed.delay_line MS PID [PID ...]``.
+"""Delayed links: ``python -m tests.testbed.delay_line MS PID [PID ...]``.
 
-The kernel here has no netem. So what a host sends goes into a TUN device of its own, which this
-program reads; it keeps each packet for so many milliseconds, and gives it to the head as if it came
-in there, which forwards it. The head starts it. It says ``ready`` once the devices are where they
-belong: ``eth1`` in the network of each PID, ``delayed`` in its own; they are gone with it.
+Replaces netem, which kernels may lack. Each host sends into a TUN device, which this program
+reads; it holds each packet for MS milliseconds and passes it to the head, which forwards it. It
+runs on the head and prints ``ready`` once the devices exist: ``eth1`` in the network of each PID,
+``delayed`` in its own. The devices end with the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BACK", "OUT"]
 
 OUT = "eth1"
 BACK = "delayed"
-# Of linux/if_tun.h.
+# From linux/if_tun.h.
 _TUNSETIFF = 0x400454CA
 _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
@@ -37,7 +37,7 @@ def _open_device(name: str) -> int:
 
 
 def _hand_over(pid: int) -> int:
-    """Put a device into the network of a process."""
+    """Create a device in the network of a process."""
     device = _open_device(OUT)
     argv = [find_command("ip"), "link", "set", OUT, "netns", str(pid)]
     subprocess.run(argv, check=True, timeout=10)
@@ -45,7 +45,7 @@ def _hand_over(pid: int) -> int:
 
 
 def _relay(sources: list[int], back: int, delay_s: float) -> None:
-    """Pass packets on until this process is ended; all wait as long, so that none overtakes."""
+    """Forward packets with a constant delay until this process ends."""
     waiting: deque[tuple[float, bytes]] = deque()
     while True:
         timeout_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -58,7 +58,7 @@ def _relay(sources: list[int], back: int, delay_s: float) -> None:
 
 
 def main() -> None:
-    """Make the devices, and relay."""
+    """Create the devices and relay packets."""
     delay_s = float(sys.argv[1]) / 1e3
     back = _open_device(BACK)
     sources = [_hand_over(int(pid)) for pid in sys.argv[2:]]

@@ -1,4 +1,4 @@
-"""What tests break on the hosts of a cluster, and put back."""
+"""Temporary faults on the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from tests.testbed.cluster import Cluster
 
 __all__ = ["FILLER", "Disk", "bound", "disk", "empty_folder", "ssh_config"]
 
-# The file that takes the room of a full disk.
+# The file that fills a disk.
 FILLER = "filler"
 _BLOCK_BYTES = 4096
 
 
 @contextlib.contextmanager
 def bound(cluster: Cluster, host: str, source: Path, target: str) -> Iterator[None]:
-    """``source`` in the place of ``target``, on ``host`` alone."""
-
+    """Mount ``source`` over ``target`` on one host."""
     with _mounted(cluster, host, ["--bind", str(source)], target):
         yield
 
 
 class Disk:
-    """A file system of its own on one host.
+    """A file system on one host.
 
     Attributes:
-        path: Its place, as this machine reaches it.
+        path: Its path on this machine.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def fill(self, room_bytes: int = 0) -> None:
-        """Take all of its room but ``room_bytes``, until ``free``."""
+        """Fill it up except for ``room_bytes``."""
         with open(self.path / FILLER, "ab", buffering=0) as file:
             with contextlib.suppress(OSError):
                 while True:
@@ -42,13 +41,13 @@ class Disk:
             file.truncate(max(0, file.tell() - room_bytes))
 
     def free(self) -> None:
-        """Give back what ``fill`` took."""
+        """Undo ``fill``."""
         (self.path / FILLER).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def disk(cluster: Cluster, host: str, target: Path, size_bytes: int) -> Iterator[Disk]:
-    """A small file system in memory, at ``target`` on ``host`` alone."""
+    """Mount a small file system in memory at ``target`` on one host."""
     target.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={size_bytes}", "hvdtrain-test"]
     with _mounted(cluster, host, options, str(target)):
@@ -57,15 +56,15 @@ def disk(cluster: Cluster, host: str, target: Path, size_bytes: int) -> Iterator
 
 @contextlib.contextmanager
 def ssh_config(cluster: Cluster, text: str) -> Iterator[None]:
-    """``text`` before what is in the cluster's ~/.ssh/config."""
+    """Prepend ``text`` to the cluster's ~/.ssh/config."""
     entry = cluster.run(["getent", "passwd", "root"], timeout_s=20).stdout
     path = Path(entry.split(":")[5], ".ssh", "config")
-    before = path.read_text()
-    path.write_text(f"{text}\nHost *\n{before}")
+    original = path.read_text()
+    path.write_text(f"{text}\nHost *\n{original}")
     try:
         yield
     finally:
-        path.write_text(before)
+        path.write_text(original)
 
 
 @contextlib.contextmanager
@@ -82,7 +81,7 @@ def _mounted(cluster: Cluster, host: str, options: Sequence[str], target: str) -
 
 
 def empty_folder(cluster: Cluster) -> Path:
-    """A folder that all hosts share, to be put in the place of another."""
+    """Return an empty folder that all hosts share."""
     path = cluster.folder / "empty"
     path.mkdir(exist_ok=True)
     return path

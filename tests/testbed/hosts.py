@@ -1,7 +1,6 @@
-"""A host: its own network, name and mounts; processes and all other files are the machine's.
+"""A host: namespaces for network, name and mounts on this machine.
 
-A host lives in the namespaces of one sleeping process and is gone when the last process in them
-ends.
+The namespaces belong to a sleeping process and end with the last process in them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _STEP_TIMEOUT_S = 20.0
 
 
 class Host:
-    """A host; the network is still without a link.
+    """A host, whose network has no link yet.
 
     Args:
-        name: the host's name.
-        environment: of the process that keeps the namespaces; tells to whom the host belongs.
+        name: Name of the host.
+        environment: Environment of the process that holds the namespaces.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -39,22 +38,22 @@ class Host:
         deadline = time.monotonic() + _STEP_TIMEOUT_S
         while comm.read_text() != "sleep\n":
             if self.keeper.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(argv)} did not make the host {name}")
+                raise RuntimeError(f"{' '.join(argv)} did not create the host {name}")
             time.sleep(0.002)
 
     def entering(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on this host; it becomes ``argv``, with the same pid.
+        """Return the command that runs ``argv`` on this host with the same process id.
 
-        Not ``ip netns exec``: it hides /sys/fs/cgroup, without which slurmd refuses to start.
+        ``ip netns exec`` would hide /sys/fs/cgroup, which slurmd needs.
         """
         namespaces = ["--target", str(self.keeper.pid), "--net", "--uts", "--mount"]
         return [find_command("nsenter"), *namespaces, "--", *argv]
 
     def do(self, *argv: str, input: str = "") -> str:
-        """Run one step of the set-up and return what it printed.
+        """Run a command on the host and return its output.
 
         Raises:
-            RuntimeError: if it fails.
+            RuntimeError: The command failed.
         """
         done = subprocess.run(
             self.entering([find_command(argv[0]), *argv[1:]]),
@@ -69,7 +68,7 @@ class Host:
             )
         return done.stdout
 
-    def furnish(
+    def set_up(
         self,
         folders: Sequence[str],
         files: Mapping[str, Path],
@@ -77,21 +76,21 @@ class Host:
         shared: Sequence[Path] = (),
         stage: Path,
     ) -> None:
-        """Give the host its name, and file systems that differ from the machine's.
+        """Set the host's name and its own file systems.
 
         Args:
-            folders: are the host's own and empty, but for the project's folders below them.
-            files: what is to be found, file or folder, at some paths.
-            shared: more folders of the project.
-            stage: an empty folder, to prepare a file system in.
+            folders: Folders that are empty on the host except for shared folders below them.
+            files: Files and folders by their paths on the host.
+            shared: Additional shared folders.
+            stage: An empty folder for preparing a file system.
         """
         self.do("hostname", self.name)
-        for place in folders:
+        for folder in folders:
             self._mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(stage))
             for source in _project_folders(stage.parent, *shared):
-                if source.is_relative_to(place):
-                    self._bind(source, stage / source.relative_to(place))
-            self._mount("--move", str(stage), place)
+                if source.is_relative_to(folder):
+                    self._bind(source, stage / source.relative_to(folder))
+            self._mount("--move", str(stage), folder)
         self.do("mkdir", "/run/sshd", "/run/lock")
         for path, source in files.items():
             self._bind(source, Path(path))
@@ -102,11 +101,11 @@ class Host:
         self._mount("--bind", str(source), str(target))
 
     def _mount(self, *arguments: str) -> None:
-        # /run/mount/utab is the machine's and has nothing to do with the host's mounts.
+        # --no-mtab: /run/mount/utab belongs to the machine.
         self.do("mount", "--no-mtab", *arguments)
 
 
 def _project_folders(*own: Path) -> list[Path]:
-    """What all hosts share wherever it is: the cluster's folders, the repository, Python."""
-    wanted = {*own, REPOSITORY, *(Path(path).resolve() for path in (sys.prefix, sys.base_prefix))}
-    return sorted(path for path in wanted if not wanted.intersection(path.parents))
+    """Return the folders that all hosts share: of the cluster, the repository and Python."""
+    folders = {*own, REPOSITORY, *(Path(path).resolve() for path in (sys.prefix, sys.base_prefix))}
+    return sorted(path for path in folders if not folders.intersection(path.parents))

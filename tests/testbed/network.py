@@ -9,27 +9,26 @@ from tests.testbed.hosts import Host
 
 __all__ = ["addresses", "connect", "delay_links", "hosts_text", "set_link", "shape_link"]
 
-# The head has a network of its own as well: nothing of this is visible to the machine, so that
-# numbers and names are free, whatever else runs here.
+# The head has its own network namespace too, so addresses and names can't collide.
 _SUBNET = "10.77.0"
 _BRIDGE = "br0"
 
 
 def addresses(hosts: Sequence[str]) -> dict[str, str]:
-    """The address of the head and of each host."""
+    """Return the addresses of the head and of each host."""
     numbers = {"head": 254, **{name: number for number, name in enumerate(hosts, start=1)}}
     return {name: f"{_SUBNET}.{number}" for name, number in numbers.items()}
 
 
 def hosts_text(names: Mapping[str, str]) -> str:
-    """The text of /etc/hosts for all."""
+    """Return the text of /etc/hosts."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     lines += [f"{address} {name}" for name, address in names.items()]
     return "\n".join(lines) + "\n"
 
 
 def connect(head: Host, hosts: Sequence[Host]) -> None:
-    """Link the hosts; on the head, the link to a host bears the host's name."""
+    """Create links between head and hosts; on the head they are named after the hosts."""
     names = addresses([host.name for host in hosts])
     steps = [
         "link set lo up",
@@ -49,24 +48,24 @@ def connect(head: Host, hosts: Sequence[Host]) -> None:
 
 
 def set_link(head: Host, name: str, state: str) -> None:
-    """Put the link to the host ``name`` ``up`` or ``down``."""
+    """Set the link of the host ``name`` to ``up`` or ``down``."""
     _ip(head, [f"link set {name} {state}"])
 
 
 def shape_link(head: Host, host: Host, rate: str, queue_ms: int) -> None:
-    """Let the link to a host carry no more than ``rate``, as tc writes it, in each direction."""
+    """Limit the link of a host to ``rate``, as for tc, in each direction."""
     shaper = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", f"{queue_ms}ms")
     host.do("tc", "qdisc", "replace", "dev", "eth0", *shaper)
     head.do("tc", "qdisc", "replace", "dev", host.name, *shaper)
 
 
 def delay_links(head: Host, hosts: Sequence[Host]) -> None:
-    """Let what hosts send go through the devices of a delay line, which is there already.
+    """Send packets of hosts through a running delay line.
 
-    What they receive still comes in where it did, by a link that is called ``in0`` now.
+    Hosts receive packets through their old link, renamed to ``in0``.
     """
     for host in (head, *hosts):
-        # What comes in is from where nothing would be sent back to.
+        # Packets arrive on another interface than replies leave.
         host.do("tee", "/proc/sys/net/ipv4/conf/all/rp_filter", input="0")
     head.do("tee", "/proc/sys/net/ipv4/ip_forward", input="1")
     _ip(head, [f"link set {BACK} up"])

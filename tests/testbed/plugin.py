@@ -1,12 +1,12 @@
-"""What a test can ask for.
+"""The fixture and the marker of the test cluster.
 
 ``cluster``
-    Fixture: the ``Cluster`` of four hosts, built when the first test asks for it and taken down
-    at the end of the session. A test puts back what it cuts or stops.
+    Fixture: a ``Cluster`` of four hosts for the whole session, created on first use. Tests restore
+    what they cut or stop.
 
 ``@pytest.mark.cluster``
-    The test needs such a cluster; whoever uses the fixture has the marker. Where the cluster can't
-    be built they are skipped, or fail where ``HVDTRAIN_TEST_REQUIRE`` contains ``cluster``.
+    The test needs the cluster; set for tests with the fixture. Without the cluster's requirements
+    they are skipped, or fail if ``HVDTRAIN_TEST_REQUIRE`` contains ``cluster``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.forkserver import ForkServers
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.testbed.cluster import Cluster
 from tests.testbed.requirements import missing_requirements
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by fixture, before the harness sorts and tests are chosen by their markers."""
+    """Add the marker by fixture, before tests are sorted and selected."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
@@ -35,14 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip, or fail, before any fixture is set up."""
+    """Skip or fail before any fixture is set up."""
     if _needs_cluster(item) and (reason := missing_requirements()):
-        do_without("cluster", reason)
+        skip_or_fail("cluster", reason)
 
 
 @pytest.fixture(scope="session")
 def cluster(fork_servers: ForkServers) -> Iterator[Cluster]:
-    """The cluster of four hosts; one for all tests of the session."""
+    """The cluster of four hosts for all tests of the session."""
     with Cluster(shared=[fork_servers.folder]) as built:
         yield built
 

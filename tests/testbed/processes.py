@@ -1,4 +1,4 @@
-"""Finding processes by what they carry: an environment, a network namespace, a session."""
+"""Search for processes by environment, network namespace or session."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 __all__ = [
     "argv_of",
-    "carrying",
     "end_session",
     "in_networks",
     "kill_all",
     "listens",
     "network_of",
+    "with_environment",
 ]
 
 _TCP_LISTEN = "0A"
@@ -28,19 +28,19 @@ def _pids() -> Iterator[int]:
             yield int(name)
 
 
-def carrying(marker: str) -> set[int]:
-    """The processes whose environment contains ``marker``; never this one."""
+def with_environment(marker: str) -> set[int]:
+    """Return the other processes whose environment contains ``marker``."""
     needle = marker.encode()
-    found = set()
+    pids = set()
     for pid in _pids():
         with contextlib.suppress(OSError):
             if pid != os.getpid() and needle in Path(f"/proc/{pid}/environ").read_bytes():
-                found.add(pid)
-    return found
+                pids.add(pid)
+    return pids
 
 
 def network_of(pid: int) -> int | None:
-    """The number of the network namespace of a process; None when it has ended."""
+    """Return the network namespace of a process, or None if it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -48,12 +48,12 @@ def network_of(pid: int) -> int | None:
 
 
 def in_networks(networks: Collection[int | None]) -> set[int]:
-    """The processes that are in one of these network namespaces."""
+    """Return the processes in the given network namespaces."""
     return {pid for pid in _pids() if network_of(pid) in networks}
 
 
 def argv_of(pid: int) -> tuple[str, ...]:
-    """The command line of a process; empty when it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -62,7 +62,7 @@ def argv_of(pid: int) -> tuple[str, ...]:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether anything in the process's network namespace accepts IPv4 connections at ``port``."""
+    """Return whether ``port`` accepts IPv4 connections in the process's network namespace."""
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     return any(
         fields[3] == _TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port
@@ -71,7 +71,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def end_session(session: int, grace_s: float = 3.0) -> None:
-    """TERM to all of a session, a deadline, KILL; process groups of its own are in it too."""
+    """End all processes of a session: SIGTERM, a grace period, SIGKILL."""
     _signal_all(_in_session(session), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _in_session(session) and time.monotonic() < deadline:
@@ -80,26 +80,26 @@ def end_session(session: int, grace_s: float = 3.0) -> None:
 
 
 def kill_all(find: Callable[[], set[int]], timeout_s: float = 10.0) -> None:
-    """Kill what ``find`` finds until it finds nothing.
+    """Kill the processes that ``find`` returns until it returns none.
 
     Raises:
-        TimeoutError: if some are still there after ``timeout_s``.
+        TimeoutError: Some processes remain after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while pids := find():
         if time.monotonic() > deadline:
             left = {pid: " ".join(argv_of(pid)) for pid in sorted(pids)}
-            raise TimeoutError(f"still there {timeout_s:g} s after the first KILL: {left}")
+            raise TimeoutError(f"processes remain {timeout_s:g} s after SIGKILL: {left}")
         _signal_all(pids, signal.SIGKILL)
         time.sleep(0.02)
 
 
 def _in_session(session: int) -> set[int]:
-    """The living processes of a session."""
+    """Return the living processes of a session."""
     found = set()
     for pid in _pids():
         with contextlib.suppress(OSError):
-            # The name before it is in parentheses and may hold anything, spaces too.
+            # The process name in parentheses may contain spaces.
             state, _, _, sid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
             if int(sid) == session and state not in "ZX":
                 found.add(pid)

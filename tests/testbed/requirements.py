@@ -1,4 +1,4 @@
-"""What the test cluster needs of the machine."""
+"""Requirements of the test cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COMMANDS = (
     *("sshd", "ssh", "ssh-keygen"),
     *("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo"),
 )
-# Daemons live where the PATH of an ordinary user does not lead.
+# Folders of daemons, which may not be on PATH.
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
-# What Slurm's plugin for PMIx opens, by this very path.
+# The path that Slurm's PMIx plugin opens.
 _PMIX = "/usr/lib/*/pmix2/lib/libpmix.so"
 
 
 def find_command(name: str) -> str:
-    """The absolute path of a command; sshd wants to be started by it."""
+    """Return the absolute path of a command."""
     path = _which(name)
     if path is None:
         raise FileNotFoundError(f"{name} is not installed; the test cluster {_NEEDS}")
@@ -37,19 +37,19 @@ def find_command(name: str) -> str:
 
 @functools.cache
 def missing_requirements() -> str | None:
-    """Why the cluster can't be built here, or None where it can."""
+    """Return why the cluster can't be created, or None."""
     if os.geteuid() != 0:
         return f"{_NEEDS}: this is user {os.geteuid()}"
     if absent := [name for name in _COMMANDS if _which(name) is None]:
         return f"{_NEEDS}: {', '.join(absent)} not found"
     if not glob.glob(_PMIX):
-        return f"{_NEEDS}: no {_PMIX}"
-    # Root of a container may lack the right to make namespaces or to mount.
+        return f"{_NEEDS}: {_PMIX} not found"
+    # Root in a container may lack the right to create namespaces or to mount.
     trial = [find_command("unshare"), "--net", "--uts", "--mount"]
     trial += [find_command("mount"), "-t", "tmpfs", "tmpfs", "/mnt"]
     done = subprocess.run(trial, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
-        return f"{_NEEDS}: no private namespaces and mounts here ({done.stderr.strip()})"
+        return f"{_NEEDS}: private namespaces and mounts are not permitted ({done.stderr.strip()})"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Slurm of the cluster, and munge, by which its parts know each other."""
+"""Slurm and munge of the test cluster."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ __all__ = [
 ]
 
 CONTROLLER_PORT = 6817
-# Where all that speak munge look for it. /run is the hosts' own, and /run/munge the cluster's.
+# The default socket; /run/munge is shared by the hosts.
 MUNGE_SOCKET = "munge.socket.2"
 _CPUS = 4
 
 
 def write_munge(folder: Path) -> None:
-    """Write a key into the folder that is to be /run/munge."""
+    """Write a key into the folder for /run/munge."""
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
 
 
 def munged_argv() -> list[str]:
-    """The command that serves munge to all hosts, in the foreground."""
+    """Return the command of munge for all hosts."""
     run = Path("/run/munge")
     files = {"key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
     paths = [f"--{option}={run / name}" for option, name in files.items()]
-    # Root, where Debian's service is user munge: the files are the cluster's, and root's.
+    # munged runs as root here, because root owns the files.
     return [find_command("munged"), "--foreground", f"--socket={run / MUNGE_SOCKET}", *paths]
 
 
 def write_slurm(folder: Path, addresses: Mapping[str, str]) -> None:
-    """Write, for the head and hosts of ``addresses``, what is to be /etc/slurm; it takes all state.
+    """Write /etc/slurm for the head and the hosts; it also holds the state.
 
-    No variable leads to it, as on most clusters: SLURM_CONF may make a program believe in a job.
+    SLURM_CONF is not set, because programs may take it as a sign of a job.
     """
     nodes = [name for name in addresses if name != "head"]
     (folder / "slurm.conf").write_text(
@@ -55,16 +55,16 @@ def write_slurm(folder: Path, addresses: Mapping[str, str]) -> None:
         "SlurmdSpoolDir=/etc/slurm/spool.%n\n"
         "SlurmctldPidFile=/run/slurmctld.pid\n"
         "SlurmdPidFile=/run/slurmd.pid\n"
-        # No control groups: a container may not let them be changed.
+        # Containers may not permit control groups.
         "ProctrackType=proctrack/linuxproc\n"
         "TaskPlugin=task/none\n"
         "SelectType=select/cons_tres\n"
         "SelectTypeParameters=CR_CPU\n"
-        # The CPUs below, however many the machine has.
+        # Use the number of CPUs below instead of the machine's.
         "SlurmdParameters=config_overrides\n"
         "MpiDefault=pmix\n"
         "ReturnToService=2\n"
-        # Tests are not to wait for what a real cluster can take its time over.
+        # Schedule without the delays of a real cluster.
         "SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1\n"
         "SlurmdTimeout=10\n"
         "KillWait=2\n"
@@ -80,10 +80,10 @@ def write_slurm(folder: Path, addresses: Mapping[str, str]) -> None:
 
 
 def slurmctld_argv() -> list[str]:
-    """The command that controls the cluster, in the foreground of the head."""
+    """Return the command of the controller on the head."""
     return [find_command("slurmctld"), "-D"]
 
 
 def slurmd_argv() -> list[str]:
-    """The command that runs jobs on one host, in the foreground."""
+    """Return the command of slurmd on a host."""
     return [find_command("slurmd"), "-D"]

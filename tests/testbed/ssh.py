@@ -1,4 +1,4 @@
-"""ssh between the hosts: one key pair for users, one for hosts, and no file of the machine's."""
+"""ssh between the hosts, with one key pair for users and one for hosts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ROOT_UID = "0"
 
 
 def write_passwd(passwd: Path, home: Path) -> None:
-    """Write the machine's /etc/passwd with another home for root.
+    """Write the machine's /etc/passwd with another home folder for root.
 
-    There ssh finds its files, and a login no .bashrc that changes PATH.
+    It contains the files of ssh, and no .bashrc that changes PATH.
     """
     users = [line.split(":") for line in _PASSWD.read_text().splitlines()]
     for user in users:
@@ -27,7 +27,7 @@ def write_passwd(passwd: Path, home: Path) -> None:
 
 
 def write_ssh(home: Path, server: Path) -> None:
-    """Write what ssh needs into the home of all hosts, and sshd's files into ``server``."""
+    """Write the files of ssh into ``home``, and the files of sshd into ``server``."""
     folder = home / ".ssh"
     folder.mkdir(mode=0o700)
     _make_key(folder / "id_ed25519")
@@ -40,7 +40,7 @@ def write_ssh(home: Path, server: Path) -> None:
         f"HostKey {server}/host_key\n"
         "PermitRootLogin prohibit-password\n"
         "PasswordAuthentication no\n"
-        # The home is below /tmp, where others may write.
+        # The home folder is below /tmp, which is writable for all.
         "StrictModes no\n"
         "UsePAM no\n"
         "PidFile none\n"
@@ -48,7 +48,7 @@ def write_ssh(home: Path, server: Path) -> None:
 
 
 def sshd_argv(server: Path) -> list[str]:
-    """The command that serves one host, in the foreground."""
+    """Return the command of sshd on a host."""
     return [find_command("sshd"), "-D", "-e", "-f", str(_config(server))]
 
 

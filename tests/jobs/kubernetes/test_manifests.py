@@ -11,7 +11,7 @@ import yaml
 from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects, make_keys
 from hvdtrain.jobs.kubernetes.pod_backend import PodPlan
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 
 SPECIAL = ("python", "a b.py", "$(touch x)", "'\"", "line\nline", "{{ x }}", "- a: b", "é")
 
@@ -145,7 +145,7 @@ def test_a_launcher_without_a_shared_folder_records_nothing() -> None:
 )
 def test_each_job_has_new_keys(tmp_path: Path, private: str, public: str) -> None:
     if shutil.which("ssh-keygen") is None:
-        do_without("cluster", "ssh-keygen is not installed")
+        skip_or_fail("cluster", "ssh-keygen is not installed")
     files = make_keys()
     assert files[private] != make_keys()[private]
     key = tmp_path / "key"

@@ -16,7 +16,7 @@ import yaml
 
 from tests.environments import folder_of, missing_environment
 from tests.harness.jobs import REPOSITORY, Completed
-from tests.harness.required import do_without
+from tests.harness.required import skip_or_fail
 from tests.kubernetes.cluster import KubernetesCluster
 from tests.kubernetes.image import IMAGE, USER_ID
 
@@ -166,7 +166,7 @@ def test_the_operators_definition_accepts_the_documents_mpijob(commands: Command
     """The API server validates it, and drops fields that the definition does not have."""
     path = Path(os.environ.get(CRD, ""))
     if not path.is_file():
-        do_without("mpijob", f"{CRD} names no definition of MPIJobs, kubeflow.org_mpijobs.yaml")
+        skip_or_fail("mpijob", f"{CRD} names no definition of MPIJobs, kubeflow.org_mpijobs.yaml")
     cluster = commands.cluster
     (definition,) = yaml.safe_load_all(path.read_text())
     cluster.ask("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
@@ -420,7 +420,7 @@ def test_pods_of_another_user_than_root(commands: Commands, tmp_path: Path) -> N
 @pytest.mark.parametrize("mpi", ["mpich", "intel-mpi"])
 def test_other_mpis(commands: Commands, mpi: str) -> None:
     if reason := missing_environment(mpi):
-        do_without(mpi, reason)
+        skip_or_fail(mpi, reason)
     python = str(folder_of(mpi) / "bin" / "python")
     name = commands.submit(python, "-c", _SUM, ranks=2, pods=("--pod-python", python))
     log = commands.run("logs", "-f", name, timeout_s=FOLLOWED_S).stdout
