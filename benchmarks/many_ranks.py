@@ -171,10 +171,10 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
         with (
             contextlib.closing(JobRecorder(JobFolder(Path(folder)))) as recorder,
             contextlib.closing(
-                AgentServer(ranks, console, local=True, heard=recorder.line)
+                AgentServer(ranks, console, local=True, on_line=recorder.line)
             ) as server,
         ):
-            variables = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
+            variables = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.secret}
             argv = (sys.executable, __file__, "--agents", *map(str, (ranks, seconds, times)))
             hosts = {rank: f"node{rank // RANKS_PER_HOST}" for rank in range(ranks)}
             supervisor = Supervisor(

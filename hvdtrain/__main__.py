@@ -1,4 +1,4 @@
-"""The command ``hvdtrain`` and ``python -m hvdtrain``: Ctrl-C ends both quietly while they load."""
+"""The entry point of ``hvdtrain`` and ``python -m hvdtrain``, which Ctrl-C ends quietly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the command that this process was started with and return its exit code."""
-    # An ignored signal (nohup, a shell's background jobs) stays ignored.
-    _replace(signal.default_int_handler, _end)
+    """Run the command line of this process and return its exit code."""
+    # Signals that are ignored (nohup, a shell's background jobs) stay ignored.
+    _replace_handler(signal.default_int_handler, _exit)
     from hvdtrain import cli
 
-    _replace(_end, signal.default_int_handler)
+    _replace_handler(_exit, signal.default_int_handler)
     code = cli.main()
-    _replace(signal.default_int_handler, _end)
+    _replace_handler(signal.default_int_handler, _exit)
     return code
 
 
-def _replace(before: Any, after: Any) -> None:
+def _replace_handler(before: Any, after: Any) -> None:
     if signal.getsignal(signal.SIGINT) is before:
         signal.signal(signal.SIGINT, after)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 

@@ -1,9 +1,9 @@
-"""The command ``hvdtrain``: finds the subcommand's module, lets it declare its arguments, runs it.
+"""The command ``hvdtrain``: imports the module of a subcommand, parses its arguments, and runs it.
 
-A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, named in
-``COMMANDS``; with ``with_files(options)`` it replaces options that name files by what these hold.
-The words that were parsed are in ``arguments.argv``. Only the one that was asked for is imported,
-so that starting a job loads nothing that it doesn't need.
+A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, listed in
+``COMMANDS``. With ``with_files(options)`` it replaces options that name files with the contents of
+the files. ``arguments.argv`` holds the parsed words. Only the module of the given subcommand is
+imported, so that a job starts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError
 from hvdtrain.log import LOGGER, configure_log
@@ -26,7 +26,7 @@ __all__ = ["COMMANDS", "main"]
 USAGE_ERROR = 2
 FAILED = 1
 INTERRUPTED = 130
-# Set by a shell that asks through argcomplete.
+# Set by a shell that completes a command line through argcomplete.
 COMPLETES = "_ARGCOMPLETE"
 
 # Name: (module, one line of help).
@@ -38,11 +38,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("hvdtrain.job_commands.logs", "print or follow the output of a job's ranks"),
     "stop": ("hvdtrain.job_commands.stop", "stop jobs"),
     "restart": ("hvdtrain.job_commands.again", "restart a job that has ended"),
-    "clone": ("hvdtrain.job_commands.again", "submit a job like another one"),
+    "clone": ("hvdtrain.job_commands.again", "submit a copy of a job"),
     "serve": ("hvdtrain.serve.cli", "show and control jobs in a browser"),
     "check": ("hvdtrain.check.cli", "check whether this host or cluster is ready to train"),
-    "migrate": ("hvdtrain.migrate.cli", "move scripts that use Horovod over to hvdtrain"),
-    "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),
+    "migrate": ("hvdtrain.migrate.cli", "convert Horovod scripts to hvdtrain"),
+    "bench": ("hvdtrain.bench.cli", "measure collectives, training and startup on this machine"),
 }
 
 
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
-        # Whoever read the output (head, less) has seen enough, or its disk is full.
+        # The reader of the output (head, less) has closed it, or its disk is full.
         if error.errno != errno.EPIPE:
-            LOGGER.error("the output can't be written: %s", error.strerror)
-        # Python would fail at what is left in the buffer when it exits.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            LOGGER.error("error: the output can't be written: %s", error.strerror)
+        # Python would fail when it flushes the buffer at exit.
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
         return FAILED
 
 
@@ -77,36 +77,32 @@ def _run_command(argv: list[str]) -> int:
         _check_folder()
         module = importlib.import_module(COMMANDS[arguments.command][0])
         if hasattr(module, "with_files"):
-            at = len(argv) - len(arguments.program)
-            argv = [argv[0], *module.with_files(argv[1:at]), *argv[at:]]
+            end = len(argv) - len(arguments.program)
+            argv = [argv[0], *module.with_files(argv[1:end]), *argv[end:]]
             arguments = parser.parse_args(argv)
         arguments.argv = argv[1:]
         return int(module.run(arguments))
     except SystemExit as end:
-        # argparse has printed help, the version, or what was wrong.
+        # argparse has printed help, the version, or an error.
         return end.code if isinstance(end.code, int) else USAGE_ERROR
-    except ConfigurationError as error:
-        LOGGER.error("%s", error)
-        return USAGE_ERROR
     except HvdtrainError as error:
-        LOGGER.error("%s", error)
-        return FAILED
+        LOGGER.error("error: %s", error)
+        return USAGE_ERROR if isinstance(error, ConfigurationError) else FAILED
 
 
 def _complete_environment() -> None:
-    """Provide what a shell, cron or a container may have left out: standard streams and HOME."""
+    """Provide standard streams and HOME, which a shell, cron or a container may omit."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
-            # Else the next file that is opened, such as a socket, would be the standard output.
+            # Otherwise the next opened file, such as a socket, would become the standard output.
             os.dup2(descriptor, number)
             if descriptor != number:
                 os.close(descriptor)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
     if not os.environ.get("HOME"):
-        # Open MPI does not start without it. A user who is in no database has the root, as in
-        # Docker.
+        # Open MPI does not start without HOME. Like Docker, use "/" for an unknown user.
         os.environ.pop("HOME", None)
         home = os.path.expanduser("~")
         os.environ["HOME"] = home if os.path.isabs(home) else "/"
@@ -122,7 +118,7 @@ def _check_folder() -> None:
 
 
 def _complete(words: Sequence[str]) -> None:
-    """Tell the shell how the line may go on, and end; if the package for that is there."""
+    """Print completions for the shell and exit, if argcomplete is installed."""
     with contextlib.suppress(ImportError):
         import argcomplete
 
@@ -130,7 +126,7 @@ def _complete(words: Sequence[str]) -> None:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """The parser of a subcommand, whose own usage is shown with an unknown argument."""
+    """A parser that reports unknown arguments itself, and lists the commands if none is given."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = super().parse_known_args(args, namespace)
@@ -138,21 +134,24 @@ class _CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return arguments, unknown
 
+    def error(self, message: str) -> NoReturn:
+        if self._subparsers is not None and message.startswith("the following arguments are req"):
+            self.print_help(sys.stderr)
+            sys.stderr.write("\n")
+            self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
+        super().error(message)
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser of all subcommands, of which only ``chosen`` knows its arguments."""
-    parser = argparse.ArgumentParser(
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser of all subcommands; only that of ``command`` has its arguments."""
+    parser = _CommandParser(
         prog="hvdtrain",
         description="Train one Keras model on many processes.",
-        epilog="hvdtrain COMMAND --help tells more about each.",
+        epilog="Run 'hvdtrain COMMAND --help' for more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(
-        dest="command",
-        metavar="COMMAND",
-        title="commands",
-        required=True,
-        parser_class=_CommandParser,
+        dest="command", metavar="COMMAND", title="commands", required=True
     )
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(
@@ -162,6 +161,6 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name == chosen:
+        if name == command:
             importlib.import_module(module).add_arguments(subparser)
     return parser

@@ -1,4 +1,4 @@
-"""The command line: help, version, usage errors, and what it costs to import."""
+"""The command line: help, version, usage errors, and imports."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in shown
 
 
+@pytest.mark.parametrize("argv", [[], ["bench"]])
+def test_a_missing_subcommand_lists_the_subcommands(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert main(argv) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(shown)
+    assert "error: the following arguments are required: " in message
+
+
 def test_help_of_run_shows_the_common_options_and_help_all_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +50,7 @@ def test_help_of_run_shows_the_common_options_and_help_all_the_rest(
     common = capsys.readouterr().out
     assert main(["run", "--help-all"]) == 0
     everything = capsys.readouterr().out
-    groups = ("ranks and hosts:", "output:", "failures and", "how ranks train", "other settings")
+    groups = ("ranks and hosts:", "output:", "failures and", "training modes", "other settings")
     flags = ("-np N, --num-proc N", "-H HOSTS, --hosts HOSTS", "--max-restarts N", "--mode VALUE")
     for part in (*groups, *flags, "examples:", "exit codes:"):
         assert part in common, part
@@ -54,13 +66,13 @@ def test_help_of_run_shows_the_common_options_and_help_all_the_rest(
 
 
 USAGE_ERRORS = {
-    "nothing": ([], "COMMAND"),
+    "no-command": ([], "hvdtrain: error: the following arguments are required: COMMAND"),
     "unknown-command": (["rnu"], "'rnu'"),
     "no-np": (["run", "--", "true"], "-np"),
-    "np-zero": (["run", "-np", "0", "true"], "got '0', expected a whole number above 0"),
+    "np-zero": (["run", "-np", "0", "true"], "expected a positive integer, got '0'"),
     "np-text": (["run", "-np", "two", "true"], "got 'two'"),
-    "no-program": (["run", "-np", "2"], "No program was named"),
-    "no-program-after-dashes": (["run", "-np", "2", "--"], "No program was named"),
+    "no-program": (["run", "-np", "2"], "The program is missing"),
+    "no-program-after-dashes": (["run", "-np", "2", "--"], "The program is missing"),
     "unknown-flag": (
         ["run", "-np", "2", "--nq", "3", "--", "true"],
         "hvdtrain run: error: unrecognized arguments: --nq",
@@ -69,36 +81,45 @@ USAGE_ERRORS = {
     "choice": (["run", "-np", "2", "--collectives", "x", "true"], "expected one of auto, mpi"),
     "no-such-host": (["run", "-H", "a:x", "true"], "'a:x'"),
     "no-slots": (["run", "-np", "3", "-H", "localhost:2", "true"], "3 ranks don't fit"),
-    "hosts-twice": (["run", "-H", "a", "--hostfile", "b", "true"], "-H and --hostfile"),
+    "hosts-twice": (
+        ["run", "-H", "a", "--hostfile", "b", "true"],
+        "argument --hostfile: not allowed with argument -H/--hosts",
+    ),
     "no-hostfile": (["run", "--hostfile", "/none", "true"], "/none can't be read: No such file"),
     "no-config": (["run", "--config", "/none", "true"], "--config /none can't be read: No such"),
     "config-unnamed": (["run", "--config"], "--config: expected one argument"),
-    "variable-name": (["run", "-np", "2", "-x", "A B", "true"], "got 'A B', expected NAME or"),
-    "no-variable": (["run", "-np", "2", "-x", "HVDTRAIN_NO", "true"], "no such variable"),
-    "cluster-and-hosts": (["run", "-H", "a", "--cluster", "c", "true"], "--cluster and -H both"),
-    "tasks-twice": (["run", "--cluster", "c", "--ps-hosts", "a", "true"], "and --ps-hosts both"),
+    "variable-name": (
+        ["run", "-np", "2", "-x", "A B", "true"],
+        "expected NAME or NAME=VALUE, got 'A B'",
+    ),
+    "no-variable": (["run", "-np", "2", "-x", "HVDTRAIN_NO", "true"], "the variable is not set"),
+    "cluster-and-hosts": (
+        ["run", "-H", "a", "--cluster", "c", "true"],
+        "argument --cluster: not allowed with argument -H/--hosts",
+    ),
+    "tasks-twice": (["run", "--cluster", "c", "--worker-hosts", "a", "true"], "not allowed with"),
     "no-cluster": (["run", "--cluster", "/none", "true"], "--cluster /none can't be read: No such"),
-    "no-workers": (["run", "--ps-hosts", "a", "true"], "--ps-hosts names no workers"),
+    "no-workers": (["run", "--ps-hosts", "a", "true"], "--ps-hosts requires --worker-hosts"),
     "no-worker-left": (["run", "-np", "1", "--mode", "async-ps", "true"], "leaves no worker"),
     "servers-of-no-mode": (
         ["run", "--worker-hosts", "a", "--ps-hosts", "b", "true"],
-        "--worker-hosts and --ps-hosts: parameter servers are named, but --mode allreduce has none",
+        "--worker-hosts, --ps-hosts names parameter servers, but --mode allreduce has none",
     ),
     "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),
 }
 
 
-@pytest.mark.parametrize(("argv", "told"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
+@pytest.mark.parametrize(("argv", "message"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
 def test_usage_errors_exit_2(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert captured.out == ""
 
 
-def test_a_bad_variable_is_told_once_and_before_the_start(
+def test_an_invalid_variable_is_reported_once_before_the_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_CHUNK_BYTES", "many")
@@ -108,16 +129,16 @@ def test_a_bad_variable_is_told_once_and_before_the_start(
     assert captured.out == ""
 
 
-def test_what_can_not_start_exits_125(
+def test_a_failed_start_exits_125(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["run", "-np", "2", "--", "true"]) == 125
-    assert "No mpirun was found" in capsys.readouterr().err
+    assert "mpirun was not found" in capsys.readouterr().err
 
 
-def test_options_come_from_a_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_options_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('np = 4\nhosts = "localhost:4"\nno-bind = true\n')
     assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "--", "true"]) == 0
@@ -126,10 +147,9 @@ def test_options_come_from_a_file_too(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "HVDTRAIN_BIND" in shown
 
 
-def test_a_setting_counts_as_a_variable_too(
+def test_settings_from_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sharing GPUs also decides whether the ranks fit."""
     argv = ["run", "-np", "2", "--dry-run", "--", "true"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main(argv) == 2
@@ -143,7 +163,7 @@ COMPLETED = {
     "names": ("hvdtrain show tr", ["train-1", "train-2"]),
     "several": ("hvdtrain stop mnist-1 t", ["train-1", "train-2"]),
     "options": ("hvdtrain logs --fol", ["--follow"]),
-    "options that --help leaves out": ("hvdtrain run --grace-", ["--grace-s"]),
+    "options that --help omits": ("hvdtrain run --grace-", ["--grace-s"]),
 }
 
 
@@ -151,7 +171,7 @@ COMPLETED = {
 def test_a_shell_completes_names_and_options(line: str, words: list[str], tmp_path: Path) -> None:
     for name in ("train-1", "train-2", "mnist-1", ".queue"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
-    asked = {
+    variables = {
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
         "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
@@ -160,9 +180,9 @@ def test_a_shell_completes_names_and_options(line: str, words: list[str], tmp_pa
         "HVDTRAIN_JOBS_DIR": str(tmp_path / "jobs"),
     }
     argv = [sys.executable, "-m", "hvdtrain"]
-    subprocess.run(argv, cwd=REPOSITORY, env={**os.environ, **asked}, check=True, timeout=30)
-    found = (tmp_path / "words").read_text().split("\n")
-    assert [word.strip() for word in found] == words
+    subprocess.run(argv, cwd=REPOSITORY, env={**os.environ, **variables}, check=True, timeout=30)
+    completions = (tmp_path / "words").read_text().split("\n")
+    assert [word.strip() for word in completions] == words
 
 
 def test_python_m_hvdtrain_is_the_command() -> None:
@@ -191,7 +211,7 @@ DRY_RUN = [*COMMAND, "run", "--dry-run", "-np", "1", "--", "true"]
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_streams_may_be_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
-    """What a program opens afterwards must not become its standard output."""
+    """A file that is opened later must not become the standard output."""
     code = """if True:
         import os, sys
         from hvdtrain.cli import main
@@ -206,7 +226,7 @@ def test_standard_streams_may_be_closed(closed: tuple[int, ...], tmp_path: Path)
 
 
 @pytest.mark.parametrize("home", [None, ""])
-def test_without_home_the_user_database_is_asked(
+def test_home_defaults_to_the_user_database(
     home: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOME")
@@ -216,32 +236,33 @@ def test_without_home_the_user_database_is_asked(
     assert os.environ["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
 
 
-def test_a_user_without_a_home_has_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_user_gets_the_root_as_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 987_654)
     assert main(["--version"]) == 0
     assert os.environ["HOME"] == "/"
 
 
-def test_a_removed_working_folder_is_a_message(tmp_path: Path) -> None:
+def test_a_removed_working_folder_is_an_error(tmp_path: Path) -> None:
     argv = ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh", *DRY_RUN]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "hvdtrain run: The working folder has been removed; change to one that exists (cd).\n"
+        "hvdtrain run: error: The working folder has been removed; change to one that exists "
+        "(cd).\n"
     )
 
 
-def test_a_full_disk_is_a_message() -> None:
+def test_a_full_disk_is_an_error() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(DRY_RUN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
         1,
-        "hvdtrain run: the output can't be written: No space left on device\n",
+        "hvdtrain run: error: the output can't be written: No space left on device\n",
     )
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_a_closed_pipe_exits_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(DRY_RUN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -249,7 +270,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-# Sends SIGINT to itself when a module is about to be loaded.
+# Sends SIGINT to itself when a module is about to be imported.
 AT_IMPORT = """
 import os, runpy, signal, sys
 _, name, *sys.argv = sys.argv

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster_jobs import AS_ROOT, mpirun_between
 
 from hvdtrain.bench.measure_startup import bare_command
-from hvdtrain.launch.starters import Mpirun
+from hvdtrain.launch.commands import Mpirun
 from peers.ways import Way
 
 __all__ = ["Command", "command_on_cluster", "command_on_host", "python_of"]

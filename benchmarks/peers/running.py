@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster_jobs import REPOSITORY, shaped_cluster
 
-from hvdtrain.launch.starters import find_mpirun
+from hvdtrain.launch.commands import find_mpirun
 from peers.commands import command_on_cluster, command_on_host, python_of
 from peers.plan import Task
 

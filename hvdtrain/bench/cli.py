@@ -115,14 +115,14 @@ def _check_recovery(ranks: int) -> None:
         ConfigurationError: It can't, or has too few ranks.
         LaunchError: No mpirun is installed.
     """
-    from hvdtrain.launch.starters import find_mpirun, why_not_start_elastic
+    from hvdtrain.launch.commands import find_mpirun, reason_not_elastic
 
     if ranks < 2:
         raise ConfigurationError(
             "recovery needs at least 2 ranks, because it kills all but one, got 1; "
             "use -np 2 or more."
         )
-    reason = why_not_start_elastic(find_mpirun(Path(sys.executable).parent, os.environ))
+    reason = reason_not_elastic(find_mpirun(Path(sys.executable).parent, os.environ))
     if reason:
         raise ConfigurationError(
             f"recovery needs an elastic job, which is not available: {reason}. Install Open MPI 5: "

@@ -18,7 +18,7 @@ from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.start_program import MARK
 from hvdtrain.errors import LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
-from hvdtrain.launch.starters import Mpirun, find_mpirun
+from hvdtrain.launch.commands import Mpirun, find_mpirun
 
 __all__ = ["bare_command", "measure"]
 

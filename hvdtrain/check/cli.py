@@ -16,7 +16,7 @@ from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
-from hvdtrain.launch.hosts import add_where, named_hosts
+from hvdtrain.launch.hosts import add_host_arguments, named_hosts
 from hvdtrain.remote.problem import Problem, format_problem
 from hvdtrain.remote.remote_probe import Answer, Method
 from hvdtrain.text import format_list, plural
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       hvdtrain check --on kubernetes [-np N] [--namespace NAME] [options of its pods]"
     )
     parser.epilog = _EPILOG
-    add_where(parser)
+    add_host_arguments(parser)
     parser.add_argument(
         "--no-allreduce", action="store_true", help="skip the allreduce over all ranks"
     )

@@ -138,7 +138,7 @@ def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> J
     parser = _Parser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)
     arguments = parser.parse_args([*spec.options, "--", *spec.program])
-    launch.program_of(arguments)
+    launch.get_program(arguments)
     return JobRequest(job=job, spec=spec, environ=environ, ranks=arguments.num_proc)
 
 

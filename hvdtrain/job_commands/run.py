@@ -16,15 +16,10 @@ from hvdtrain.jobs.folder import JOB_FOLDER, JOBS_DIR, JobFolder, create_job, jo
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.spec import JobSpec, make_spec
 from hvdtrain.launch import cli as launch
-from hvdtrain.launch.attempts import (
-    caught_signals,
-    end_waiting,
-    find_plan,
-    ignore_signals,
-    run_plan,
-)
+from hvdtrain.launch.attempts import end_waiting, run_plan
 from hvdtrain.launch.observer import JobEnded
-from hvdtrain.launch.plan import Job
+from hvdtrain.launch.plan import Job, find_plan
+from hvdtrain.launch.supervisor import caught_signals, ignore_signals
 
 __all__ = ["add_arguments", "run", "run_recorded", "spec_of", "with_files"]
 
@@ -38,17 +33,17 @@ _USAGE_ERROR = 2
 def run(arguments: argparse.Namespace) -> int:
     """Start a job and return its exit code."""
     if arguments.check_build:
-        from hvdtrain.launch.horovodrun import look
+        from hvdtrain.launch.horovodrun import check_build
 
-        print(look(os.environ))
+        print(check_build(os.environ))
         return 0
-    job, environ = launch.job_of(arguments, os.environ)
+    job, environ = launch.make_job(arguments, os.environ)
     if arguments.jobs_dir is not None:
         environ[JOBS_DIR] = arguments.jobs_dir
     try:
         return run_recorded(job, environ, spec_of(arguments, os.environ))
     except LaunchError as error:
-        logger.error("%s", error)
+        logger.error("error: %s", error)
         return ExitCode.CANNOT_START
     finally:
         # A signal that arrives while Python exits must not replace the exit code of the job.
@@ -65,7 +60,7 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
     # Whether argparse leaves "--" in the program depends on the version of Python.
     options = options[:-1] if options[-1:] == ["--"] else options
     exported = [name for name, value in arguments.env if value is None]
-    return make_spec(options, launch.program_of(arguments), environ, exported)
+    return make_spec(options, launch.get_program(arguments), environ, exported)
 
 
 def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:

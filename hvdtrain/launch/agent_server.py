@@ -30,24 +30,24 @@ from hvdtrain.agent.rank_report import (
 )
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.progress import STARTING_MPI, JobProgress
+from hvdtrain.launch.rank_exit import RankExit
 
 __all__ = ["AgentServer"]
 
-# Of stderr, for the description of a failure.
+# Lines of stderr kept to describe a failure.
 KEPT_LINES = 100
 KEPT_CHARACTERS = 1 << 14
-# JSON takes up to six bytes for a character.
+# JSON needs up to six bytes per character.
 MOST_BYTES = 8 * MAX_LINE_LENGTH
 RECEIVE_BUFFERS = 8
-# Modules, pipes, connections that have yet to say hello.
+# Open files besides the agents' connections: modules, pipes, connections before their hello.
 OTHER_FILES = 200
 
 
 @dataclass(eq=False)
 class _Rank:
-    """The launcher's record of one rank: connection to its agent, last lines of stderr, end."""
+    """One rank: the connection to its agent, its last lines of stderr, and its end."""
 
     number: int
     host: str
@@ -62,25 +62,18 @@ class _Rank:
 
 
 class AgentServer:
-    """Listens for agents, shows what their programs write, notes how they end.
+    """Accepts agents, shows the output of their programs, and records how they end.
 
     Args:
-        ranks: How many agents there will be, one for each rank.
-        console: Where their lines go.
-        local: Take connections from this host alone.
-        hides: Whether a line of stderr is worth nothing anywhere; None for none.
-        heard: Told every other line: of which rank, on which stream, what.
-        holds_up: Whether ranks should pause before they write more; None for never.
+        ranks: The number of ranks, each with an agent.
+        console: Shows their output.
+        local: Accept connections from this host only.
+        is_hidden: Returns whether a line of stderr is to be dropped.
+        on_line: Receives the rank, stream and text of every other line.
+        holds_up: Returns whether ranks should pause before they write more.
 
     Raises:
-        LaunchError: This process may not open a connection for each agent.
-
-    Attributes:
-        job: The secret that agents say hello with.
-        ends: The ends of ranks, in the order in which they came, without those that were dropped.
-        dropped: Ranks that the others do without.
-        reports: How far the ranks are.
-        stopped: Whether each of the ranks that answered ``look`` is stopped.
+        LaunchError: The limit of open files is too low for a connection to each agent.
     """
 
     def __init__(
@@ -89,24 +82,27 @@ class AgentServer:
         console: Console,
         *,
         local: bool,
-        hides: Callable[[str], bool] | None = None,
-        heard: Callable[[int, str, str], object] | None = None,
-        holds_up: Callable[[], bool] | None = None,
+        is_hidden: Callable[[str], bool] = lambda text: False,
+        on_line: Callable[[int, str, str], object] = lambda rank, stream, text: None,
+        holds_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.job = secrets.token_hex(16)
+        # An agent's hello must contain it.
+        self.secret = secrets.token_hex(16)
         self.ranks = ranks
+        # In order of arrival, without lost ranks that the others survive.
         self.ends: list[RankExit] = []
         self.dropped: list[int] = []
         self.reports = JobProgress(time.monotonic())
+        # Whether each rank that answered ``probe`` is stopped.
         self.stopped: dict[int, bool] = {}
         self._console = console
-        self._hides = hides
-        self._heard = heard
+        self._is_hidden = is_hidden
+        self._on_line = on_line
         self._holds_up = holds_up
-        self._order: bytes | None = None
+        self._stop_message: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._unconfirmed: set[_Rank] = set()
-        _allow_connections(ranks)
+        _raise_file_limit(ranks)
         self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -115,70 +111,65 @@ class AgentServer:
 
     @property
     def connected(self) -> int:
-        """Ranks whose agents have said hello."""
+        """The number of ranks whose agents have connected."""
         return len(self._connected)
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have begun and not ended."""
+        """Ranks that have started and not ended."""
         return [rank.number for rank in self._running()]
 
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._connected.values() if rank.end is None]
 
     def hosts(self) -> dict[int, str]:
-        """The host of each rank that has begun."""
+        """Return the host of each rank that has started."""
         return {number: rank.host for number, rank in self._connected.items()}
 
     def step(self, timeout_s: float) -> None:
-        """Wait for something to happen, at most ``timeout_s``, and take it in."""
+        """Wait for events, at most ``timeout_s`` seconds, and process them."""
         for key, _ in self.selector.select(timeout_s):
             key.data(key.fileobj)
-        if self._unconfirmed and not (self._holds_up and self._holds_up()):
+        if self._unconfirmed and not self._holds_up():
             for rank in self._unconfirmed:
                 self._confirm(rank)
             self._unconfirmed.clear()
         self._console.review()
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later.
+        """Send signal ``number`` to every rank's program, and SIGKILL ``grace_s`` later.
 
-        Ranks that say hello after this are told, too.
+        Ranks that connect after this are signalled too.
         """
-        self._order = encode("stop", signal=number, grace_s=grace_s)
+        self._stop_message = encode("stop", signal=number, grace_s=grace_s)
         for rank in self._running():
-            self._signal(rank, self._order)
+            self._signal(rank, self._stop_message)
 
-    def look(self) -> None:
-        """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
+    def probe(self) -> None:
+        """Make every program print its stacks, and record in ``stopped`` which ones can't."""
         self.stopped.clear()
         for rank in self._running():
             self._send(rank, encode("look"))
 
     def kill(self, number: int) -> None:
-        """Kill a rank's program; for who hears of its end it was nobody's will."""
+        """Kill a rank's program, which then counts as lost, not as signalled."""
         rank = self._connected[number]
         if rank.end is None:
             self._send(rank, encode("kill"))
 
     def drop_lost(self, end: RankExit) -> None:
-        """Count a rank's end for nothing: the others go on."""
+        """Forget the end of a lost rank that the others continue without."""
         self.ends.remove(end)
         self.dropped.append(end.rank)
 
     def dismiss(self) -> None:
-        """Let the agents of ended programs end, too."""
+        """Let the agents of ended programs exit."""
         for rank in self._connected.values():
             if rank.end is not None:
                 self._send(rank, encode("bye"))
 
-    def settle(self) -> None:
-        """Show the lines that still wait, and remove the status."""
-        self._console.flush()
-        self._console.status(0, "")
-
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -191,15 +182,15 @@ class AgentServer:
             rank.confirmed += size
             self._send(rank, encode("taken", size=size))
 
-    def _signal(self, rank: _Rank, order: bytes) -> None:
+    def _signal(self, rank: _Rank, message: bytes) -> None:
         rank.was_signalled = True
-        self._send(rank, order)
+        self._send(rank, message)
 
     def _send(self, rank: _Rank, data: bytes) -> None:
         try:
             rank.connection.sendall(data)
         except OSError:
-            self._disconnected(rank)
+            self._disconnect(rank)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -217,7 +208,7 @@ class AgentServer:
         if messages is not None and not messages:
             return
         self.selector.unregister(connection)
-        if messages is None or not self._is_ours(messages[0]):
+        if messages is None or not self._is_valid_hello(messages[0]):
             connection.close()
             return
         hello = messages[0]
@@ -226,13 +217,14 @@ class AgentServer:
         self._connected[rank.number] = rank
         self.selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))
         self._handle(rank, messages[1:])
-        if self._order is not None:
-            self._signal(rank, self._order)
+        if self._stop_message is not None:
+            self._signal(rank, self._stop_message)
 
-    def _is_ours(self, message: dict[str, Any]) -> bool:
+    def _is_valid_hello(self, message: dict[str, Any]) -> bool:
+        secret = str(message.get("job")).encode(errors="replace")
         return (
             message["kind"] == "hello"
-            and hmac.compare_digest(_bytes(message.get("job")), _bytes(self.job))
+            and hmac.compare_digest(secret, self.secret.encode())
             and message.get("rank") in range(self.ranks)
             and message["rank"] not in self._connected
         )
@@ -240,11 +232,11 @@ class AgentServer:
     def _read(self, rank: _Rank) -> None:
         messages = receive(rank.connection, rank.decoder)
         if messages is None:
-            self._disconnected(rank)
-        else:
-            self._handle(rank, messages)
-            if rank.decoder.taken - rank.confirmed >= WINDOW_BYTES // 2:
-                self._unconfirmed.add(rank)
+            self._disconnect(rank)
+            return
+        self._handle(rank, messages)
+        if rank.decoder.taken - rank.confirmed >= WINDOW_BYTES // 2:
+            self._unconfirmed.add(rank)
 
     def _handle(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:
@@ -255,7 +247,7 @@ class AgentServer:
                 self._console.status(rank.number, message["text"])
             elif kind == "report":
                 if (report := read_report(message)) is not None:
-                    self.reports.note(rank.number, report, time.monotonic())
+                    self.reports.add(rank.number, report, time.monotonic())
             elif kind == "usage":
                 if (usage := read_usage(message)) is not None:
                     self.reports.usage[rank.number] = usage
@@ -271,12 +263,11 @@ class AgentServer:
                 self._note_end(rank, int(message["code"]), OomKills(**kills) if kills else None)
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
-        if stream == "stderr" and self._hides is not None and self._hides(text):
-            return
-        if self._heard is not None:
-            self._heard(rank.number, stream, text)
         if stream == "stderr":
+            if self._is_hidden(text):
+                return
             rank.stderr.append(text[:KEPT_CHARACTERS])
+        self._on_line(rank.number, stream, text)
         self._console.line(rank.number, rank.host, stream, text)
 
     def _note_end(self, rank: _Rank, code: int | None, kills: OomKills | None = None) -> None:
@@ -291,8 +282,8 @@ class AgentServer:
             and report.phase == STARTING_MPI
             and any(line.startswith("Timeout (") for line in rank.stderr)
         ):
-            # No Python code can record the time-out there, faulthandler prints it; see
-            # hvdtrain.collectives.mpi_start. MPI itself may end a process with code 1 too.
+            # No Python code can record this time-out, only faulthandler prints it; see
+            # hvdtrain.collectives.mpi_start. MPI itself may also end a process with code 1.
             record = FailureRecord(exception="CollectiveTimeoutError")
         rank.end = RankExit(
             rank=rank.number,
@@ -306,7 +297,7 @@ class AgentServer:
         )
         self.ends.append(rank.end)
 
-    def _disconnected(self, rank: _Rank) -> None:
+    def _disconnect(self, rank: _Rank) -> None:
         if rank.connection.fileno() >= 0:
             self.selector.unregister(rank.connection)
             rank.connection.close()
@@ -315,21 +306,17 @@ class AgentServer:
             self._console.status(rank.number, "")
 
 
-def _bytes(word: object) -> bytes:
-    return str(word).encode(errors="replace")
-
-
-def _allow_connections(ranks: int) -> None:
-    """Let this process have a connection for each rank; usually 1024 files may be open."""
+def _raise_file_limit(ranks: int) -> None:
+    """Allow this process a connection for each rank; the usual limit is 1024 open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = ranks + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LaunchError(
-            f"{ranks} ranks need {needed} open files here, one for each connection, and {hard} are "
-            "allowed (ulimit -Hn). Have the limit raised, for instance in "
-            "/etc/security/limits.conf, or start fewer ranks."
+            f"{ranks} ranks need {needed} open files in the launcher, but the hard limit is {hard} "
+            "(ulimit -Hn). Raise the limit, for instance in /etc/security/limits.conf, or start "
+            "fewer ranks."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -341,6 +328,6 @@ def _listen(local: bool) -> socket.socket:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
-    # Connections inherit it. Small packets take several times their size.
+    # Connections inherit it. Small packets need several times their size.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFERS * WINDOW_BYTES)
     return listener

@@ -17,32 +17,27 @@ from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name
 from hvdtrain.config.fields import argument, count, flag_name, non_negative_float
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import network_variables
-from hvdtrain.launch.horovodrun import add_horovod_flags, note_on
-from hvdtrain.launch.hosts import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.launch.horovodrun import add_horovod_flags, explain_unneeded
+from hvdtrain.launch.hosts import (
+    TF_CONFIG,
+    add_cluster_arguments,
+    add_host_arguments,
+    named_cluster,
+)
 from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.log import configure_log
 
-__all__ = ["add_arguments", "job_of", "program_of", "reads_code_from_stdin", "with_files"]
+__all__ = ["add_arguments", "get_program", "make_job", "reads_code_from_stdin", "with_files"]
 
 logger = logging.getLogger(__package__)
 
-# A hang is told shortly before ranks give up waiting for each other, while all can say where they
-# are.
+# A hang is reported shortly before ranks time out, while all of them can print their stacks.
 HANG_SHARE = 0.9
 # The options that --help shows; --help-all shows all.
 _COMMON = {
-    *(
-        "--help",
-        "--help-all",
-        "--config",
-        "--num-proc",
-        "--hosts",
-        "--hostfile",
-        "--env",
-        "--dry-run",
-    ),
-    *("--output-dir", "--chief-only", "--max-restarts", "--hang-timeout-s"),
+    *("--help", "--help-all", "--config", "--num-proc", "--hosts", "--hostfile", "--env"),
+    *("--dry-run", "--output-dir", "--chief-only", "--max-restarts", "--hang-timeout-s"),
     *("--mode", "--elastic", "--share-gpus", "--log-level"),
 }
 _EPILOG = """\
@@ -51,11 +46,11 @@ examples:
   hvdtrain run -np 8 -H a:4,b:4 -- python train.py
   hvdtrain run -- python train.py               in a Slurm job: on all its tasks
 
-exit codes: 0 if all ranks succeeded; else the code of the rank that failed first, or 128 + n if
-signal n ended it or the job; 2 for invalid arguments, 75 if preempted (SIGUSR1, SIGUSR2), 124 if a
-rank hangs, 125 if the job can't be started. With --max-restarts the code of the last attempt.
+exit codes: 0 if all ranks succeed; otherwise the code of the rank that failed first, or 128 + N
+after signal N. 2: invalid arguments; 75: preempted by SIGUSR1 or SIGUSR2; 124: a rank hangs;
+125: the job can't be started. With --max-restarts, the code of the last attempt.
 
-The flags of horovodrun, such as --check-build, work too: docs/horovodrun.md lists them.
+The flags of horovodrun, such as --check-build, work too; see docs/horovodrun.md.
 """
 
 
@@ -67,68 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rare: dict[argparse.Action, str | None] = {}
     parser.add_argument("--help-all", action=_HelpAll, rare=rare, help="show all options and exit")
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with options; those on the command line win"
+        "--config",
+        metavar="FILE",
+        help="TOML file with options; the command line overrides it",
     )
-    where = parser.add_argument_group("ranks and hosts")
-    add_where(where)
-    where.add_argument(
-        *("-x", "--env"),
-        action="append",
-        default=[],
-        type=_variable,
-        metavar="NAME[=VALUE]",
-        help="pass an environment variable to all ranks; may be repeated",
-    )
-    where.add_argument(
-        "--dry-run", action="store_true", help="print the plan and the command, start nothing"
-    )
-    add_cluster(where)
-    where.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
-    where.add_argument(
-        "--no-bind", action="store_true", help="let ranks run on all cores of their host"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output-dir", metavar="DIR", help="write each rank's output to DIR/rank-N.log"
-    )
-    output.add_argument(
-        "--chief-only", action="store_true", help="show only rank 0's output, without tags"
-    )
-    output.add_argument(
-        "--no-collapse",
-        dest="collapse",
-        action="store_false",
-        help="show a line that several ranks print once for each",
-    )
-    output.add_argument(
-        "--jobs-dir",
-        metavar="DIR",
-        help="folder for the records of jobs; default ~/.local/state/hvdtrain/jobs",
-    )
-    failures = parser.add_argument_group("failures and time limits")
-    failures.add_argument(
-        "--max-restarts",
-        type=argument(count),
-        default=0,
-        metavar="N",
-        help="restart the job up to N times after a recoverable failure; default 0",
-    )
-    failures.add_argument(
-        "--hang-timeout-s",
-        type=_seconds,
-        metavar="S",
-        help="seconds without a step after which the job hangs; 0: no limit; default 0.9 x "
-        "--timeout-s",
-    )
-    for flag, default, what in (
-        ("--start-timeout-s", 120.0, "seconds until all ranks must have started"),
-        ("--grace-s", 5.0, "seconds between SIGTERM and SIGKILL"),
-        ("--preempt-grace-s", 60.0, "seconds between SIGUSR1 or SIGUSR2 and SIGKILL"),
-    ):
-        text = f"{what}; default %(default)g"
-        failures.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
+    _add_placement(parser.add_argument_group("ranks and hosts"))
+    _add_output(parser.add_argument_group("output"))
+    _add_failures(parser.add_argument_group("failures and time limits"))
     modes = parser.add_argument_group(
-        "how ranks train together (docs/parameter-servers.md, docs/towers.md, docs/local-sgd.md)"
+        "training modes (docs/parameter-servers.md, docs/towers.md, docs/local-sgd.md)"
     )
     settings = parser.add_argument_group("other settings of the ranks (docs/settings.md)")
     of_modes = {entry.name for entry in dataclasses.fields(ModeSettings)}
@@ -139,18 +81,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for action in parser._actions
         if not _COMMON.intersection(action.option_strings)
     )
-    # argcomplete, which asks through this variable, leaves out what has no help.
+    # argcomplete, which sets this variable, ignores options without help.
     if "_ARGCOMPLETE" not in os.environ:
         for action in rare:
             action.help = argparse.SUPPRESS
     add_horovod_flags(parser)
 
 
-class _HelpAll(argparse.Action):
-    """Prints the help with the options that ``--help`` leaves out."""
+def _add_placement(group: argparse._ArgumentGroup) -> None:
+    exclusive = add_host_arguments(group)
+    group.add_argument(
+        *("-x", "--env"),
+        action="append",
+        default=[],
+        type=_variable,
+        metavar="NAME[=VALUE]",
+        help="environment variable for all ranks; may be repeated",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="print the plan and the command, and start nothing"
+    )
+    add_cluster_arguments(group, exclusive)
+    group.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
+    group.add_argument(
+        "--no-bind", action="store_true", help="let each rank use all cores of its host"
+    )
 
-    def __init__(self, *, rare: Mapping[argparse.Action, str | None], **others: Any) -> None:
-        super().__init__(nargs=0, **others)
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--output-dir", metavar="DIR", help="also write each rank's output to DIR/rank-N.log"
+    )
+    group.add_argument(
+        "--chief-only", action="store_true", help="show only the output of rank 0, without tags"
+    )
+    group.add_argument(
+        "--no-collapse",
+        dest="collapse",
+        action="store_false",
+        help="repeat lines that several ranks print, instead of showing them once",
+    )
+    group.add_argument(
+        "--jobs-dir",
+        metavar="DIR",
+        help="folder for the records of jobs; default ~/.local/state/hvdtrain/jobs",
+    )
+
+
+def _add_failures(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-restarts",
+        type=argument(count),
+        default=0,
+        metavar="N",
+        help="restart the job up to N times after a recoverable failure; default 0",
+    )
+    group.add_argument(
+        "--hang-timeout-s",
+        type=_seconds,
+        metavar="S",
+        help="seconds without a step before the job is stopped; 0: no limit; "
+        "default 0.9 x --timeout-s",
+    )
+    for flag, default, what in (
+        ("--start-timeout-s", 120.0, "seconds until all ranks must have started"),
+        ("--grace-s", 5.0, "seconds between SIGTERM and SIGKILL"),
+        ("--preempt-grace-s", 60.0, "seconds between SIGUSR1 or SIGUSR2 and SIGKILL"),
+    ):
+        text = f"{what}; default %(default)g"
+        group.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
+
+
+def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
+    """Declare a setting as a flag; most values stay text and become environment variables."""
+    flag = flag_name(entry.name)
+    summary = entry.metadata["help"]
+    if entry.metadata["is_switch"]:
+        if entry.default is False:
+            group.add_argument(flag, action="store_const", const="1", help=summary)
+        else:
+            text = f"{summary}; default {'on' if entry.default else 'auto'}"
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=None, help=text)
+        return
+
+    def checked(text: str) -> str:
+        entry.metadata["parse"](text)
+        return text
+
+    text = f"{summary}; default {written_default(entry)}"
+    # The default may be None, so the annotation decides.
+    kind = str(entry.type).partition(" ")[0]
+    metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
+    group.add_argument(flag, type=argument(checked), metavar=metavar, help=text)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help including the options that ``--help`` omits."""
+
+    def __init__(self, *, rare: Mapping[argparse.Action, str | None], **options: Any) -> None:
+        super().__init__(nargs=0, **options)
         self._rare = rare
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
@@ -160,14 +190,16 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def job_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
-    """Make the job that ``arguments`` describe, and the environment that its ranks get.
+def make_job(
+    arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Job, dict[str, str]]:
+    """Return the job that ``arguments`` describe, and the environment of its ranks.
 
     Raises:
-        ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
+        ConfigurationError: A setting is invalid, no program is given, or hosts don't fit.
     """
     environ = _environment(arguments, environ)
-    # Every rank would fail at the same value; say it once instead.
+    # Checked here once, before every rank fails at an invalid value.
     settings = read_settings(environ)
     configure_log(
         settings.log_level, prefix="hvdtrain run: ", with_time=settings.log_with_timestamp
@@ -177,10 +209,10 @@ def job_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[J
         hang_s = HANG_SHARE * settings.timeout_s
     cluster = named_cluster(arguments, settings, environ)
     if cluster is not None:
-        # It would tell every rank that it is this process's task.
+        # It would give every rank the task of this process.
         environ.pop(TF_CONFIG, None)
     job = Job(
-        program=tuple(program_of(arguments)),
+        program=tuple(get_program(arguments)),
         ranks=arguments.num_proc,
         hosts=arguments.hosts,
         hostfile=arguments.hostfile,
@@ -204,13 +236,13 @@ def job_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[J
         dry_run=arguments.dry_run,
         verbose=arguments.verbose,
     )
-    for line in note_on(arguments.unneeded).splitlines():
+    for line in explain_unneeded(arguments.unneeded):
         logger.info(line)
     return job, environ
 
 
 def with_files(options: Sequence[str]) -> list[str]:
-    """Replace ``--config-file`` and ``--config`` by the options in those files, which come first.
+    """Replace ``--config-file`` and ``--config`` with the options in those files, which go first.
 
     Raises:
         ConfigurationError: A file can't be read.
@@ -222,61 +254,37 @@ def with_files(options: Sequence[str]) -> list[str]:
     return option_files.with_files(options)
 
 
-def program_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the program that was named, with its arguments.
+def get_program(arguments: argparse.Namespace) -> list[str]:
+    """Return the program with its arguments.
 
     Raises:
-        ConfigurationError: None was, or it would read its code from standard input.
+        ConfigurationError: There is none, or it would read its code from standard input.
     """
     words: list[str] = arguments.program
     program = words[1:] if words[:1] == ["--"] else words
     if not program:
         raise ConfigurationError(
-            "No program was named; expected one after the options: "
-            "hvdtrain run -np 2 -- python train.py"
+            "The program is missing; give it after the options: hvdtrain run -np 2 -- python "
+            "train.py"
         )
     if reads_code_from_stdin(program):
         raise ConfigurationError(
             "The program reads its code from standard input, which is empty on every rank, got "
-            f"{shlex.join(program)}; save the code in a file that every host has, and give its "
-            f"name: hvdtrain run -- {shlex.quote(program[0])} FILE"
+            f"{shlex.join(program)}; save the code in a file that every host can read: "
+            f"hvdtrain run -- {shlex.quote(program[0])} FILE"
         )
     return program
 
 
-def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """Declare one setting as a flag; most values stay text, on their way into the environment."""
-    flag = flag_name(entry.name)
-    summary = entry.metadata["help"]
-    if entry.metadata["is_switch"]:
-        if entry.default is False:
-            group.add_argument(flag, action="store_const", const="1", help=summary)
-        else:
-            text = f"{summary}; default {'on' if entry.default else 'auto'}"
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=None, help=text)
-        return
-
-    def checked(text: str) -> str:
-        entry.metadata["parse"](text)
-        return text
-
-    shown = f"{summary}; default {written_default(entry)}"
-    # The type of the default doesn't tell, as it may be None.
-    kind = str(entry.type).partition(" ")[0]
-    metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
-    group.add_argument(flag, type=argument(checked), metavar=metavar, help=shown)
-
-
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with the settings that were given as flags in it."""
+    """Return ``environ`` with the variables and settings that are given as flags."""
     network = network_variables(arguments.interfaces, over_tcp=arguments.over_tcp)
     merged = {**environ, **network}
-    for name, given in arguments.env:
-        if given is not None:
-            merged[name] = given
+    for name, value in arguments.env:
+        if value is not None:
+            merged[name] = value
         elif name not in merged:
-            raise ConfigurationError(f"-x {name}: there is no such variable; give -x {name}=VALUE.")
+            raise ConfigurationError(f"-x {name}: the variable is not set; give -x {name}=VALUE.")
     if arguments.no_bind:
         merged[BIND] = "0"
     for entry in dataclasses.fields(Settings):
@@ -289,7 +297,7 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
 def _variable(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME or NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"expected NAME or NAME=VALUE, got {text!r}")
     return name, value if equals else None
 
 
@@ -297,40 +305,21 @@ def _seconds(text: str) -> float:
     try:
         return non_negative_float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more") from None
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}") from None
 
 
-_PYTHON = re.compile(r"(python|pypy)[\d.]*[a-z]*")
-_SHELL = re.compile(r"(ba|da|k|z)?sh")
-_LONG_WITH_VALUE = {"--check-hash-based-pycs", "--rcfile", "--init-file"}
+_INTERPRETER = re.compile(r"(python|pypy)[\d.]*[a-z]*|(ba|da|k|z)?sh")
+_WITHOUT_SCRIPT = re.compile(r"-\w*[cmhV?]|--(help|version)")
 _STDIN = {"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
 
 
 def reads_code_from_stdin(program: Sequence[str]) -> bool:
-    """Return whether a command is a Python or a shell without a script of its own."""
-    name, words = PurePath(program[0]).name, list(program[1:])
-    is_shell = _SHELL.fullmatch(name) is not None
-    if not is_shell and not _PYTHON.fullmatch(name):
+    """Return whether a command is a Python or a shell without a script."""
+    if not _INTERPRETER.fullmatch(PurePath(program[0]).name):
         return False
-    # Option letters that replace the script or print something, and option letters with a value.
-    without_script, with_value = ("c", "oO") if is_shell else ("cmhV?", "WX")
-    reads = False
-    while words and words[0] not in ("-", "--") and words[0].startswith(("-", "+")):
-        option = words.pop(0)
-        if option.startswith(("--help", "--version")):
+    for word in program[1:]:
+        if word in _STDIN:
+            return True
+        if _WITHOUT_SCRIPT.match(word) or not word.startswith(("-", "+")):
             return False
-        if option.startswith("--"):
-            del words[: option in _LONG_WITH_VALUE]
-            continue
-        for end, letter in enumerate(option[1:], 2):
-            if letter in without_script:
-                return False
-            reads |= is_shell and letter == "s"
-            if letter in with_value:
-                # Python takes the rest of the word as the value, unless it is empty.
-                del words[: is_shell or end == len(option)]
-                if not is_shell:
-                    break
-    if words and (words[0] == "--" or (is_shell and words[0] == "-")):
-        words.pop(0)
-    return reads or not words or words[0] in _STDIN
+    return True

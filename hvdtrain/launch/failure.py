@@ -1,443 +1,290 @@
-"""How and why a job ended; pure functions of what the launcher saw."""
+"""Why an attempt ended, its exit code, and what to tell the user; pure functions of a record."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from hvdtrain.agent.rank_report import FailureRecord, OomKills
+from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.launch.progress import JobProgress, Straggler, find_straggler
-from hvdtrain.text import format_list, plural
+from hvdtrain.launch.rank_exit import (
+    RankExit,
+    describe_failure,
+    exit_code,
+    first_failure,
+    list_ranks,
+)
+from hvdtrain.text import format_list
+
+if TYPE_CHECKING:
+    from hvdtrain.remote.problem import Problem
+    from hvdtrain.remote.remote_probe import FailureKind, Method
 
 __all__ = [
     "Cause",
     "JobRecord",
     "Outcome",
-    "RankExit",
     "classify",
-    "describe",
-    "describe_loss",
-    "exit_code",
-    "first_failure",
-    "preempted",
+    "explain_start_failure",
+    "is_preempted",
 ]
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankExit:
-    """The end of one rank.
-
-    Attributes:
-        rank: Its number.
-        host: Its host.
-        code: Its exit code; None if the connection to its agent was lost.
-        stderr: The last lines of its stderr.
-        record: The failure that its program recorded; None if it recorded none.
-        was_signalled: Whether the launcher, mpirun or srun had told it to end before.
-        failed_at: When it failed, in seconds of the launcher's clock.
-        kills: Processes that the kernel killed for lack of memory meanwhile; None if unknown.
-    """
-
-    rank: int
-    host: str
-    code: int | None
-    stderr: Sequence[str] = ()
-    record: FailureRecord | None = None
-    was_signalled: bool = False
-    failed_at: float = 0.0
-    kills: OomKills | None = None
-
-    @property
-    def follows(self) -> bool:
-        """Whether it recorded that it ended because another rank had."""
-        return self.record is not None and self.record.kind == "follows"
-
-    @property
-    def hung(self) -> bool:
-        """Whether it recorded that it waited too long for other ranks."""
-        return self.record is not None and self.record.kind == "hang"
-
-    @property
-    def has_own_failure(self) -> bool:
-        """Whether it failed of itself, even if it was told to end."""
-        crashed = self.code is not None and self.code - 128 in _CRASHES
-        return crashed or (self.record is not None and self.record.is_own)
-
-    @property
-    def ended_by_mpi(self) -> bool:
-        """Whether Open MPI ended it, having heard that another rank is gone, or what started it."""
-        return any(_PMIX_EVENT in line for line in self.stderr)
-
-    @property
-    def may_be_ended_by_mpi(self) -> bool:
-        """The same as far as its code tells, as its last words may be lost on their way."""
-        return self.ended_by_mpi or (self.code in _PMIX_EVENT_CODES and not self.has_own_failure)
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether it died of something that says nothing about the others.
-
-        A signal ended it, nobody had told it to end, and its host is there. An exception or an
-        exit code is the program's own doing, and the same may happen to the next rank.
-        """
-        died = self.code is not None and signal_name(self.code) is not None
-        return died and not self.was_signalled
-
-
-_KILLED = 128 + signal.SIGKILL
-# Signals that nobody sends to end a program.
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-_STDERR_LINES = 30
-_SHOWN_CHARACTERS = 500
-# What Open MPI says where PMIx tells of a loss, and what it ends with: MPI_ERR_UNKNOWN for that of
-# another rank, PMIX_ERR_LOST_CONNECTION (-61) for that of what started it, such as slurmstepd.
-_PMIX_EVENT = "An error occurred in PMIx Event Notification"
-_PMIX_EVENT_CODES = (14, 256 - 61)
-_MORE_MEMORY = (
-    "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
-    "--mem-per-cpu; containers: their limit)"
-)
-
-
-def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
-    """The failure that the others follow from."""
-    failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
-    some_are_gone = any(end.code is None or end.is_loss for end in failures)
-    for unlikely in (
-        lambda end: end.may_be_ended_by_mpi and some_are_gone,
-        lambda end: end.follows or (end.was_signalled and not end.has_own_failure),
-        lambda end: end.ended_by_mpi,
-        lambda end: end.code is None,
-        lambda end: end.was_signalled,
-    ):
-        likely = [end for end in failures if not unlikely(end)]
-        failures = likely or failures
-    return failures[0] if failures else None
-
-
-def exit_code(first: RankExit | None) -> int:
-    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 for None."""
-    if first is None:
-        return 0
-    if first.hung:
-        return ExitCode.HANG
-    return _KILLED if first.code is None else first.code
-
-
-def describe(first: RankExit, what: str = "") -> str:
-    """Tell what went wrong first; ``what`` is the rank's role, if no other can take its place."""
-    comma = f", {what}," if what else ""
-    lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
-    lines += _about_memory(first)
-    if first.record is not None and first.record.traceback:
-        title, shown = "traceback:", first.record.traceback.splitlines()
-    else:
-        title, shown = "last lines of stderr:", list(first.stderr[-_STDERR_LINES:])
-    if shown:
-        lines += [title, *(f"  {line[:_SHOWN_CHARACTERS]}" for line in shown)]
-    return "\n".join(lines)
-
-
-def describe_loss(end: RankExit, step: int | None, left: int, *, enough: bool) -> str:
-    """One line on a rank that was lost after ``step``, and on whether the ``left`` ones go on."""
-    assert end.code is not None
-    at = "" if step is None else f" after step {step}"
-    ranks = plural(left, "rank")
-    memory = ", for lack of memory" if end.kills is not None and end.kills.in_group else ""
-    goes_on = f"{ranks} {'goes' if left == 1 else 'go'} on" if enough else f"{ranks} left: too few"
-    return (
-        f"rank {end.rank} on {end.host} was lost ({signal_name(end.code)}{memory}){at}; {goes_on}"
-    )
-
-
-def _how(end: RankExit) -> str:
-    if end.code is None:
-        return (
-            "the connection to it was lost; its host died, or its processes were killed (as those "
-            "of a container may be that runs out of memory)"
-        )
-    if (name := signal_name(end.code)) is not None:
-        who = _who_killed(end.kills or OomKills()) if end.code == _KILLED else ""
-        return f"ended by signal {end.code - 128} ({name}){who}"
-    if end.ended_by_mpi:
-        return f"MPI ended it, as another rank or what started it was gone; exit code {end.code}"
-    if end.hung:
-        return f"it waited too long for other ranks; exit code {end.code}"
-    return f"exit code {end.code}"
-
-
-def _about_memory(end: RankExit) -> list[str]:
-    """Tell what to know and to do where the kernel killed something for lack of memory."""
-    kills = end.kills or OomKills()
-    if end.code == _KILLED:
-        return [_MORE_MEMORY] if kills.in_group or kills.on_host else []
-    if not kills.in_group:
-        return []
-    return [
-        f"before, the kernel killed a process in its cgroup for lack of memory ({_room(kills)})",
-        _MORE_MEMORY,
-    ]
-
-
-def _room(kills: OomKills) -> str:
-    if kills.limit_bytes is None:
-        return "its cgroup shows no limit, so the host's may have run out"
-    return f"limit of its cgroup: {kills.limit_bytes >> 20} MiB"
-
-
-def _who_killed(kills: OomKills) -> str:
-    """Tell whether it was the kernel, for lack of memory, or somebody else, as far as is known."""
-    if kills.in_group:
-        return f": killed by the kernel for lack of memory ({_room(kills)})"
-    if kills.on_host:
-        return (
-            "; the kernel killed a process on that host for lack of memory meanwhile, perhaps "
-            "this one"
-        )
-    if 0 in (kills.in_group, kills.on_host):
-        return "; by a person or a program, not by the kernel for lack of memory"
-    return (
-        "; the kernel does that when memory runs out, but its counts can't be read there (dmesg "
-        "on the host may tell)"
-    )
-
+_STARTER_LINES = 40
 
 Cause = Literal[
-    "done",  # every rank ended well
+    "done",  # every rank succeeded
     "ordered",  # a signal at hvdtrain run
-    "preempted",  # ranks saved what they had and left, as somebody told them
+    "preempted",  # ranks were told to save a checkpoint and exit
     "infrastructure",  # a process or host was lost, hangs, or did not start
-    "exception",  # of the program
-    "own code",  # the program ended itself with this exit code
+    "exception",  # raised by the program
+    "own code",  # the program chose its exit code
 ]
-
-# Of what mpirun or srun printed.
-_SHOWN_LINES = 40
 
 
 @dataclass(kw_only=True)
 class JobRecord:
-    """All that was seen of a job, noted while it runs.
+    """What the launcher records of an attempt while it runs; times are its own clock's."""
 
-    Attributes:
-        hosts: The host of each rank, as planned.
-        ends: The ends of all ranks but those that the others did without.
-        reports: How far the ranks were.
-        seen: The host of each rank that began, by its own name.
-        critical: Roles of the ranks without which the others don't go on.
-        received: Signals that came to ``hvdtrain run`` while ranks ran.
-        hang: Says who hangs and where the others wait; empty where the job did not hang.
-        starter: Path of mpirun or srun.
-        starter_code: Its exit code, as a shell gives it.
-        words: Lines that it printed.
-        late: Whether ranks were waited for too long.
-        start_timeout_s: How long that is.
-        started_at: When the job began, by the clock of ``reports``.
-        ended_at: When it was over.
-    """
-
-    hosts: Mapping[int, str]
-    ends: Sequence[RankExit]
+    hosts: Mapping[int, str]  # the planned host of each rank
+    ends: Sequence[RankExit]  # without lost ranks that the others survived
     reports: JobProgress
-    seen: Mapping[int, str] = field(default_factory=dict)
-    critical: Mapping[int, str] = field(default_factory=dict)
-    received: Sequence[int] = ()
-    hang: str = ""
-    starter: str = "mpirun"
+    seen: Mapping[int, str] = field(default_factory=dict)  # the hosts of ranks that started
+    critical: Mapping[int, str] = field(default_factory=dict)  # roles that can't be replaced
+    received: Sequence[int] = ()  # signals to hvdtrain run while ranks ran
+    hang: str = ""  # the description of a hang
+    starter: str = "mpirun"  # or srun
     starter_code: int = 0
-    words: MutableSequence[str] = field(default_factory=list)
-    late: bool = False
-    start_timeout_s: float = 0.0
+    starter_output: MutableSequence[str] = field(default_factory=list)
+    start_timeout_s: float | None = None  # the start time-out, if it expired
     started_at: float = 0.0
     ended_at: float = 0.0
-
-    @property
-    def starter_name(self) -> str:
-        """The name of the program that starts the ranks."""
-        return os.path.basename(self.starter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of one attempt to run the job.
+    """The outcome of an attempt; None means unknown or nothing."""
 
-    Attributes:
-        code: The code that ``hvdtrain run`` exits with.
-        cause: Why it ended.
-        words: Says to the user how it ended.
-        step: The last step that a rank reported; None for none.
-        failed_after: The last step that the rank that failed first reported.
-        saved: Step of the newest checkpoint; None for none.
-        lost_s: Seconds since that checkpoint was written, or since the beginning.
-        resumed: Step of the checkpoint that it began from; None for none.
-        samples: On how many samples its ranks trained; None for unknown.
-        phases: How long its chief was in each phase, in seconds.
-        waited: The part of training for which ranks waited for each other; None for unknown.
-        starved: The part of training for which ranks waited for their input; None for unknown.
-        straggler: The rank that held the others up; None for none.
-        straggler_host: Where that ran.
-        lost_hosts: Hosts where agents were lost without a word, or can't be started, as they are
-            called in the plan.
-    """
-
-    code: int
+    code: int  # exit code for hvdtrain run
     cause: Cause
-    words: tuple[str, ...] = ()
-    step: int | None = None
-    failed_after: int | None = None
-    saved: int | None = None
-    lost_s: float = 0.0
-    resumed: int | None = None
-    samples: int | None = None
-    phases: Mapping[str, float] = field(default_factory=dict)
-    waited: float | None = None
-    starved: float | None = None
+    messages: tuple[str, ...] = ()  # for the user
+    step: int | None = None  # the last step of any rank
+    failed_after: int | None = None  # the last step of the rank that failed first
+    saved: int | None = None  # step of the newest checkpoint
+    lost_s: float = 0.0  # seconds since that checkpoint, or since the start
+    resumed: int | None = None  # step of the checkpoint that it resumed from
+    samples: int | None = None  # number of samples trained on
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds in each phase
+    waited: float | None = None  # fraction of training in which ranks waited for each other
+    starved: float | None = None  # fraction of training in which ranks waited for their input
     straggler: Straggler | None = None
     straggler_host: str = ""
-    lost_hosts: tuple[str, ...] = ()
+    lost_hosts: tuple[str, ...] = ()  # planned hosts that were lost or can't start ranks
 
 
-def preempted(ends: Sequence[RankExit]) -> bool:
-    """Whether ranks left with the code that asks for the same job again, before any failed.
+def is_preempted(ends: Sequence[RankExit]) -> bool:
+    """Return whether ranks exited with the preemption code before any rank failed.
 
-    They do so together. A rank that is on its way out catches no signals any longer, and one that
-    comes once more, by another way, ends it: that is no failure.
+    A rank that is exiting handles no signals any more, so a repeated preemption signal kills it.
+    That is not a failure.
     """
-    died = {128 + number for number in PREEMPTING}
-    first = _first_unsignalled([end for end in ends if end.code not in died])
+    killed = {128 + number for number in PREEMPTING}
+    first = _first_unsignalled([end for end in ends if end.code not in killed])
     return first is not None and first.code == ExitCode.PREEMPTED
 
 
 def classify(record: JobRecord) -> Outcome:
-    """Decide why the job ended, with which code, and what to say."""
-    code, cause, words, absent = _why(record)
+    """Decide why an attempt ended, its exit code, and what to tell the user."""
+    reports = record.reports
+    code, cause, messages, unstartable = _verdict(record)
     first = first_failure(record.ends)
-    failed = record.reports.latest.get(first.rank) if first is not None else None
-    lost = [end for end in record.ends if end.code is None]
-    since = record.reports.saved_at or record.started_at
-    phases = record.reports.phases.seconds(record.ended_at)
-    waited, starved = record.reports.waits.shares(phases.get("training", 0.0))
-    straggler = find_straggler(record.reports.paces.in_all())
+    failed = reports.latest.get(first.rank) if first is not None else None
+    lost = [record.hosts[end.rank] for end in record.ends if end.code is None]
+    phases = reports.phases.seconds(record.ended_at)
+    waited, starved = reports.waits.shares(phases.get("training", 0.0))
+    straggler = find_straggler(reports.paces.overall())
     return Outcome(
         code=code,
         cause=cause,
-        words=tuple(word for word in words if word),
-        step=record.reports.step,
+        messages=tuple(message for message in messages if message),
+        step=reports.step,
         failed_after=failed.step if failed is not None else None,
-        saved=record.reports.saved,
-        lost_s=record.ended_at - since,
-        resumed=record.reports.resumed,
-        samples=record.reports.samples,
+        saved=reports.saved,
+        lost_s=record.ended_at - (reports.saved_at or record.started_at),
+        resumed=reports.resumed,
+        samples=reports.samples,
         phases=phases,
         waited=waited,
         starved=starved,
         straggler=straggler,
         straggler_host=record.seen.get(straggler.rank, "") if straggler is not None else "",
-        lost_hosts=tuple(dict.fromkeys([*(record.hosts[end.rank] for end in lost), *absent])),
+        lost_hosts=tuple(dict.fromkeys([*lost, *unstartable])),
     )
 
 
-def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
-    """Code, cause, words, and hosts where ranks can't be started."""
+def _verdict(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
+    """Return code, cause, messages, and hosts where ranks can't be started."""
     first = first_failure(record.ends)
     missing = sorted(set(record.hosts) - set(record.seen))
-    if record.received and (missing or not _ended_well(record.ends)):
-        return *_ordered(record), ()
+    # A signal after all ranks have succeeded comes too late.
+    succeeded = record.ends and all(end.code == 0 and not end.was_signalled for end in record.ends)
+    if record.received and (missing or not succeeded):
+        return *_stopped(record), ()
     if record.hang:
         return ExitCode.HANG, "infrastructure", (), ()
-    if preempted(record.ends):
-        return ExitCode.PREEMPTED, "preempted", [_preemption(record.reports)], ()
-    # Ranks that were told to end because others did not start have not failed.
+    if is_preempted(record.ends):
+        return ExitCode.PREEMPTED, "preempted", [_describe_preemption(record.reports)], ()
+    # Ranks that were stopped because others did not start have not failed.
     if first is not None and not (missing and first.was_signalled):
-        told = describe(first, record.critical.get(first.rank, ""))
-        return exit_code(first), _cause(first, record), [told], ()
+        message = describe_failure(first, record.critical.get(first.rank, ""))
+        return exit_code(first), _cause(first, record), [message], ()
     if missing:
-        words, absent = _explain_missing(record, missing)
-        return ExitCode.CANNOT_START, "infrastructure", words, absent
+        messages, unstartable = _explain_missing(record, missing)
+        return ExitCode.CANNOT_START, "infrastructure", messages, unstartable
     if record.starter_code != 0:
-        said = f"{record.starter_name} ended with code {record.starter_code}"
-        return record.starter_code, "own code", ["\n".join([said, *_said(record)])], ()
+        message = f"{record.starter} exited with code {record.starter_code}"
+        return record.starter_code, "own code", ["\n".join([message, *_output(record)])], ()
     return 0, "done", (), ()
 
 
-def _ended_well(ends: Sequence[RankExit]) -> bool:
-    """Whether all ranks ended by themselves with code 0, so that a signal came too late."""
-    return bool(ends) and all(end.code == 0 and not end.was_signalled for end in ends)
-
-
-def _ordered(record: JobRecord) -> tuple[int, Cause, Sequence[str]]:
-    """Return code, cause and words of a job that ends after a signal at ``hvdtrain run``."""
+def _stopped(record: JobRecord) -> tuple[int, Cause, Sequence[str]]:
     number = record.received[0]
-    told = f"the job was ended by {signal.Signals(number).name}"
-    saved = any(end.code == ExitCode.PREEMPTED for end in record.ends)
-    words = [_preemption(record.reports, told)] if saved else [told]
+    message = f"the job was stopped by {signal.Signals(number).name}"
+    if any(end.code == ExitCode.PREEMPTED for end in record.ends):
+        message = _describe_preemption(record.reports, message)
     if number not in PREEMPTING:
-        return 128 + number, "ordered", words
+        return 128 + number, "ordered", [message]
     first = _first_unsignalled([end for end in record.ends if end.code != ExitCode.PREEMPTED])
-    return ExitCode.PREEMPTED, "ordered", [describe(first) if first else "", *words]
+    return ExitCode.PREEMPTED, "ordered", [describe_failure(first) if first else "", message]
 
 
-def _preemption(reports: JobProgress, told: str = "preempted") -> str:
+def _describe_preemption(reports: JobProgress, what: str = "preempted") -> str:
     at = "" if reports.step is None else f" at step {reports.step}"
     if reports.saved is None:
         checkpoint = ""
     elif reports.step is None or reports.saved >= reports.step:
         checkpoint = ", checkpoint saved"
     else:
-        checkpoint = f", newest checkpoint of step {reports.saved}"
-    return f"{told}{at}{checkpoint}; start it again to go on"
+        checkpoint = f", newest checkpoint from step {reports.saved}"
+    return f"{what}{at}{checkpoint}; start the job again to resume"
 
 
 def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
-    """The first failure; those told to end count only if they left as preempted."""
+    """Return the first failure; signalled ranks count only with the preemption code."""
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
 def _cause(first: RankExit, record: JobRecord) -> Cause:
-    assert first.code != 0
-    # What MPI has to say goes through Slurm, and is lost where a part of that is gone.
-    mute = record.starter_name == "srun"
-    by_mpi = first.may_be_ended_by_mpi if mute else first.ended_by_mpi
+    # Under srun a rank that its slurmstepd lost may report it only by its code.
+    by_mpi = first.ended_by_mpi or (record.starter == "srun" and first.may_be_ended_by_mpi)
     lost = first.code is None or first.follows or by_mpi
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
-    # A program that reports nothing records no exception either, and 1 is Python's code after one.
+    # A program that reports nothing records no exception either, and Python exits with 1 after one.
     raised = first.record is not None or first.rank not in record.reports.latest
     return "exception" if first.code == 1 and raised else "own code"
 
 
 def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Words on ranks that did not start, and the hosts that they tell to be at fault."""
-    # Seldom needed, and much of hvdtrain check comes with them.
-    from hvdtrain.launch.start_failure import explain_start_failure
+    """Return messages about ranks that did not start, and the hosts at fault, if known."""
+    # Rarely needed, and imports much of hvdtrain check.
     from hvdtrain.remote.problem import format_problem
 
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
-    name = record.starter_name
-    late = f" within {record.start_timeout_s:g} s" if record.late else ""
-    words = [f"rank {format_list(missing)} did not start{late} on {format_list(hosts)}"]
-    method: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
-    problems = explain_start_failure(record.words, hosts, method=method, python=sys.executable)
-    if problems:
-        named = {host for problem in problems for host in problem.hosts}
-        words.append("\n".join(map(format_problem, problems)))
-        return words, [host for host in hosts if host in named]
-    words.append(
-        "each host needs this Python and the program at the same path, and must be reached "
-        "from here (hvdtrain check tells)"
+    late = f" within {record.start_timeout_s:g} s" if record.start_timeout_s is not None else ""
+    messages = [f"{list_ranks(missing)} did not start{late} on {format_list(hosts)}"]
+    method: Method = "srun" if record.starter == "srun" else "ssh"
+    problems = explain_start_failure(
+        record.starter_output, hosts, method=method, python=sys.executable
     )
-    if said := _said(record):
-        words.append("\n".join([f"{name} said:", *("  " + line for line in said)]))
-    return words, []
+    if problems:
+        at_fault = {host for problem in problems for host in problem.hosts}
+        messages.append("\n".join(map(format_problem, problems)))
+        return messages, [host for host in hosts if host in at_fault]
+    messages.append(
+        "every host needs this Python and the program at the same paths, and must be reachable "
+        "from here; 'hvdtrain check' tests that"
+    )
+    if lines := _output(record):
+        messages.append(
+            "\n".join([f"output of {record.starter}:", *("  " + line for line in lines)])
+        )
+    return messages, []
 
 
-def _said(record: JobRecord) -> list[str]:
+def _output(record: JobRecord) -> list[str]:
     """Return what mpirun or srun printed, without blank lines, rules and repeats; cut if long."""
-    lines = list(dict.fromkeys(line for line in record.words if line.strip(" -=*")))
-    left = len(lines) - _SHOWN_LINES
-    return lines if left <= 0 else [*lines[:_SHOWN_LINES], f"... and {left} lines more"]
+    lines = list(dict.fromkeys(line for line in record.starter_output if line.strip(" -=*")))
+    left = len(lines) - _STARTER_LINES
+    return lines if left <= 0 else [*lines[:_STARTER_LINES], f"... and {left} more lines"]
+
+
+# The start of ssh's own connection errors. MPI and agents print similar errors about their
+# connections, and those lines are mixed with these.
+_SSH = re.compile(r"ssh: |\S+: Permission denied \(|Host key verification failed|Received disc")
+# Open MPI's lines about the host where it was started.
+_LOCAL_LINE = re.compile(r"\[|\s*Local host:")
+_SHELL_NOT_FOUND = re.compile(r"sh: .*: (No such file or directory|not found)$")
+_SRUN_NOT_FOUND = re.compile(r"slurmstepd.*: error: (execve\(\): .*)")
+# A task exits with ENOENT if its program does not exist.
+_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 2$")
+
+
+def explain_start_failure(
+    lines: Sequence[str], hosts: Sequence[str], *, method: Method, python: str
+) -> list[Problem]:
+    """Find why ranks did not start on ``hosts`` from the output of mpirun or srun, in English.
+
+    Returns:
+        The problems; empty if the output does not tell.
+    """
+    from hvdtrain.remote.problem import failure_problems
+    from hvdtrain.remote.remote_probe import Answer, Failure
+
+    causes = _srun_causes(lines) if method == "srun" else _ssh_causes(lines, python)
+    answers: dict[tuple[str, FailureKind], Answer] = {}
+    for naming_lines, kind, line in causes:
+        for host in _named_hosts(naming_lines, hosts):
+            answer = Answer(host=host, failure=Failure(kind=kind, message=line))
+            answers.setdefault((host, kind), answer)
+    return list(failure_problems(list(answers.values()), method=method, python=python))
+
+
+def _ssh_causes(
+    lines: Sequence[str], python: str
+) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
+    """Yield the lines that name the hosts, the kind of failure, and the line that reports it."""
+    from hvdtrain.remote.remote_probe import ssh_failure
+
+    others = [line for line in lines if not _LOCAL_LINE.match(line)]
+    for line in lines:
+        kind = ssh_failure(line) if _SSH.match(line) else None
+        if kind is not None:
+            # An error about a host key does not name the host; another line may.
+            yield others if kind == "host key" else [line], kind, line
+        elif _SHELL_NOT_FOUND.search(line) and os.path.dirname(python) in line:
+            # Open MPI's own helper, which is installed next to Python.
+            yield others, "no Python", line
+
+
+def _srun_causes(lines: Sequence[str]) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
+    errors = [match[1] for line in lines if (match := _SRUN_NOT_FOUND.match(line))]
+    if errors:
+        yield [line for line in lines if _SRUN_TASK.match(line)], "no Python", errors[0]
+
+
+def _named_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    names: set[str] = set()
+    for line in lines:
+        if match := _SRUN_TASK.match(line):
+            with contextlib.suppress(ConfigurationError):
+                names.update(host.name for host in parse_hosts(match[1]))
+        names.update(word.strip(".:") for word in re.findall(r"[\w.:-]+", line))
+    return [host for host in hosts if host in names]

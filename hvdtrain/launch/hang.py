@@ -1,4 +1,4 @@
-"""Hangs of a job: who is late or missing; ranks that others can do without are killed."""
+"""Detection of hangs; ranks that the others can continue without are killed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.progress import SERVING, TRAINING, JobProgress
-from hvdtrain.text import format_list
+from hvdtrain.launch.rank_exit import list_ranks
 
-__all__ = ["HangWatch", "describe_hang", "hangs", "missing", "stuck"]
+__all__ = ["HangWatch", "describe_hang", "is_hanging", "missing_ranks", "stuck_ranks"]
 
 logger = logging.getLogger(__package__)
 
-# Agents answer and ranks print their stacks.
-LOOK_S = 2.0
-# Tracing, XLA and the first reading of the data belong to the first step.
+# Time for agents to answer, and for ranks to print their stacks.
+PROBE_S = 2.0
+# The first step includes tracing, XLA compilation and the first reading of the data.
 FIRST_STEP_FACTOR = 4
-_MOST_OPERATIONS = 3
+_SHOWN_OPERATIONS = 3
 
 
 class HangWatch:
-    """A watch that acts on ranks that make no steps; call ``review`` often while the job runs.
+    """Acts on ranks that make no steps; call ``review`` often while the job runs.
 
     Args:
-        timeout_s: How long a step may take; 0 for no limit.
-        critical: Roles of the ranks without which the others don't go on.
-        goes_on: Whether the ranks would go on without one now.
+        timeout_s: Limit of a step in seconds; 0 for no limit.
+        critical: Roles of the ranks that the others can't continue without.
+        can_lose_ranks: Returns whether the others would continue now without a rank.
     """
 
     def __init__(
@@ -38,77 +38,77 @@ class HangWatch:
         *,
         timeout_s: float,
         critical: Mapping[int, str],
-        goes_on: Callable[[], bool],
+        can_lose_ranks: Callable[[], bool],
     ) -> None:
         self._server = server
         self._console = console
         self._timeout_s = timeout_s
         self._critical = critical
-        self._goes_on = goes_on
-        self._looking_since: float | None = None
+        self._can_lose_ranks = can_lose_ranks
+        self._probed_at: float | None = None
         self._killed: set[int] = set()
 
     def review(self, now: float) -> str:
-        """Act on ranks that hang; return who hangs if the job has to end for that, else empty."""
+        """Act on ranks that hang; return a description if the job must end, otherwise ""."""
         reports, running = self._server.reports, self._server.running
         # Without servers all ranks are in step, and wait for the one that hangs.
-        can_do_without = bool(self._critical) and self._goes_on()
-        if can_do_without:
-            late = stuck(reports, running, now, self._timeout_s)
+        can_kill = bool(self._critical) and self._can_lose_ranks()
+        if can_kill:
+            late = stuck_ranks(reports, running, now, self._timeout_s)
             for rank in late.keys() - self._critical.keys():
-                self._kill(rank, f"has done no step for {late[rank]:.0f} s, while others go on")
-        if not hangs(reports, running, now, self._timeout_s):
-            self._looking_since = None
-        elif self._looking_since is None:
-            self._looking_since = now
+                self._kill(rank, f"has completed no step for {late[rank]:.0f} s")
+        if not is_hanging(reports, running, now, self._timeout_s):
+            self._probed_at = None
+        elif self._probed_at is None:
+            self._probed_at = now
             self._console.show_all()
-            self._server.look()
-        elif now - self._looking_since > LOOK_S and not (can_do_without and self._kill_missing()):
+            self._server.probe()
+        elif now - self._probed_at > PROBE_S and not (can_kill and self._kill_missing()):
             hosts = {rank: host for rank, host in self._server.hosts().items() if rank in running}
             quiet_s = now - (reports.moved_at or now)
             return describe_hang(reports, hosts, self._server.stopped, quiet_s)
         return ""
 
     def _kill_missing(self) -> bool:
-        """Kill those that all others wait for, if none is critical; return whether that was so."""
-        absent = missing(self._server.reports, self._server.running, self._server.stopped)
-        if absent.keys() & (self._critical.keys() | self._killed):
+        """Kill the ranks that all others wait for; return False if one is critical."""
+        missing = missing_ranks(self._server.reports, self._server.running, self._server.stopped)
+        if missing.keys() & (self._critical.keys() | self._killed):
             return False
-        for rank, why in absent.items():
-            self._kill(rank, f"keeps the others waiting ({why})")
-        self._looking_since = None
-        return bool(absent)
+        for rank, reason in missing.items():
+            self._kill(rank, f"keeps the others waiting ({reason})")
+        self._probed_at = None
+        return bool(missing)
 
-    def _kill(self, rank: int, why: str) -> None:
+    def _kill(self, rank: int, reason: str) -> None:
         if rank not in self._killed:
             self._killed.add(rank)
-            logger.warning(f"rank {rank} on {self._server.hosts()[rank]} {why}: it is killed")
+            logger.warning(f"rank {rank} on {self._server.hosts()[rank]} {reason}; killing it")
             self._server.kill(rank)
 
 
-def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
-    """Whether the ranks should have done a step by now; who reports nothing is not judged.
+def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
+    """Return whether the reporting ranks should have completed a step by now.
 
-    A step may take ``timeout_s``, and the first four times as long; 0 is no limit.
+    A step may take ``timeout_s``, the first one four times as long; 0 is no limit.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]
-    if timeout_s <= 0 or reports.moved_at is None or not states:
+    if timeout_s <= 0 or reports.moved_at is None:
         return False
-    # While one writes a checkpoint the others wait for it in the next step; who waits itself is
-    # not what they wait for, as after the end of its own training.
+    # A rank that writes a checkpoint or validates keeps the others waiting. One that waits itself,
+    # such as after the end of its training, does not.
     if any(state.phase != TRAINING and not state.waiting_in for state in states):
         return False
     if all(state.phase != TRAINING for state in states):
         return False
-    factor = 1 if reports.stepped else FIRST_STEP_FACTOR
+    factor = 1 if reports.has_stepped else FIRST_STEP_FACTOR
     return now - reports.moved_at > timeout_s * factor
 
 
-def stuck(
+def stuck_ranks(
     reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
 ) -> dict[int, float]:
-    """Find ranks that are late with a step while others go on or wait, and for how many seconds."""
+    """Return ranks late with a step while others continue or wait, and for how many seconds."""
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
     late = {}
@@ -121,48 +121,41 @@ def stuck(
     return late if len(late) < len(states) else {}
 
 
-def missing(
+def missing_ranks(
     reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
-    """Find the ranks that the others wait for in a job that hangs, and tell why."""
+    """Return the ranks that the others wait for in a job that hangs, each with the reason."""
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
-    absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
+    busy = {r: "not waiting for other ranks" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
-    halted = {rank: "it is stopped (state T)" for rank in running if stopped.get(rank)}
-    return {**(absent if len(absent) < len(latest) else {}), **silent, **halted}
+    halted = {rank: "stopped (state T)" for rank in running if stopped.get(rank)}
+    return {**(busy if len(busy) < len(latest) else {}), **silent, **halted}
 
 
 def describe_hang(
     reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
-    """Describe a hang in which no rank has done a step for ``quiet_s``.
-
-    It names who is missing, and where the others wait; ``hosts`` has the ranks that run.
-    """
+    """Describe which ranks are missing, and where the others wait, after ``quiet_s`` seconds."""
     step = "" if reports.step is None else f" after step {reports.step}"
-    lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]
+    lines = [f"the job hangs: no rank has completed a step for {quiet_s:.0f} s{step}"]
     # Agents connect in any order.
-    ranks_here = sorted(hosts)
-    latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks_here}
-    waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
-    absent = missing(reports, ranks_here, stopped)
-    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in absent.items()]
+    ranks = sorted(hosts)
+    latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks}
+    missing = missing_ranks(reports, ranks, stopped)
+    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in missing.items()]
     operations: dict[str, list[int]] = {}
-    for rank, operation in waiting.items():
-        if rank not in absent:
-            operations.setdefault(operation, []).append(rank)
-    for operation, ranks in list(operations.items())[:_MOST_OPERATIONS]:
-        lines.append(f"rank {format_list(ranks)} waits in {operation}{_next_step(latest, ranks)}")
-    if len(operations) > _MOST_OPERATIONS:
-        lines.append(f"... and in {len(operations) - _MOST_OPERATIONS} other operations")
-    if not waiting and not absent:
-        lines.append("no rank waits for another: look at the stacks for what they do instead")
-    if not absent and len(operations) > 1:
-        lines.append("the ranks are in different operations: the program differs between them")
+    for rank, state in latest.items():
+        if state.waiting_in and rank not in missing:
+            operations.setdefault(state.waiting_in, []).append(rank)
+    for operation, waiting in list(operations.items())[:_SHOWN_OPERATIONS]:
+        verb = "wait" if len(waiting) > 1 else "waits"
+        done, *others = {latest[rank].step for rank in waiting}
+        step = "" if done is None or others else f" of step {done + 1}"
+        lines.append(f"{list_ranks(waiting)} {verb} in {operation}{step}")
+    if len(operations) > _SHOWN_OPERATIONS:
+        lines.append(f"... and in {len(operations) - _SHOWN_OPERATIONS} other operations")
+    if not missing and not operations:
+        lines.append("no rank waits for another; see the stack traces above")
+    if not missing and len(operations) > 1:
+        lines.append("ranks are in different operations: the program differs between them")
     return "\n".join(lines)
-
-
-def _next_step(latest: Mapping[int, RankReport], ranks: Sequence[int]) -> str:
-    done = {latest[rank].step for rank in ranks}
-    step = next(iter(done))
-    return f" of step {step + 1}" if len(done) == 1 and step is not None else ""

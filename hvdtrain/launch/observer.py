@@ -1,4 +1,4 @@
-"""Events of a job, and the observer that receives them. Nothing here knows who listens."""
+"""Events of a job, and the base class of their observers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptBegan:
-    """The ranks are about to start: how many, on which hosts, and by which MPI."""
+    """The ranks are about to start, with the number of ranks on each host and the MPI's name."""
 
     ranks: int
     hosts: Mapping[str, int]
@@ -32,7 +32,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """An attempt is over; the fields are those of ``hvdtrain.launch.failure.Outcome``."""
+    """An attempt has ended; see ``hvdtrain.launch.failure.Outcome`` for the fields."""
 
     code: int
     cause: str
@@ -49,7 +49,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLost:
-    """A rank died after ``step``; ``words`` describe it."""
+    """A rank died after ``step``; ``words`` is the message about it."""
 
     rank: int
     host: str
@@ -66,29 +66,17 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a job; None or 0 for unknown.
-
-    Attributes:
-        step: Completed optimizer steps.
-        epoch: The epoch of the last step.
-        total_steps: The step with which training ends.
-        own_s: What each rank takes for a step itself, in seconds.
-        reduced_bytes_per_s: What all ranks put into allreduce.
-        slow: A rank that holds the others up, with its factor and host.
-        samples: Samples that all ranks have trained on.
-        loss: The recent loss.
-        held_by: Ranks that all others wait for.
-    """
+    """The progress of a job; None or 0 if unknown."""
 
     step: int | None
     epoch: int | None
     total_steps: int | None
-    own_s: Sequence[float] = ()
-    reduced_bytes_per_s: int = 0
-    slow: tuple[int, float, str | None] | None = None
-    samples: int | None = None
+    own_s: Sequence[float] = ()  # each rank's own time per step, in seconds
+    reduced_bytes_per_s: int = 0  # bytes that all ranks pass to allreduce
+    slow: tuple[int, float, str | None] | None = None  # straggler: rank, factor, host
+    samples: int | None = None  # number of samples trained on
     loss: float | None = None
-    held_by: Sequence[int] = ()
+    held_by: Sequence[int] = ()  # ranks that the others wait for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +88,14 @@ class RankTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Shares of the job's time by what they went into; ``kept`` is training that counts."""
+    """Fractions of the job's time by use, from ``hvdtrain.launch.restart.goodput``."""
 
     shares: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded:
-    """The job is over; ``verdict`` is what the user reads of it."""
+    """The job has ended; ``verdict`` is the message for the user."""
 
     code: int
     cause: str
@@ -128,21 +116,21 @@ Event = (
 
 
 class Observer:
-    """Receives all that happens to a job, and does nothing; a base for those that do.
+    """A base class that ignores all events.
 
-    Methods are called from the launcher's thread: they must neither block nor raise.
+    Methods are called from the launcher's main thread, and must neither block nor raise.
     """
 
     @property
     def holds_up(self) -> bool:
-        """Whether ranks should pause until the observer has caught up with their lines."""
+        """Whether ranks should pause until the observer has processed their lines."""
         return False
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Take a line that a rank printed."""
+        """Receive a line that a rank printed."""
 
     def notice(self, text: str) -> None:
-        """Take a message of the launcher."""
+        """Receive a message of the launcher."""
 
     def on_event(self, event: Event) -> None:
-        """Take an event."""
+        """Receive an event."""

@@ -1,4 +1,4 @@
-"""Options in files instead of on the command line: hvdtrain's own TOML, and horovodrun's YAML."""
+"""Options in files: hvdtrain's TOML, and horovodrun's YAML."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["read_horovod_file", "read_job_file", "with_files"]
 
-# Short names that people know from the command line.
+# Short names from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
 _NOT_IN_FILES = ("config", "config-file", "help", "help-all")
-# Types of values that stand for themselves; that of true and false is another.
-_PLAIN = {str, int, float}
-# What is on unless it is turned off.
+_SCALARS = {str, int, float}
+# Options that are on by default.
 _ON = {
     entry.name.replace("_", "-") for entry in dataclasses.fields(Settings) if entry.default is True
 }
-# Options that may be repeated; a list of texts repeats them.
+# Options that may be repeated, by a list in the file.
 _REPEATED = {"env", "sbatch", "volume", "node-selector", "toleration", "pull-secret"}
-# What the flags for the keys of each section begin with.
+_HOST_LISTS = {"hosts", "worker-hosts", "ps-hosts"}
+# The prefix of the flags for the keys of each section.
 # Source: horovod/runner/common/util/config_parser.py
 _SECTIONS = {
     "params": "",
@@ -36,19 +36,16 @@ _SECTIONS = {
     "library_options": "",
     "logging": "log-",
 }
-# Where "--no-" before the flag is not its opposite.
-_OPPOSITES = {"--log-with-timestamp": "--log-without-timestamp"}
 
 
 def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
-    """Replace ``--config-file`` and ``--config`` by the options in those files, which come first.
+    """Replace ``--config-file`` and ``--config`` with the options in those files.
 
-    So options that were typed win, and whoever runs the job needs no file. What stands behind
-    ``--`` is left alone.
+    They go first, so that the command line overrides them. Options after ``--`` are untouched.
 
     Args:
-        options: The options as they were typed.
-        folder: The folder that relative paths start from.
+        options: The options from the command line.
+        folder: The folder of relative paths.
 
     Raises:
         ConfigurationError: A file can't be read.
@@ -56,70 +53,67 @@ def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-file", type=Path)
     parser.add_argument("--config", type=Path)
-    at = list(options).index("--") if "--" in options else len(options)
-    named, rest = parser.parse_known_args(options[:at])
-    horovods = read_horovod_file(folder / named.config_file) if named.config_file else []
-    own = read_job_file(folder / named.config) if named.config else []
-    return [*horovods, *own, *rest, *options[at:]]
+    end = list(options).index("--") if "--" in options else len(options)
+    files, rest = parser.parse_known_args(options[:end])
+    horovod = read_horovod_file(folder / files.config_file) if files.config_file else []
+    own = read_job_file(folder / files.config) if files.config else []
+    return [*horovod, *own, *rest, *options[end:]]
 
 
 def read_job_file(path: Path) -> list[str]:
-    """The options in the file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
+    """Return the options in a TOML file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
 
-    Names are those of the flags, with dashes or underscores. ``true`` stands for a flag without
-    a value, ``false`` for none, or for the ``--no-`` of one that is on by default; ``hosts`` and
-    what may be repeated can be lists, ``env`` a table of names and values.
+    Names are those of the flags, with dashes or underscores. ``true`` is a flag without a value;
+    ``false`` is no flag, or the ``--no-`` form of one that is on by default. ``hosts`` and
+    repeated options may be lists, ``env`` a table.
 
     Raises:
-        ConfigurationError: The file can't be read, is no TOML, or holds what no flag takes.
+        ConfigurationError: The file can't be read, is not TOML, or no flag fits a value.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--config {path} can't be read: {error.strerror}.") from None
     except ValueError as error:
-        raise ConfigurationError(f"--config {path} is no TOML: {error}.") from None
-    arguments: list[str] = []
-    for key, value in content.items():
-        arguments += _toml_arguments(path, key, value)
-    return arguments
+        raise ConfigurationError(f"--config {path} is not valid TOML: {error}.") from None
+    return [word for key, value in content.items() for word in _toml_arguments(path, key, value)]
 
 
 def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
     name = _SHORT.get(key, key.replace("_", "-"))
     if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in _NOT_IN_FILES:
         raise ConfigurationError(
-            f"--config {path}: {key!r} can't stand there; expected options of hvdtrain run, as "
-            "in its --help."
+            f"--config {path}: {key!r} is not allowed there; use the options in hvdtrain run "
+            "--help-all."
         )
-    texts = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
     if isinstance(value, bool):
         off = [f"--no-{name}"] if name in _ON else []
         return [f"--{name}"] if value else off
-    # With the value in the same word, what no flag takes can't pass for the program.
-    if isinstance(value, (str, int, float)):
+    # In one word, so that argparse can't take a surplus value for the program.
+    if type(value) in _SCALARS:
         return [f"--{name}={value}"]
-    if texts and name in ("hosts", "worker-hosts", "ps-hosts"):
-        return [f"--{name}={','.join(value)}"]
-    if texts and name in _REPEATED:
-        return [f"--{name}={entry}" for entry in value]
-    if isinstance(value, dict) and name == "env" and set(map(type, value.values())) <= _PLAIN:
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        if name in _HOST_LISTS:
+            return [f"--{name}={','.join(value)}"]
+        if name in _REPEATED:
+            return [f"--{name}={entry}" for entry in value]
+    if isinstance(value, dict) and name == "env" and set(map(type, value.values())) <= _SCALARS:
         return [f"--{name}={variable}={text}" for variable, text in value.items()]
     raise ConfigurationError(
-        f"--config {path}: {key} = {value!r} can't be used; expected a text, a number, true, for "
-        "hosts and what may be repeated a list of texts, or for env a table of names and values."
+        f"--config {path}: {key} has an invalid value, got {value!r}; expected a string, a number "
+        "or a boolean, for hosts and repeated options a list of strings, for env a table."
     )
 
 
 def read_horovod_file(path: Path) -> list[str]:
-    """Read the file as arguments: ``params: {cycle_time_ms: 5}`` as ``--cycle-time-ms=5``.
+    """Return a file of horovodrun as arguments: ``params: {cycle_time_ms: 5}`` as a flag.
 
     Raises:
-        ConfigurationError: It can't be read, or is none of horovodrun's files.
+        ConfigurationError: It can't be read, or is not a file of horovodrun.
     """
     content = _load_yaml(path)
     if not isinstance(content, dict):
-        raise _unusable(path, repr(content))
+        raise _invalid(path, repr(content))
     arguments: list[str] = []
     for section, entries in content.items():
         if section == "controller" and isinstance(entries, str):
@@ -128,19 +122,19 @@ def read_horovod_file(path: Path) -> list[str]:
             for key, value in entries.items():
                 arguments += _horovod_arguments(path, section, str(key), value)
         elif section not in _SECTIONS or entries is not None:
-            raise _unusable(path, f"{section}: {entries!r}")
+            raise _invalid(path, f"{section}: {entries!r}")
     return arguments
 
 
 def _load_yaml(path: Path) -> Any:
-    import yaml  # seldom needed
+    import yaml
 
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--config-file {path} can't be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--config-file {path} is no YAML: {error}.") from None
+        raise ConfigurationError(f"--config-file {path} is not valid YAML: {error}.") from None
 
 
 def _horovod_arguments(path: Path, section: str, key: str, value: Any) -> list[str]:
@@ -148,17 +142,19 @@ def _horovod_arguments(path: Path, section: str, key: str, value: Any) -> list[s
     name = prefix.removesuffix("-") if key == "enabled" else prefix + key.replace("_", "-")
     if value is None:
         return []
-    if isinstance(value, bool):
-        flag = f"--{name}"
-        return [flag if value else _OPPOSITES.get(flag, f"--no-{name}")]
-    if isinstance(value, (str, int, float)):
+    if value is False:
+        # The opposite of this flag does not begin with "--no-".
+        return ["--log-without-timestamp" if name == "log-with-timestamp" else f"--no-{name}"]
+    if value is True:
+        return [f"--{name}"]
+    if type(value) in _SCALARS:
         return [f"--{name}={value}"]
-    raise _unusable(path, f"{section}: {key}: {value!r}")
+    raise _invalid(path, f"{section}: {key}: {value!r}")
 
 
-def _unusable(path: Path, received: str) -> ConfigurationError:
+def _invalid(path: Path, received: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--config-file {path}: {received} can't be used; expected horovodrun's sections "
-        f"({', '.join(_SECTIONS)}), each with names and values. Options of hvdtrain run stand in "
-        "the TOML file of --config."
+        f"--config-file {path} has an invalid entry, got {received}; expected horovodrun's "
+        f"sections ({', '.join(_SECTIONS)}) with names and values. Put options of hvdtrain run "
+        "into the TOML file of --config."
     )

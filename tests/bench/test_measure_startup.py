@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.bench.measure_startup import bare_command
-from hvdtrain.launch.starters import Mpirun
+from hvdtrain.launch.commands import Mpirun
 
 
 @pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])

@@ -11,7 +11,7 @@ from peers.running import parse_results
 from peers.summary import Column, collect, report, show_values, table, with_efficiency
 from peers.ways import MEASURES, WAYS, find_ways
 
-from hvdtrain.launch.starters import Mpirun
+from hvdtrain.launch.commands import Mpirun
 
 MPIRUN = Mpirun(path=Path("/own/bin/mpirun"), family="openmpi5")
 PYTHON = Path("/own/bin/python")

@@ -1,4 +1,4 @@
-"""The training of the chaos test, and the account of what befell it."""
+"""The training of the chaos test, and a report of its faults and steps."""
 
 from __future__ import annotations
 
@@ -20,51 +20,39 @@ from tests.launch.chaos_plan import Fault
 from tests.launch.jobs import HVDTRAIN, ON_CLUSTER
 from tests.testbed.cluster import Cluster, Process
 
-__all__ = ["Account", "ChaosJob", "Step", "Training"]
+__all__ = ["ChaosJob", "Report", "Step", "Training"]
 
 PROGRAM = REPOSITORY / "tests/launch/chaos_training.py"
-# With a step this young the job is training; without, it is idle.
+# The job is training if its last step is more recent.
 FRESH_S = 1.0
-# Ranks give up on one that stops outside of a step, where the launcher does not judge.
+# Ranks time out on a rank that stops between steps, where the launcher detects no hang.
 _SETTINGS = {"HVDTRAIN_TIMEOUT_S": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
-_TOLD = "hvdtrain run: "
+_PREFIX = "hvdtrain run: "
 _UNSAVED = "hvdtrain: no checkpoint could be saved"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained.
-
-    Attributes:
-        rows: Samples.
-        epochs: How often each of them is seen.
-        batch_size: Of each rank.
-        step_s: By how much a step takes longer while there is a file ``slow``.
-    """
+    """The size of a training."""
 
     rows: int
     epochs: int
-    batch_size: int
-    step_s: float
+    batch_size: int  # per rank
+    step_s: float  # delay of a step while the file ``slow`` exists
 
 
 @dataclass(frozen=True)
 class Step:
-    """When which step was done."""
+    """A completed step."""
 
     at_s: float
     number: int
 
 
 class ChaosJob:
-    """A job of ``hvdtrain run`` on the cluster, one rank a host; a ``with`` statement ends it.
+    """A job of ``hvdtrain run`` on the cluster, one rank per host; a ``with`` statement ends it.
 
-    Args:
-        cluster: Where it runs.
-        folder: Of this job alone, on all hosts. A file ``slow`` in it makes steps slow.
-        training: What it does.
-        hosts: Of the ranks.
-        options: Of ``hvdtrain run``.
+    ``folder`` is shared by all hosts; a file ``slow`` in it makes steps slow.
     """
 
     def __init__(
@@ -104,23 +92,23 @@ class ChaosJob:
         return self._process.poll() is None
 
     def processes(self) -> list[Process]:
-        """All of the job, launcher and agents too."""
+        """Return all processes of the job, including launcher and agents."""
         return self._cluster.processes(self._mark)
 
     def ranks(self, *hosts: str) -> set[int]:
-        """The processes on ``hosts`` that train, or are about to."""
+        """Return the processes of the program on ``hosts``."""
         own = (sys.executable, str(PROGRAM))
         return {p.pid for p in self.processes() if p.host in hosts and p.argv[:2] == own}
 
     def trains(self) -> bool:
-        """Whether the ranks have just done a step."""
+        """Return whether the ranks have just completed a step."""
         try:
             return time.time() - (self.folder / "steps").stat().st_mtime < FRESH_S
         except FileNotFoundError:
             return False
 
     def steps(self) -> list[Step]:
-        """All that were done, some of them again."""
+        """Return all completed steps, including repeated ones."""
         lines = (self.folder / "steps").read_text().splitlines()
         return [Step(float(at_s), int(number)) for at_s, number in map(str.split, lines)]
 
@@ -128,53 +116,48 @@ class ChaosJob:
         return self._errors.read_text(errors="replace")
 
     def result(self, timeout_s: float) -> dict[str, list[float]]:
-        """What ``fit`` returned, after the end."""
+        """Wait for the end, and return what the program printed."""
         code = self._process.wait(timeout_s)
         assert code == 0, f"exit code {code}:\n{self.errors()}"
         line = self._output.read_text().strip().splitlines()[-1]
-        found: dict[str, list[float]] = json.loads(line[line.index("{") :])
-        return found
+        result: dict[str, list[float]] = json.loads(line[line.index("{") :])
+        return result
 
 
 @dataclass(frozen=True)
-class Account:
-    """What befell a job, and what it cost.
+class Report:
+    """The faults of a job, and what they cost."""
 
-    Attributes:
-        faults: When each was carried out, in seconds since the first step.
-        errors: What the job wrote to stderr.
-        steps: Those that it did.
-    """
-
-    faults: Sequence[tuple[float, Fault]]
-    errors: str
+    faults: Sequence[tuple[float, Fault]]  # with seconds since the first step
+    errors: str  # the job's stderr
     steps: Sequence[Step]
 
     @property
-    def told(self) -> list[str]:
-        """The launcher's messages, without what ranks printed."""
-        lines = [line for line in self.errors.splitlines() if line.startswith(_TOLD)]
-        said = [line for line in lines if not line.startswith(_TOLD + " ")]
-        return [line for line in said if not line.endswith(("traceback:", "last lines of stderr:"))]
+    def messages(self) -> list[str]:
+        """The launcher's messages, without tracebacks and output of ranks."""
+        lines = [line for line in self.errors.splitlines() if line.startswith(_PREFIX)]
+        messages = [line for line in lines if not line.startswith(_PREFIX + " ")]
+        titles = ("traceback:", "last lines of stderr:")
+        return [line for line in messages if not line.endswith(titles)]
 
     @property
     def recoveries(self) -> int:
-        """How often the job was started again."""
-        return sum(line.startswith(f"{_TOLD}attempt ") for line in self.told)
+        """The number of restarts."""
+        return sum(line.startswith(f"{_PREFIX}attempt ") for line in self.messages)
 
     @property
     def without_room(self) -> int:
-        """How many attempts could not save a checkpoint; each says so once."""
+        """The number of attempts that could not save a checkpoint; each prints one message."""
         return self.errors.count(_UNSAVED)
 
     @property
     def repeated(self) -> int:
-        """Steps that were done again."""
+        """The number of repeated steps."""
         return len(self.steps) - len({step.number for step in self.steps})
 
     @property
     def idle_s(self) -> float:
-        """For how long no step was done, after the first one."""
+        """Seconds without steps, after the first one."""
         gaps = [after.at_s - before.at_s for before, after in pairwise(self.steps)]
         return sum(gap for gap in gaps if gap > FRESH_S)
 
@@ -184,10 +167,10 @@ class Account:
         return "\n".join(
             [
                 *(f"{at_s:7.1f} s  {fault}" for at_s, fault in self.faults),
-                *self.told,
+                *self.messages,
                 f"faults: {kinds or 'none'}",
-                f"recoveries: {self.recoveries}; {self.without_room} attempts met a full disk",
-                f"lost: {self.repeated} of {len(self.steps)} steps were done again, and for "
-                f"{self.idle_s:.0f} s none was done",
+                f"recoveries: {self.recoveries}; {self.without_room} attempts on a full disk",
+                f"lost: {self.repeated} of {len(self.steps)} steps were repeated, and no step was "
+                f"completed for {self.idle_s:.0f} s",
             ]
         )

@@ -1,12 +1,12 @@
-"""What the chaos test trains: an account of every sample, and of every step.
+"""The training of the chaos test, which counts every sample and every step.
 
 chaos_training.py FOLDER ROWS EPOCHS BATCH_SIZE STEP_S
 
-FOLDER/disk/runs gets the checkpoints, FOLDER/steps a line for each step: when it was done, and
-which it was. While there is a file FOLDER/slow, steps take STEP_S longer.
+The checkpoints are in FOLDER/disk/runs. FOLDER/steps has a line for each step, with its time and
+number. While FOLDER/slow exists, steps take STEP_S longer.
 
-Beside what it learns each sample has a weight of its own, to which a step with the sample adds the
-learning rate: so the weights say how often each was trained on, whichever ranks are there no more.
+In addition to what the model learns, each sample has its own weight, to which a step with the
+sample adds the learning rate. So the weights count the visits of each sample, even by lost ranks.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.launch.elastic_fit import Total
 
 folder, step_s = Path(sys.argv[1]), float(sys.argv[5])
 rows, epochs, batch_size = map(int, sys.argv[2:5])
-# A power of two: so often added that the sum is exact.
+# A power of two, so that the sum is exact.
 RATE = 2.0**-6
 
 

@@ -1,10 +1,9 @@
-"""A program of several trainings, in each of which a rank dies; for an elastic job.
+"""A program for elastic jobs with several trainings, in each of which a rank dies.
 
     elastic_fit.py SCENARIOS    (JSON: a list of dictionaries, as Scenario)
 
-Every sample has a weight of its own, and a step with the sample adds -1 to it: so the weights say
-how often each was trained on, whoever died when. The ranks that come to the end print one line of
-JSON: what each training gave.
+Every sample has its own weight, to which a step with the sample adds -1. So the weights count the
+visits of each sample. The remaining ranks print one line of JSON with the results.
 """
 
 from __future__ import annotations
@@ -27,52 +26,36 @@ import hvdtrain
 
 ROWS = 101
 BATCH = 4
-# Of validation; another for each sample, so that none can be missing.
+# Targets of the validation, different for each sample, to detect a missing one.
 TARGETS = np.arange(ROWS, dtype="float32")[:, np.newaxis]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One training.
+    """One training."""
 
-    Attributes:
-        dies: First number of the rank that dies.
-        moment: "step", "test step", "epoch end" and so on: a hook; or "seconds".
-        turn: In which of them, from 0; or after how many seconds.
-        delay_s: How long after that moment.
-        by: The signal of which it dies.
-        data: "arrays", "pipeline", "batches" (a PyDataset) or "filtered" (of unknown length).
-        layer: "dense", or "embedding" for sparse gradients.
-        accumulate: Steps whose gradients are applied together.
-        fit: Further arguments of ``fit``.
-        compile: Further arguments of ``compile``.
-        validate: After each epoch, on all samples.
-        checkpoint: A directory.
-        files: A directory in which the chief's callbacks write.
-    """
-
-    dies: int
-    moment: str = "step"
-    turn: float = 3
-    delay_s: float = 0.0
+    dies: int  # initial rank of the process that dies
+    moment: str = "step"  # or another hook, such as "test step" or "epoch end", or "seconds"
+    turn: float = 3  # in which call of the hook, from 0, or after how many seconds
+    delay_s: float = 0.0  # after that moment
     by: int = signal.SIGKILL
-    data: str = "arrays"
-    layer: str = "dense"
-    accumulate: int | None = None
+    data: str = "arrays"  # or "pipeline", "batches" (PyDataset), "filtered" (unknown length)
+    layer: str = "dense"  # or "embedding", for sparse gradients
+    accumulate: int | None = None  # steps whose gradients are applied together
     epochs: int = 2
-    fit: dict[str, Any] | None = None
-    compile: dict[str, Any] | None = None
+    fit: dict[str, Any] | None = None  # more arguments of ``fit``
+    compile: dict[str, Any] | None = None  # more arguments of ``compile``
     validate: bool = False
-    checkpoint: str | None = None
-    files: str | None = None
+    checkpoint: str | None = None  # a folder
+    files: str | None = None  # a folder for files of the chief's callbacks
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as a dictionary."""
         return asdict(self)
 
 
 class Total(keras.losses.Loss):
-    """The sum of outputs, each the weight of a sample, and of targets, which training has as 0."""
+    """The sum of the outputs, which are weights of samples, and of the targets, 0 in training."""
 
     def __init__(self) -> None:
         super().__init__(reduction="sum")
@@ -82,7 +65,7 @@ class Total(keras.losses.Loss):
 
 
 def seen(y_true: Any, y_pred: Any) -> Any:
-    """A metric, whose mean over the samples doesn't depend on how many ranks shared a batch."""
+    """Return a metric whose mean does not depend on the number of ranks."""
     return y_pred[:, 0] + y_true[:, 0]
 
 
@@ -102,21 +85,21 @@ class Batches(keras.utils.PyDataset):
 
 
 class Watch(keras.callbacks.Callback):
-    """Kills its own process at the right moment, and notes what the others see."""
+    """Kills its own process at the right moment, and records what the others see."""
 
-    def __init__(self, scenario: Scenario, me: int) -> None:
+    def __init__(self, scenario: Scenario, rank: int) -> None:
         super().__init__()
         self._scenario = scenario
-        self._mortal = me == scenario.dies
+        self._mortal = rank == scenario.dies
         self._turns = 0
         self._size = hvdtrain.size()
         self._last_s = 0.0
         self.steps = 0
         self.pauses_s: list[float] = []
+        # The longest pause between two steps around a loss.
         self.longest_s = 0.0
-        """The longest pause between two steps that had a loss in it."""
+        # For each epoch, whether the validation saw each sample once.
         self.exact: list[bool] = []
-        """For each epoch whether the validation saw all samples, and each once."""
 
     def _moment(self, name: str) -> None:
         if self._mortal and name == self._scenario.moment:
@@ -166,7 +149,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def model_of(scenario: Scenario) -> keras.Model:
-    """Compiled: one weight for each sample, and a learning rate by which a visit counts 1."""
+    """Return a model with a weight per sample, and a learning rate that counts visits."""
     if scenario.layer == "embedding":
         layers = [
             keras.Input((1,), dtype="int32"),
@@ -186,7 +169,7 @@ def model_of(scenario: Scenario) -> keras.Model:
 
 
 def data_of(scenario: Scenario) -> dict[str, Any]:
-    """What ``fit`` trains on."""
+    """Return the data for ``fit``."""
     x = np.eye(ROWS, dtype="float32")
     if scenario.layer == "embedding":
         x = np.arange(ROWS, dtype="int32")[:, np.newaxis]
@@ -201,12 +184,12 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
     return {"x": x, "y": y, "batch_size": BATCH}
 
 
-def train(scenario: Scenario, me: int) -> dict[str, Any]:
-    """One training; returns what came of it on this rank."""
+def train(scenario: Scenario, rank: int) -> dict[str, Any]:
+    """Train, and return the results of this rank."""
     keras.utils.set_random_seed(3)
     model = model_of(scenario)
     hvdtrain.distribute(model)
-    watch = Watch(scenario, me)
+    watch = Watch(scenario, rank)
     callbacks: list[Any] = [watch]
     if scenario.checkpoint:
         callbacks.append(hvdtrain.Checkpoint(scenario.checkpoint, every_steps=2))
@@ -233,7 +216,7 @@ def train(scenario: Scenario, me: int) -> dict[str, Any]:
     weights = np.asarray(model.get_weights()[0]).reshape(-1)
     return {
         "visits": sorted(set((-weights).tolist())),
-        "lacking": int(np.sum(-weights < scenario.epochs)),
+        "missing": int(np.sum(-weights < scenario.epochs)),
         "size": hvdtrain.size(),
         "steps": watch.steps,
         "exact": watch.exact,
@@ -244,11 +227,10 @@ def train(scenario: Scenario, me: int) -> dict[str, Any]:
 
 
 def main(scenarios: list[Scenario]) -> None:
-    """All of them, one after another."""
     hvdtrain.init()
-    me = hvdtrain.rank()
-    results = [train(scenario, me) for scenario in scenarios]
-    print(json.dumps({"me": me, "rank": hvdtrain.rank(), "results": results}), flush=True)
+    rank = hvdtrain.rank()
+    results = [train(scenario, rank) for scenario in scenarios]
+    print(json.dumps({"first_rank": rank, "results": results}), flush=True)
 
 
 if __name__ == "__main__":

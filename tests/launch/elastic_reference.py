@@ -1,9 +1,9 @@
-"""A program of several trainings in which a rank dies, each compared with one on a single process.
+"""A program with several trainings in which a rank dies, each compared with a single process.
 
-    elastic_reference.py FOLDER TRAININGS    (JSON: a list of [kind, who dies, in which step])
+    elastic_reference.py FOLDER TRAININGS    (JSON: a list of [kind, rank that dies, step])
 
-Every rank notes the samples that it computes with. What all of them have noted for a step, without
-what the dead rank took with it, is given to the single process as one batch.
+Every rank records the samples of each step. The single process trains on the samples of all
+ranks, without those that the dead rank lost, as one batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEIGHTS = _rng.uniform(0.2, 2.0, ROWS).astype("float32")
 
 
 class OwnStep(keras.Sequential):
-    """A train_step as a user writes one."""
+    """A custom train_step."""
 
     def train_step(self, data: Any) -> Any:
         x, y, *_ = data
@@ -42,7 +42,7 @@ class OwnStep(keras.Sequential):
 
 
 class TwoOptimizers(keras.Sequential):
-    """A train_step that applies another optimizer to the first layer."""
+    """A train_step with another optimizer for the first layer."""
 
     def train_step(self, data: Any) -> Any:
         x, y, *_ = data
@@ -56,7 +56,7 @@ class TwoOptimizers(keras.Sequential):
 
 
 class Squares(keras.losses.Loss):
-    """Squared errors of targets that come with the number of their sample."""
+    """Squared errors; the targets include the index of the sample."""
 
     def __init__(self, reduction: str, notes: Path | None) -> None:
         super().__init__(reduction=reduction)
@@ -89,7 +89,7 @@ class Die(keras.callbacks.Callback):
 
 
 def optimizer_of(kind: str) -> keras.optimizers.Optimizer:
-    """Mostly SGD: Adam would not see gradients that are all too large by the same factor."""
+    """Return an optimizer, mostly SGD: Adam would hide a constant factor of the gradients."""
     momentum = functools.partial(keras.optimizers.SGD, momentum=0.9)
     if kind == "weights":
         return momentum(0.05, clipnorm=0.5)
@@ -105,7 +105,7 @@ def optimizer_of(kind: str) -> keras.optimizers.Optimizer:
 
 
 def model_of(kind: str, notes: Path | None) -> keras.Model:
-    """Compiled; the same weights each time."""
+    """Return a compiled model, always with the same weights."""
     keras.utils.set_random_seed(3)
     layers = [keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
     classes = {"own step": OwnStep, "two optimizers": TwoOptimizers}
@@ -118,7 +118,7 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
 
 
 def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
-    """One training and its comparison."""
+    """Train, and compare with a single process."""
     folder.mkdir(exist_ok=True)
     size = hvdtrain.size()
     model = model_of(kind, folder / f"{me}.txt")
@@ -133,12 +133,12 @@ def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
     notes = [path.read_text().splitlines() for path in sorted(folder.glob("*.txt"))]
     assert len(notes) == size
     if kind == "accumulating" and step % 2:
-        notes[_with_length(notes, step)].pop()  # its gradients waited for those of this step
+        notes[_with_length(notes, step)].pop()  # its gradients waited for this step
     alone = model_of(kind, None)
     seen: list[int] = []
     for number in range(max(map(len, notes))):
         if kind == "scaled rate":
-            # The step in which a rank is lost has the rate with which it was begun.
+            # The step that loses a rank keeps its learning rate.
             alone.optimizer.learning_rate = 0.01 * (size if number <= step else size - 1)
         lines = [lines[number] for lines in notes if number < len(lines)]
         batch = sorted({sample for line in lines for sample in json.loads(line)})

@@ -1,4 +1,4 @@
-"""Prints the flags of the horovodrun that is installed, as JSON; run with Horovod's Python."""
+"""Prints the flags of the installed horovodrun as JSON; run it with Horovod's Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def show(parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-    # A value that is given in a word of its own, in a list or not, is one word.
+    # Without nargs, a flag takes one value.
     counts = {None: 1}
     flags = {
         name: counts.get(action.nargs, action.nargs)
@@ -20,7 +20,7 @@ def show(parser: argparse.ArgumentParser, *_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # horovodrun makes its parser and uses it in one function.
+    # horovodrun creates and uses its parser in one function.
     argparse.ArgumentParser.parse_args = show  # type: ignore[assignment, method-assign]
     from horovod.runner import launch
 

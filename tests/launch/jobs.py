@@ -65,12 +65,11 @@ FAULTS: dict[str, tuple[str, int, str]] = {
     "exit-7": ("sys.exit(7)", 7, ""),
     "segfault": ("import ctypes; ctypes.string_at(0)", 139, "Segmentation fault"),
     "abort": ("os.abort()", 134, "Fatal Python error: Aborted"),
-    "sigkill": ("os.kill(os.getpid(), 9)", 137, "ended by signal 9 (SIGKILL); "),
+    "sigkill": ("os.kill(os.getpid(), 9)", 137, "killed by signal 9 (SIGKILL); "),
     "out-of-memory": (
         f"{ENTER}; {FILL}",
         137,
-        "(SIGKILL): killed by the kernel for lack of memory (limit of its cgroup: "
-        f"{LIMIT_BYTES >> 20} MiB)",
+        f"(SIGKILL): out of memory (cgroup limit {LIMIT_BYTES >> 20} MiB)",
     ),
     "import-error": ("import nothing_of_that_name", 1, "ModuleNotFoundError"),
     "missing-file": ("open('/nonexistent/data')", 1, "FileNotFoundError"),

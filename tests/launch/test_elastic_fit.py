@@ -1,4 +1,4 @@
-"""``fit`` in an elastic job: whoever dies when, each sample of each epoch is trained on once."""
+"""``fit`` in an elastic job trains on each sample once per epoch, even if ranks die."""
 
 from __future__ import annotations
 
@@ -41,32 +41,34 @@ def train(run_on: Any) -> Callable[..., Any]:
     return run
 
 
-def accounts(done: Any, scenarios: Sequence[Scenario], ranks: int) -> list[dict[str, Any]]:
-    """What the chief of the end tells of each training, after what holds for all of them."""
+def results_of(done: Any, scenarios: Sequence[Scenario], ranks: int) -> list[dict[str, Any]]:
+    """Check the results of all ranks, and return those of the final chief."""
     assert done.returncode == 0, done
-    said = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
+    printed = [
+        json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line
+    ]
     dead = {scenario.dies for scenario in scenarios}
-    assert {account["me"] for account in said} == set(range(ranks)) - dead, done
+    assert {report["first_rank"] for report in printed} == set(range(ranks)) - dead, done
     for number, scenario in enumerate(scenarios):
-        results = [account["results"][number] for account in said]
+        results = [report["results"][number] for report in printed]
         for result in results:
             left_over = result["steps"] % (scenario.accumulate or 1)
             if left_over:
-                # Gradients that wait for more steps when training ends are never applied.
+                # Accumulated gradients at the end of training are never applied.
                 assert result["visits"] in ([1, 2], [2]), (scenario, result)
-                assert result["lacking"] <= left_over * BATCH * (result["size"]), (scenario, result)
+                assert result["missing"] <= left_over * BATCH * (result["size"]), (scenario, result)
             elif "steps_per_epoch" in (scenario.fit or {}):
-                # A pass goes on through the epochs, and the last is not read to its end.
+                # A pass spans epochs, and the last one is incomplete.
                 assert max(result["visits"]) - min(result["visits"]) <= 1, (scenario, result)
             else:
                 assert result["visits"] == [scenario.epochs], (scenario, result)
             assert result["size"] == ranks - number - 1, (scenario, result)
             for name in ("steps", "loss", "exact"):
                 assert result[name] == results[0][name], (scenario, name)
-    return list(said[0]["results"])
+    return list(printed[0]["results"])
 
 
-# Each job starts with one rank more than it has trainings, and loses one in each.
+# Each job has one more rank than trainings, and loses one in each training.
 JOBS: dict[str, list[Scenario]] = {
     "steps": [
         Scenario(dies=1),
@@ -94,14 +96,14 @@ JOBS: dict[str, list[Scenario]] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_every_sample_is_seen_once(train: Any, name: str) -> None:
     scenarios = JOBS[name]
-    told = accounts(train(scenarios, 4), scenarios, 4)
-    for scenario, result in zip(scenarios, told):
+    results = results_of(train(scenarios, 4), scenarios, 4)
+    for scenario, result in zip(scenarios, results):
         if scenario.validate:
             assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
 
-def test_at_any_moment(train: Any) -> None:
-    """Four of five ranks die, the chief first, wherever they happen to be."""
+def test_random_losses(train: Any) -> None:
+    """Four of five ranks die at random moments, the chief first."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -120,13 +122,13 @@ def test_at_any_moment(train: Any) -> None:
         )
         for rank, moment in zip(dies, moments)
     ]
-    told = accounts(train(scenarios, 5), scenarios, 5)
-    for scenario, result in zip(scenarios, told):
+    results = results_of(train(scenarios, 5), scenarios, 5)
+    for scenario, result in zip(scenarios, results):
         assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
 
 def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> None:
-    """What the chief alone writes: checkpoints, Keras' own callbacks."""
+    """Checkpoints and Keras' callbacks continue."""
     folders = [tmp_path / name for name in ("step", "save")]
     for folder in folders:
         folder.mkdir()
@@ -134,15 +136,15 @@ def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> N
     where = [{"files": str(folder), "checkpoint": str(folder / "saved")} for folder in folders]
     scenarios = [
         Scenario(dies=0, moment="step", turn=12, epochs=3, **where[0]),
-        # While the snapshot is gathered, or written.
+        # While a snapshot is gathered or written.
         Scenario(dies=1, moment="step end", turn=5, delay_s=chance.uniform(0.0, 0.02), **where[1]),
     ]
-    told = accounts(train(scenarios, 3), scenarios, 3)
-    for scenario, folder, result in zip(scenarios, folders, told):
+    results = results_of(train(scenarios, 3), scenarios, 3)
+    for scenario, folder, result in zip(scenarios, folders, results):
         with (folder / "log.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert [int(row["epoch"]) for row in rows] == list(range(scenario.epochs)), rows
-        # The loss falls, and the best that is asked for is the highest: that of the first epoch.
+        # The loss falls, and the callback keeps the epoch with the highest.
         assert [path.name for path in folder.glob("best-*")] == ["best-1.keras"]
         newest = Store(folder / "saved").newest()
         assert newest is not None
@@ -150,25 +152,27 @@ def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> N
         assert newest.state["place"]["ranks"] == result["size"]
 
 
-def test_too_few_ranks_save_and_end_and_a_new_job_goes_on(train: Any, tmp_path: Path) -> None:
+def test_too_few_ranks_save_and_a_new_job_resumes(train: Any, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     scenario = Scenario(dies=1, moment="step", turn=4, checkpoint=str(folder), epochs=2)
     done = train([scenario], 3, "--min-np", "3", "--preempt-grace-s", "30")
     assert done.returncode == 137, done
-    assert "too few" in done.stderr
+    assert "fewer than --min-np 3" in done.stderr
     newest = Store(folder).newest()
     assert newest is not None
-    assert newest.step == 5, "the step in which the rank died was completed without it"
+    assert newest.step == 5, "the step is completed without the lost rank"
     again = Scenario(dies=-1, checkpoint=str(folder), epochs=2)
     done = train([again], 2)
-    said = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
-    assert [account["results"][0]["visits"] for account in said] == [[2.0]] * 2, done
+    printed = [
+        json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line
+    ]
+    assert [report["results"][0]["visits"] for report in printed] == [[2.0]] * 2, done
 
 
 @pytest.mark.parametrize(
     "trainings",
     [
-        # Four ranks take 20 samples in a step: the third of an epoch of 53 is an uneven one.
+        # Four ranks use 20 samples per step, so the third step of an epoch is uneven.
         [("weights", 1, 1), ("sum", 0, 3), ("scaled rate", 3, 4)],
         [("accumulating", 1, 1), ("own step", 0, 2), ("two optimizers", 3, 3)],
     ],

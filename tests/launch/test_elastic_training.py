@@ -1,4 +1,4 @@
-"""Training in an elastic job: loops of one's own go on when a rank dies; what fit refuses."""
+"""Elastic jobs: custom training loops survive a lost rank, and unsupported uses are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for step in range(steps):
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply(gradients, model.trainable_variables)
 
-# What one process makes of the samples of the ranks that there were in each step.
+# A single process with the samples of the remaining ranks in each step.
 keras.utils.set_random_seed(3)
 alone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
 plain = keras.optimizers.SGD(0.1)
@@ -71,17 +71,17 @@ refused(lambda: hvdtrain.distribute(regularized).fit(x, y, batch_size=4, verbose
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_the_others_go_on_as_if_there_had_been_fewer_from_that_step_on(elastic, dies):
+def test_the_others_continue_like_a_smaller_job(elastic, dies):
     done = elastic(LOOP, arguments=(str(dies),))
     assert done.returncode == 0, done
     left = [rank for rank in range(3) if rank != dies]
     for now, rank in enumerate(left):
         assert f"rank {rank} is now {now} of 2" in done.stdout
     assert f"rank {dies} on" in done.stderr
-    assert "2 ranks go on" in done.stderr
+    assert "2 ranks continue" in done.stderr
 
 
-def test_what_could_not_go_on_is_refused_on_every_rank(elastic):
+def test_unsupported_uses_are_refused_on_every_rank(elastic):
     done = elastic(REFUSED)
     assert done.returncode == 0, done
     assert done.stdout.count("ModelError: In an elastic job") == 6, done
@@ -106,10 +106,10 @@ print("rank", hvdtrain.rank(), "of", hvdtrain.size())
 """
 
 
-def test_a_rank_lost_while_they_start_ends_the_attempt(elastic, tmp_path):
+def test_a_rank_lost_during_the_start_ends_the_attempt(elastic, tmp_path):
     done = elastic(STARTING, "--max-restarts", "1", arguments=(str(tmp_path / "once"),))
     assert done.returncode == 0, done
     assert "rank 1 on" in done.stderr
-    assert "go on" not in done.stderr, "nobody can, before MPI has started"
+    assert "continue" not in done.stderr, "impossible before MPI has started"
     assert "attempt 2 of 2" in done.stderr
     assert done.stdout.count("of 3") == 3

@@ -45,7 +45,7 @@ def test_ctrl_c_lets_programs_clean_up(
     assert {"[0] bye 0", "[1] bye 1"} <= set(lines)
     saved = [line for line in lines if line.endswith("] saved")]
     assert saved in (["[0,1] saved"], ["[0] saved", "[1] saved"], ["[1] saved", "[0] saved"])
-    assert last == "hvdtrain run: the job was ended by SIGINT"
+    assert last == "hvdtrain run: the job was stopped by SIGINT"
 
 
 def test_ranks_that_wait_for_each_other_end_in_time(
@@ -65,7 +65,7 @@ def test_ranks_that_wait_for_each_other_end_in_time(
     """
     *lines, last = interrupt(start_job("-np", "2", body=body), tmp_path)
     assert not [line for line in lines if "failed first" in line]
-    assert last == "hvdtrain run: the job was ended by SIGINT"
+    assert last == "hvdtrain run: the job was stopped by SIGINT"
 
 
 # ``hvdtrain run`` that is told to stop whenever its ranks have ended.

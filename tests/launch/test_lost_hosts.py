@@ -1,4 +1,4 @@
-"""A host is lost while a job runs: it is started again on those that are left."""
+"""Jobs that lose a host restart on the remaining hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mended(cluster: Cluster) -> Iterator[None]:
 
 
 def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]:
-    """The stand-in on three hosts, and its folder; it has done some steps."""
+    """Start the stand-in on three hosts, and return it with its folder after some steps."""
     folder = cluster.folder / uuid.uuid4().hex
     folder.mkdir()
     standin = ["-m", "tests.launch.standin", str(folder), "--steps", "400", "--step-s", "0.03"]
@@ -42,15 +42,15 @@ def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]
     return job, folder
 
 
-# Slurm's come first: after a link had been cut and put back an srun once started no rank, and why
-# was not found.
-def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
+# The tests with Slurm come first: after a link was cut and repaired, an srun once started no rank
+# for unknown reasons.
+def test_elastic_is_not_available_in_slurm(cluster: Cluster) -> None:
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
     argv = [*allocate, *HVDTRAIN, "--elastic", "--", sys.executable, "-c", ELASTIC]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=60)
     assert (done.returncode, done.stdout.count("'0'")) == (0, 2), done
     assert (
-        "--elastic can't be had: ranks that srun starts end together; "
+        "--elastic is not available: srun ends all ranks together; "
         "the job ends (see --max-restarts) when a rank is lost"
     ) in done.stderr, done
 
@@ -60,27 +60,27 @@ import os, signal, sys, time
 from pathlib import Path
 from mpi4py import MPI
 
-told = Path(sys.argv[1])
-again = told.exists()
+marker = Path(sys.argv[1])
+is_restart = marker.exists()
 MPI.COMM_WORLD.barrier()
-if again:
+if is_restart:
     sys.exit()
 if MPI.COMM_WORLD.rank == 1:
-    told.touch()
+    marker.touch()
     pid = os.getpid()
     while Path(f"/proc/{pid}/comm").read_text() != "slurmstepd\\n":
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(pid, signal.SIGKILL)
 for _ in range(600):
-    MPI.COMM_WORLD.iprobe()  # MPI looks at what has happened when it is called
+    MPI.COMM_WORLD.iprobe()  # MPI only handles events when called
     time.sleep(0.1)
 """
 
 
-def test_mpi_ends_ranks_whose_slurm_is_gone(cluster: Cluster) -> None:
-    """With codes of its own, which are no choice of the program."""
+def test_ranks_that_lose_slurmstepd_restart(cluster: Cluster) -> None:
+    """MPI's exit codes don't count as the program's own."""
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
-    program = [sys.executable, "-c", LOSES_SLURM, str(cluster.folder / "told")]
+    program = [sys.executable, "-c", LOSES_SLURM, str(cluster.folder / "marker")]
     argv = [*allocate, *HVDTRAIN, "--max-restarts", "1", "--", *program]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode == 0, done
@@ -88,7 +88,9 @@ def test_mpi_ends_ranks_whose_slurm_is_gone(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["plain", "elastic"])
-def test_the_job_goes_on_without_it(cluster: Cluster, mended: None, elastic: list[str]) -> None:
+def test_the_job_restarts_without_the_lost_host(
+    cluster: Cluster, mended: None, elastic: list[str]
+) -> None:
     job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
     cluster.cut("node2")
     _, errors = job.communicate(timeout=120)
@@ -101,21 +103,21 @@ def test_the_job_goes_on_without_it(cluster: Cluster, mended: None, elastic: lis
     lines = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
     assert lines[-1] == (2, 2, 400)
     assert {step for _, _, step in lines} == set(range(1, 401))
-    assert len(lines) < 400 + 10, "at most five steps were done twice"
+    assert len(lines) < 400 + 10, "at most five steps were repeated"
 
 
-def test_too_few_are_left(cluster: Cluster, mended: None) -> None:
+def test_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
     job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
     cluster.cut("node2")
     _, errors = job.communicate(timeout=120)
     assert job.returncode == 137, errors
     assert (
-        "the job is not started again: node2 can't be used, 2 ranks fit on what is left, and "
+        "the job is not restarted: node2 can't be used, 2 ranks fit on the other hosts, and "
         "--min-np is 3"
     ) in errors
 
 
-def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: None) -> None:
+def test_a_host_that_is_unreachable_from_the_start(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
     options = ["--max-restarts", "1", "--start-timeout-s", "15", "-H", "node1:1,node2:1,node3:1"]
     argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", "print('here')"]
@@ -130,8 +132,9 @@ from hvdtrain.cluster.topology import read_topology
 from hvdtrain.cluster.roles import assign_roles
 from hvdtrain.config import read_settings
 import os
-me = read_topology(os.environ)
-print("serves" if me.rank in assign_roles(me.size, read_settings(os.environ)).servers else "trains")
+place = read_topology(os.environ)
+servers = assign_roles(place.size, read_settings(os.environ)).servers
+print("serves" if place.rank in servers else "trains")
 """
 
 
@@ -146,18 +149,18 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
     finally:
         cluster.restore(lost)
     assert done.returncode == 0, done
-    left = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
+    third = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
     assert sorted(done.stdout.splitlines()) == [
         "[0 node1] trains",
         "[1 node1] serves",
-        *left,
+        *third,
     ], done
 
 
-def test_without_a_server_nothing_goes_on(cluster: Cluster, mended: None) -> None:
+def test_a_job_without_servers_does_not_restart(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
     hosts = ["-H", "node1:1,node2:1", "--mode", "async-ps", "--ps-ranks", "1"]
     argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "15", "--", "true"]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode not in (0, None), done
-    assert "not started again: all servers are lost with node2; training needs" in done.stderr
+    assert "not restarted: all servers are lost with node2; training needs" in done.stderr

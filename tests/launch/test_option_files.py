@@ -1,4 +1,4 @@
-"""Options in hvdtrain's own file or horovodrun's: read as arguments, or refused."""
+"""Options in files of hvdtrain and of horovodrun."""
 
 from __future__ import annotations
 
@@ -50,36 +50,36 @@ def test_options_become_arguments(text: str, arguments: list[str], tmp_path: Pat
 
 
 ERRORS = {
-    "no-toml": ("np: 4", r"job.toml is no TOML: .*line 1"),
-    "twice": ("np = 4\nnp = 5", "is no TOML"),
-    "date": ("np = 2026-01-01", r"np = datetime.date.* can't be used; expected a text"),
-    "list-of-numbers": ("hosts = [1, 2]", r"hosts = \[1, 2\] can't be used"),
-    "list-for-one-value": ('hostfile = ["a", "b"]', "hostfile = .* can't be used"),
-    "table-for-one-value": ("[hosts]\na = 4", "hosts = .* can't be used"),
-    "table-in-table": ("[env.more]\nA = 1", "env = .* can't be used"),
-    "true-in-table": ("[env]\nA = true", "env = .* can't be used"),
-    "section": ("[run]\nnp = 2", "run = .* can't be used"),
-    "another-file": ('config = "other.toml"', "'config' can't stand there"),
-    "help": ("help = true", "'help' can't stand there"),
-    "empty-name": ('"" = true', "'' can't stand there; expected options of hvdtrain run"),
-    "dashes": ('"--np" = 2', "'--np' can't stand there"),
+    "not-toml": ("np: 4", r"job.toml is not valid TOML: .*line 1"),
+    "twice": ("np = 4\nnp = 5", "is not valid TOML"),
+    "date": ("np = 2026-01-01", r"np has an invalid value, got datetime.date.*; expected a string"),
+    "list-of-numbers": ("hosts = [1, 2]", r"hosts has an invalid value, got \[1, 2\]"),
+    "list-for-one-value": ('hostfile = ["a", "b"]', "hostfile has an invalid value"),
+    "table-for-one-value": ("[hosts]\na = 4", "hosts has an invalid value"),
+    "table-in-table": ("[env.more]\nA = 1", "env has an invalid value"),
+    "true-in-table": ("[env]\nA = true", "env has an invalid value"),
+    "section": ("[run]\nnp = 2", "run has an invalid value"),
+    "another-file": ('config = "other.toml"', "'config' is not allowed there"),
+    "help": ("help = true", "'help' is not allowed there"),
+    "empty-name": ('"" = true', "'' is not allowed there; use the options in hvdtrain run"),
+    "dashes": ('"--np" = 2', "'--np' is not allowed there"),
 }
 
 
-@pytest.mark.parametrize(("text", "told"), ERRORS.values(), ids=ERRORS)
-def test_what_can_not_be_used_is_told(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=told) as raised:
+@pytest.mark.parametrize(("text", "message"), ERRORS.values(), ids=ERRORS)
+def test_an_invalid_file_is_an_error(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message) as raised:
         read(tmp_path, text)
     assert str(raised.value).startswith(f"--config {tmp_path / 'job.toml'}")
 
 
-def test_a_file_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none.toml can't be read: No such file"):
         read_job_file(tmp_path / "none.toml")
     with pytest.raises(ConfigurationError, match=r"can't be read: Is a directory"):
         read_job_file(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'hosts = "\xe9"')
-    with pytest.raises(ConfigurationError, match=r"latin.toml is no TOML: .*utf-8"):
+    with pytest.raises(ConfigurationError, match=r"latin.toml is not valid TOML: .*utf-8"):
         read_job_file(tmp_path / "latin.toml")
 
 
@@ -95,7 +95,7 @@ TOKEN = "file"
 """
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_environment(
+def test_flags_override_the_file_and_the_file_the_environment(
     tmp_path: Path, started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_TIMEOUT_S", "60")
@@ -120,7 +120,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_environment(
     assert os.environ["DATA"] == "/environment"
 
 
-def test_options_of_a_file_come_before_those_that_were_typed(tmp_path: Path) -> None:
+def test_options_of_a_file_go_before_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("np = 8\non = 'slurm'")
     words = ["-x", "A=b c", "--config", str(path), "-np", "3", "--", "python", "--config", "own"]
@@ -136,10 +136,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "told"), PLANS.values(), ids=PLANS)
-def test_who_runs_a_job_gets_the_options_of_its_file(
+@pytest.mark.parametrize(("kind", "text"), PLANS.values(), ids=PLANS)
+def test_submit_passes_the_options_of_the_file(
     kind: str,
-    told: str,
+    text: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -155,11 +155,11 @@ def test_who_runs_a_job_gets_the_options_of_its_file(
         argv = ["submit", *options, *backend, "--jobs-dir", str(tmp_path), "--dry-run", "true"]
         assert main(argv) == 0
         shown.append(capsys.readouterr().out)
-    assert told in shown[0]
+    assert text in shown[0]
     assert shown[0] == shown[1]
 
 
-def test_a_dry_run_shows_what_file_and_flags_come_to(
+def test_a_dry_run_combines_file_and_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.toml"
@@ -176,25 +176,25 @@ def test_a_dry_run_shows_what_file_and_flags_come_to(
 
 
 WRONG = {
-    "unknown": ("foo = 1", "unrecognized arguments: --foo=1"),
+    "unknown-option": ("foo = 1", "unrecognized arguments: --foo=1"),
     "program": ('program = "python"', "unrecognized arguments: --program=python"),
     "value-too-many": ("oversubscribe = 3", "--oversubscribe: ignored explicit argument '3'"),
     "value-missing": ("hosts = true", "-H/--hosts: expected one argument"),
-    "value": ("np = -3", "-np/--num-proc: got '-3', expected a whole number above 0"),
+    "value": ("np = -3", "-np/--num-proc: expected a positive integer, got '-3'"),
     "setting": ("timeout-s = 0", "--timeout-s: got '0': expected a number above 0"),
-    "variable": ("[env]\n'A B' = 1", "-x/--env: got 'A B=1', expected NAME"),
-    "no-toml": ("np", "--config"),
+    "variable": ("[env]\n'A B' = 1", "-x/--env: expected NAME or NAME=VALUE, got 'A B=1'"),
+    "not-toml": ("np", "--config"),
 }
 
 
-@pytest.mark.parametrize(("text", "told"), WRONG.values(), ids=WRONG)
-def test_what_no_flag_takes_is_a_usage_error(
-    text: str, told: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_an_invalid_option_is_a_usage_error(
+    text: str, message: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.toml"
     path.write_text(text)
     assert main(["run", "--config", str(path), "-np", "2", "--", "true"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not started
 
 
@@ -221,7 +221,7 @@ logging:
   level: INFO
   with_timestamp: false
 """
-MEANT = [
+HOROVOD_ARGUMENTS = [
     "--mpi",
     "--fusion-threshold-mb=32",
     "--cycle-time-ms=2.5",
@@ -246,12 +246,12 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_horovods_file_is_read_as_flags(tmp_path: Path) -> None:
-    assert read_horovod_file(written(tmp_path, HOROVOD)) == MEANT
+def test_read_horovod_file(tmp_path: Path) -> None:
+    assert read_horovod_file(written(tmp_path, HOROVOD)) == HOROVOD_ARGUMENTS
     assert read_horovod_file(written(tmp_path, "params:\nlogging: {level: null}\n")) == []
 
 
-def test_horovods_options_are_known_and_the_command_line_wins(
+def test_the_command_line_overrides_horovods_file(
     tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["run", "-np", "2", "--hang-timeout-s=7", "--config-file", written(tmp_path, HOROVOD)]
@@ -259,44 +259,45 @@ def test_horovods_options_are_known_and_the_command_line_wins(
     (job, _) = started[0]
     assert job.settings.log_level == "info"
     assert job.time_limits.hang_s == 7
-    told = capsys.readouterr().err
-    assert told.count("--fusion-threshold-mb, --cycle-time-ms, --autotune, ") == 1
+    assert (
+        capsys.readouterr().err.count("--fusion-threshold-mb, --cycle-time-ms, --autotune, ") == 1
+    )
 
 
 HOROVOD_ERRORS = {
-    "text": ("np=2", "'np=2' can't be used; expected horovodrun's sections"),
-    "list": ("- params", "can't be used"),
-    "broken": ("params: [", "is no YAML"),
-    "section": ("params: {}\nhosts: a", "hosts: 'a' can't be used; .* TOML file of --config"),
-    "no-entries": ("params: 3", "params: 3 can't be used"),
-    "value": ("params: {cycle_time_ms: [1]}", r"params: cycle_time_ms: \[1\] can't be used"),
+    "text": ("np=2", "invalid entry, got 'np=2'; expected horovodrun's sections"),
+    "list": ("- params", "invalid entry"),
+    "broken": ("params: [", "is not valid YAML"),
+    "section": ("params: {}\nhosts: a", "got hosts: 'a'; .* TOML file of --config"),
+    "no-entries": ("params: 3", "got params: 3;"),
+    "value": ("params: {cycle_time_ms: [1]}", r"got params: cycle_time_ms: \[1\];"),
 }
 
 
-@pytest.mark.parametrize(("text", "told"), HOROVOD_ERRORS.values(), ids=HOROVOD_ERRORS)
-def test_what_is_none_of_horovods_files_is_told(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=told) as raised:
+@pytest.mark.parametrize(("text", "message"), HOROVOD_ERRORS.values(), ids=HOROVOD_ERRORS)
+def test_an_invalid_horovod_file_is_an_error(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message) as raised:
         read_horovod_file(written(tmp_path, text))
     assert str(raised.value).startswith(f"--config-file {tmp_path / 'horovod.yaml'}")
 
 
-def test_a_file_of_horovod_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_horovod_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none.yaml can't be read: No such file"):
         read_horovod_file(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("controller: gloo", "argument --gloo: ranks find each other through MPI"),
-        ("controller: tcp:", "is no YAML"),
+        ("controller: gloo", "argument --gloo: ranks communicate through MPI"),
+        ("controller: tcp:", "is not valid YAML"),
         ("params: {speed: 3}", "unrecognized arguments: --speed=3"),
     ],
 )
-def test_what_can_not_be_had_is_refused_from_horovods_file_too(
-    text: str, told: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+def test_unsupported_options_in_horovods_file_are_refused(
+    text: str, message: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, text)
     assert main(["run", "-np", "2", "--config-file", str(path), "true"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not started

@@ -1,4 +1,4 @@
-"""``hvdtrain run`` with other MPIs than the project's own, here and on the cluster over ssh."""
+"""``hvdtrain run`` with other MPIs, on this host and on the cluster over ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.testbed.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(180)
 
-# What each says that it is.
+# How each library identifies itself.
 LIBRARIES = {
     "openmpi4": "Open MPI v4.",
     "mpich": "MPICH Version",
@@ -34,21 +34,21 @@ from hvdtrain.collectives import create
 from hvdtrain.config import read_settings
 
 place = read_topology(os.environ)
-everyone = create(place, read_settings(os.environ))
-total = everyone.allreduce(np.full(1000, place.rank + 1, np.float32))
+engine = create(place, read_settings(os.environ))
+total = engine.allreduce(np.full(1000, place.rank + 1, np.float32))
 library = MPI.Get_library_version().split("\\n")[0]
 seen = (place.rank, place.size, place.local_rank, place.local_size, int(total[0]), library)
-# In one piece: mpirun may mix what ranks write.
+# In one write: mpirun may interleave the output of ranks.
 sys.stdout.write(";".join(map(str, ["seen", *seen, "\\n"])))
-everyone.transport.leave()
+engine.transport.leave()
 """
-BEGUN = "open(os.path.join({folder!r}, str(rank)), 'w').close(); time.sleep(120)"
+READY = "open(os.path.join({folder!r}, str(rank)), 'w').close(); time.sleep(120)"
 HOSTS = "node1:1,node2:2"
 
 
 @dataclass(frozen=True)
 class OtherMpi:
-    """An environment with an MPI of its own."""
+    """An environment with another MPI."""
 
     name: str
     python: Path
@@ -59,12 +59,12 @@ class OtherMpi:
 
     @property
     def path(self) -> str:
-        """PATH where no other MPI is first."""
+        """A PATH with this MPI first."""
         return os.pathsep.join([str(self.python.parent), os.defpath])
 
     @property
     def environ(self) -> dict[str, str | None]:
-        """An environment in which hvdtrain's own defaults are on trial."""
+        """Environment variables with hvdtrain's own defaults."""
         return {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), "PATH": self.path}
 
 
@@ -74,7 +74,7 @@ def mpi(request: pytest.FixtureRequest, environment: Callable[[str], Path]) -> O
 
 
 def seen_by_ranks(output: str) -> list[list[str]]:
-    """What ``TALK`` printed, in the order of ranks."""
+    """Return the output of ``TALK``, in the order of ranks."""
     return sorted(
         line.rstrip().partition("seen;")[2].split(";")
         for line in output.splitlines()
@@ -83,7 +83,7 @@ def seen_by_ranks(output: str) -> list[list[str]]:
 
 
 @pytest.mark.mpi
-def test_ranks_talk(mpi: OtherMpi, run_command) -> None:
+def test_ranks_communicate(mpi: OtherMpi, run_command) -> None:
     argv = [*mpi.hvdtrain_run, "-np", "3", "--", *program(TALK)]
     done = run_command(argv, env=mpi.environ)
     assert done.returncode == 0, done
@@ -93,7 +93,7 @@ def test_ranks_talk(mpi: OtherMpi, run_command) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_talk_under_its_mpirun_alone(mpi: OtherMpi, run_command) -> None:
+def test_ranks_communicate_under_mpirun(mpi: OtherMpi, run_command) -> None:
     environ = {"PYTHONPATH": str(REPOSITORY), "PATH": mpi.path}
     done = run_command(["mpirun", "-np", "2", *program(TALK)], env=environ)
     assert done.returncode == 0, done
@@ -102,8 +102,8 @@ def test_ranks_talk_under_its_mpirun_alone(mpi: OtherMpi, run_command) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_stay_unbound_on_request(mpi: OtherMpi, run_command) -> None:
-    """Intel MPI and Open MPI would bind them, before or while MPI starts."""
+def test_no_bind(mpi: OtherMpi, run_command) -> None:
+    """Intel MPI and Open MPI bind ranks by default."""
     body = "from mpi4py import MPI; print(len(os.sched_getaffinity(0)))"
     argv = [*mpi.hvdtrain_run, "-np", "2", "--no-bind", "--chief-only", "--", *program(body)]
     done = run_command(argv, env=mpi.environ)
@@ -111,7 +111,7 @@ def test_ranks_stay_unbound_on_request(mpi: OtherMpi, run_command) -> None:
 
 
 @pytest.mark.mpi
-def test_a_failing_rank_is_named_with_its_code(mpi: OtherMpi, run_command) -> None:
+def test_the_first_failure_is_named(mpi: OtherMpi, run_command) -> None:
     body = "time.sleep(0.3)\nif rank == 1: sys.exit(7)\ntime.sleep(60)"
     done = run_command([*mpi.hvdtrain_run, "-np", "2", "--", *program(body)], env=mpi.environ)
     assert done.returncode == 7, done
@@ -120,25 +120,25 @@ def test_a_failing_rank_is_named_with_its_code(mpi: OtherMpi, run_command) -> No
 
 
 @pytest.mark.mpi
-def test_ranks_do_not_go_on_without_a_lost_one(mpi: OtherMpi, run_command) -> None:
+def test_elastic_is_not_available(mpi: OtherMpi, run_command) -> None:
     body = (
         "print(os.environ['HVDTRAIN_ELASTIC']); time.sleep(0.3)\nif rank: os.kill(os.getpid(), 9)"
     )
     argv = [*mpi.hvdtrain_run, "-np", "2", "--elastic", "--max-restarts", "1", "--"]
     done = run_command([*argv, *program(body)], env=mpi.environ)
     assert done.returncode == 137, done
-    assert "hvdtrain run: --elastic can't be had: only Open MPI 5" in done.stderr
-    assert "the job is started again when a rank is lost" in done.stderr
+    assert "hvdtrain run: --elastic is not available: it requires Open MPI 5" in done.stderr
+    assert "the job restarts when a rank is lost" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0", "[0] 0", "[1] 0", "[1] 0"]
 
 
 @pytest.mark.mpi
-def test_an_interrupt_leaves_nothing(
+def test_an_interrupt_leaves_no_processes(
     mpi: OtherMpi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", mpi.path)
-    begun = BEGUN.format(folder=str(tmp_path))
-    job = StartedJob(["-np", "2"], begun, uuid.uuid4().hex, command=mpi.hvdtrain_run)
+    ready = READY.format(folder=str(tmp_path))
+    job = StartedJob(["-np", "2"], ready, uuid.uuid4().hex, command=mpi.hvdtrain_run)
     try:
         job.wait_for(2, tmp_path)
         job.process.send_signal(signal.SIGINT)
@@ -149,8 +149,7 @@ def test_an_interrupt_leaves_nothing(
 
 
 @pytest.mark.mpi
-def test_programs_are_found_in_the_users_order(environment, run_command) -> None:
-    """Only Python's folder goes before it, not that of an mpirun which PATH leads to anyway."""
+def test_only_pythons_folder_precedes_the_users_path(environment, run_command) -> None:
     mpi = OtherMpi("openmpi4", environment("openmpi4"))
     path = f"/usr/local/bin:{os.defpath}"
     argv = [*mpi.hvdtrain_run, "-np", "1", "--", *program("print(os.environ['PATH'])")]
@@ -160,12 +159,11 @@ def test_programs_are_found_in_the_users_order(environment, run_command) -> None
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["the project's", "mpich", "intel-mpi"])
-def test_the_mpirun_beside_python_comes_first(name: str, environment, run_command) -> None:
-    """Whatever PATH leads to: mpi4py loads the library beside Python, too."""
+def test_the_mpirun_next_to_python_comes_first(name: str, environment, run_command) -> None:
     ours = Path(sys.executable)
     mpi = OtherMpi(name, ours if name == "the project's" else environment(name))
     if not mpi.python.with_name("mpirun").exists():
-        pytest.skip("pip brought no mpirun")
+        pytest.skip("pip installs no mpirun")
     others = [os.defpath, str(ours.parent)]
     argv = [*mpi.hvdtrain_run, "-np", "2", "--dry-run", "--", "true"]
     for path in (others, others[::-1]):
@@ -174,7 +172,7 @@ def test_the_mpirun_beside_python_comes_first(name: str, environment, run_comman
         assert f"\n{mpi.python.with_name('mpirun')} -np 2 " in done.stdout
 
 
-def test_over_ssh_the_plan_is_what_happens(mpi: OtherMpi, cluster: Cluster) -> None:
+def test_ranks_run_where_planned_over_ssh(mpi: OtherMpi, cluster: Cluster) -> None:
     run = [*mpi.hvdtrain_run, "-H", HOSTS]
     plan = cluster.run([*run, "--dry-run", "--", "true"], env=mpi.environ, timeout_s=30)
     assert plan.returncode == 0, plan
@@ -191,12 +189,12 @@ def test_over_ssh_the_plan_is_what_happens(mpi: OtherMpi, cluster: Cluster) -> N
 
 @pytest.fixture
 def remote_job(mpi: OtherMpi, cluster: Cluster) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A job on two hosts whose ranks wait, and what all its processes have in the environment."""
+    """Yield a job on two hosts whose ranks wait, and the variable that marks its processes."""
     mark, folder = uuid.uuid4().hex, cluster.folder / uuid.uuid4().hex
     folder.mkdir()
     words = ["-H", HOSTS, "-x", "HVDTRAIN_TEST_MARK", "--"]
     process = cluster.start(
-        [*mpi.hvdtrain_run, *words, *program(BEGUN.format(folder=str(folder)))],
+        [*mpi.hvdtrain_run, *words, *program(READY.format(folder=str(folder)))],
         env={**mpi.environ, "HVDTRAIN_TEST_MARK": mark},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -215,7 +213,7 @@ def remote_job(mpi: OtherMpi, cluster: Cluster) -> Iterator[tuple[subprocess.Pop
         process.communicate(timeout=10)
 
 
-def test_over_ssh_an_interrupt_leaves_nothing(remote_job, cluster: Cluster) -> None:
+def test_an_interrupt_over_ssh_leaves_no_processes(remote_job, cluster: Cluster) -> None:
     process, marker = remote_job
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130

@@ -49,7 +49,7 @@ def test_a_reader_that_pauses(start_job: Callable[..., StartedJob], tmp_path: Pa
         dropped += len(everything) - len(shown)
         kept = (logs / f"rank-{rank}.log").read_text().splitlines()
         assert [line.partition(" x")[0] for line in kept] == everything
-    assert gap.startswith(f"hvdtrain run: {dropped} lines not shown")
+    assert gap.startswith(f"hvdtrain run: {dropped} lines skipped")
 
 
 def test_a_launcher_that_is_stopped(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Slurm job whose time is over: one agreed step, one requeue, and a second run that goes on."""
+"""Slurm jobs that are preempted: they save a checkpoint, are requeued once, and resume."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Job:
     """A program under ``slurm/train.sh``, one rank on each of three hosts.
 
     Args:
-        cluster: Where.
-        options: For sbatch.
+        cluster: The cluster.
+        options: Options of sbatch.
         program: Arguments of the program, after a folder.
-        words: The program itself; the stand-in unless told.
-        first_on_path: A folder of programs.
+        words: The program.
+        first_on_path: A folder of executables.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Job:
         self.number = done.stdout.strip()
 
     def steps(self) -> list[tuple[int, int]]:
-        """The size of the job and the step, for each that rank 0 has completed."""
+        """Return job size and step of each step that rank 0 has completed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(line.split()[1]), int(line.split()[2])) for line in lines]
@@ -66,10 +66,10 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def shown(self, field: str) -> str:
-        """What Slurm says of the job."""
+        """Return a field of ``scontrol show job``."""
         shown = self.cluster.run(["scontrol", "show", "job", self.number], timeout_s=20).stdout
-        found = re.search(rf"\b{field}=(\S+)", shown)
-        return found[1] if found else ""
+        match = re.search(rf"\b{field}=(\S+)", shown)
+        return match[1] if match else ""
 
     def until(self, true: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -79,38 +79,38 @@ class Job:
             assert not over, f"{state}:\n{self.output()}\n{self.cluster.daemon_logs()}"
             time.sleep(0.2)
 
-    def went_on_once(self, steps: int, timeout_s: float = 120.0) -> None:
-        """Was preempted once, and its second run, which may not be over yet, did what was left."""
+    def assert_resumed_once(self, steps: int, timeout_s: float = 120.0) -> None:
+        """Check that the job was preempted once, and that its second run resumed."""
         self.until(lambda: self.shown("JobState") == "COMPLETED", timeout_s)
         assert self.shown("Restarts") == "1", self.output()
         assert self.output().count("is requeued") == 1, self.output()
         (preempted,) = re.findall(
-            r"hvdtrain run: (?:preempted|the job was ended by \w+) at step (\d+), checkpoint saved",
+            r"hvdtrain run: (?:preempted|the job was stopped by \w+) at step (\d+), checkpoint",
             self.output(),
         )
-        # No step was done twice, and none was left out.
+        # No step was repeated or skipped.
         assert [step for _, step in self.steps()] == list(range(1, steps + 1)), preempted
         assert 0 < int(preempted) < steps
 
     def start_again(self, timeout_s: float) -> None:
-        """Let the job's second run begin as soon as it is in the queue."""
+        """Start the job's second run as soon as it is in the queue."""
         later = ("PENDING", "RUNNING", "COMPLETED")
         self.until(
             lambda: self.shown("Restarts") == "1" and self.shown("JobState") in later, timeout_s
         )
-        # Once is to be told of the limit.
+        # The second run must not reach its limit.
         changes = [f"JobId={self.number}", "TimeLimit=5"]
         if self.shown("JobState") == "PENDING":
-            # Slurm would let it wait for two minutes, in which it tidies up after the first run.
+            # Slurm would delay it by two minutes to clean up after the first run.
             stepd = f"slurmstepd: \\[{self.number}\\."
             running = ["pgrep", "-f", stepd]
             self.until(lambda: not self.cluster.run(running, timeout_s=20).stdout, 30)
-            # Nodes refuse a credential of the second in which they revoked the first run's.
+            # Nodes refuse a credential from the second in which they revoked the first one.
             changes.append("StartTime=now+2")
         self.cluster.run(["scontrol", "update", *changes], timeout_s=20)
 
 
-# Short enough for the second run to come to its end, and too long for the first to do so.
+# Too long for the first run, and short enough for the second.
 STEPS = 250
 LIMITED_STEPS = 1800
 PROGRAM = f"--steps {STEPS} --every 1000 --step-s 0.05"
@@ -123,8 +123,8 @@ SIGNALLED: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(cluster: Cluster) -> Job:
-    """One that is told of its limit while other tests run."""
-    # Slurm looks at its clock now and then, and may tell a minute early.
+    """Start a job that reaches its time limit while other tests run."""
+    # Slurm checks limits at intervals, and may signal a minute early.
     options = ["--time=2", "--signal=B:USR1@60"]
     return Job(cluster, *options, program=f"--steps {LIMITED_STEPS} --every 1000 --step-s 0.05")
 
@@ -133,15 +133,15 @@ def test_a_signal_leads_to_one_requeue(cluster: Cluster) -> None:
     jobs = {way: Job(cluster, program=PROGRAM) for way in SIGNALLED}
     for way, job in jobs.items():
         job.until(lambda job=job: len(job.steps()) > 10, 60)
-        told = cluster.run(["scancel", *SIGNALLED[way], job.number], timeout_s=20)
-        assert told.returncode == 0, told
+        done = cluster.run(["scancel", *SIGNALLED[way], job.number], timeout_s=20)
+        assert done.returncode == 0, done
     for job in jobs.values():
         job.start_again(120)
     for job in jobs.values():
-        job.went_on_once(STEPS)
+        job.assert_resumed_once(STEPS)
 
 
-# On a busy machine it has not come back when Slurm ends all that runs in the job.
+# Like on a busy machine, it has not returned when Slurm kills the job's processes.
 SLOW_SCONTROL = """#!/bin/sh
 {scontrol} "$@"
 code=$?
@@ -166,13 +166,13 @@ def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
     for pid in agents:
         os.kill(pid, signal.SIGUSR1)
     job.start_again(120)
-    job.went_on_once(STEPS)
+    job.assert_resumed_once(STEPS)
 
 
-def test_a_real_training_goes_on_in_the_second_run(
+def test_a_real_training_resumes_in_the_second_run(
     cluster: Cluster, forked_python: list[str]
 ) -> None:
-    """A signal comes to one rank within the first epoch; each sample of it is seen once."""
+    """One rank is signalled in the first epoch; each sample is used once."""
     program = str(REPOSITORY / "tests/keras/saving/program.py")
     job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
     job.until(lambda: "is requeued" in job.output(), 120)
@@ -187,8 +187,8 @@ def test_a_real_training_goes_on_in_the_second_run(
     assert "most [1.0, 1.0, 1.0]" in output
 
 
-def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:
-    """As it does itself where it takes nodes away."""
+def test_a_requeue_by_slurm_happens_once(cluster: Cluster) -> None:
+    """Slurm requeues jobs when it removes nodes."""
     job = Job(cluster, program=f"--steps {STEPS} --every 10 --step-s 0.05")
     job.until(lambda: len(job.steps()) > 15, 60)
     done = cluster.run(["scontrol", "requeue", job.number], timeout_s=20)
@@ -199,15 +199,15 @@ def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:
     assert "is requeued" not in job.output()
     steps = [step for _, step in job.steps()]
     assert set(steps) == set(range(1, STEPS + 1))
-    assert len(steps) < STEPS + 50, "it went on from a checkpoint"
+    assert len(steps) < STEPS + 50, "it resumed from a checkpoint"
 
 
 def test_a_time_limit_leads_to_one_requeue(limited: Job) -> None:
     limited.start_again(150)
-    limited.went_on_once(LIMITED_STEPS, timeout_s=150)
+    limited.assert_resumed_once(LIMITED_STEPS, timeout_s=150)
 
 
-def test_what_is_cancelled_stays_so(cluster: Cluster) -> None:
+def test_a_cancelled_job_is_not_requeued(cluster: Cluster) -> None:
     job = Job(cluster, program=PROGRAM)
     job.until(lambda: len(job.steps()) > 10, 60)
     cluster.run(["scancel", job.number], timeout_s=20)

@@ -1,4 +1,4 @@
-"""Training with parameter servers on hosts of their own, over ssh and under Slurm."""
+"""Training with parameter servers on separate hosts, over ssh and under Slurm."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ import hvdtrain
 from hvdtrain import world
 
 folder = sys.argv[1]
-mortal = folder and not Path(folder, "died").exists()
+may_die = folder and not Path(folder, "died").exists()
 
 
 class Die(keras.callbacks.Callback):
-    # Worker 1 does, the first time.
+    # Worker 1 dies in the first attempt.
     def on_epoch_begin(self, epoch, logs=None):
-        if mortal and world.collectives().rank == 1 and epoch == 1:
+        if may_die and world.collectives().rank == 1 and epoch == 1:
             Path(folder, "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -53,7 +53,7 @@ print(socket.gethostname(), role, f"{model.evaluate(x, y, verbose=0):.4f}", flus
 
 
 @pytest.mark.parametrize(("way", "mode"), [("ssh", "async-ps"), ("slurm", "sync-ps")])
-def test_servers_on_hosts_of_their_own(
+def test_servers_on_separate_hosts(
     cluster: Cluster, forked_python: list[str], way: str, mode: str
 ) -> None:
     program = Path(cluster.folder, "served.py")
@@ -81,7 +81,7 @@ def test_servers_on_hosts_of_their_own(
 def test_a_worker_that_dies_on_another_host(
     cluster: Cluster, forked_python: list[str], way: str
 ) -> None:
-    """The others go on; in a Slurm job, where ranks end together, the job starts again."""
+    """Over ssh the others continue; srun ends all ranks, so the job restarts."""
     program, folder = Path(cluster.folder, "served.py"), Path(cluster.folder, f"dies-{way}")
     program.write_text(PROGRAM)
     folder.mkdir()

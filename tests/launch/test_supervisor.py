@@ -1,4 +1,4 @@
-"""A job from its start to its end, with a small program in mpirun's place; the rest is real."""
+"""Supervision of an attempt: a small program replaces mpirun, everything else is real."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from hvdtrain.agent.process_tree import descendants
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_server import AgentServer
-from hvdtrain.launch.attempts import caught_signals
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.supervisor import Supervisor, TimeLimits
+from hvdtrain.launch.supervisor import Supervisor, TimeLimits, caught_signals, pause
 from hvdtrain.log import configure_log
 from tests.agent.processes import assert_all_end
 from tests.harness.jobs import REPOSITORY
 
-# What mpirun does: starts an agent for each rank, and tells it its number.
+# Like mpirun, starts an agent for each rank and passes its number.
 STARTER = """
 import os, subprocess, sys
 def start(rank, program):
@@ -42,21 +41,21 @@ RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
 
 @dataclass
 class Run:
-    """How a job ended, and what was seen of it."""
+    """The exit code and output of a job."""
 
     code: int
     out: str
     err: str
     seconds: float
 
-    def said(self) -> list[str]:
-        """The launcher's own words."""
+    def messages(self) -> list[str]:
+        """Return the messages of the launcher."""
         mark = "hvdtrain run: "
         return [line.removeprefix(mark) for line in self.err.splitlines() if line.startswith(mark)]
 
 
 def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
-    """Supervise two ranks, on a host and another, that ``argv`` is to start."""
+    """Supervise ``argv``, which should start two ranks, on node1 and node2."""
     before = descendants(os.getpid())
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
@@ -65,8 +64,8 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
         contextlib.closing(AgentServer(2, console, local=True)) as server,
         caught_signals() as received,
     ):
-        own = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}
+        variables = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.secret}
+        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
         supervisor = Supervisor(
             Command(argv=argv, environ=environ),
             server,
@@ -78,9 +77,9 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
         started = time.monotonic()
         outcome = supervisor.run()
         seconds = time.monotonic() - started
-    for words in outcome.words:
-        console.notice(words)
-    assert descendants(os.getpid()) == before, "nothing is left"
+    for message in outcome.messages:
+        console.notice(message)
+    assert descendants(os.getpid()) == before, "no process is left"
     return Run(outcome.code, out.getvalue(), err.getvalue(), seconds)
 
 
@@ -91,30 +90,29 @@ def python(code: str, *arguments: str) -> tuple[str, ...]:
 NAME = os.path.basename(sys.executable)
 
 
-def test_all_is_well() -> None:
+def test_success() -> None:
     code = BOTH + "sys.exit(max(rank.wait() for rank in ranks))"
     done = run(*python(code, RANK + "print('hello from', rank)"))
     assert (done.code, done.err) == (0, "")
     assert sorted(done.out.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
 
 
-def test_a_starter_that_starts_nothing() -> None:
+def test_mpirun_starts_no_rank() -> None:
     done = run(*python("print('no such host: node2', flush=True); raise SystemExit(1)"))
     assert done.code == 125
-    assert done.said()[0].startswith("rank 0, 1 did not start on node1, node2")
-    assert done.said()[-2:] == [f"{NAME} said:", "  no such host: node2"]
+    assert done.messages()[0].startswith("ranks 0, 1 did not start on node1, node2")
+    assert done.messages()[-2:] == [f"output of {NAME}:", "  no such host: node2"]
 
 
-def test_a_starter_that_says_nothing_either() -> None:
+def test_mpirun_prints_nothing() -> None:
     done = run(*python("pass"))
     assert done.code == 125
     assert "did not start" in done.err
-    assert "said:" not in done.err
+    assert "output of" not in done.err
 
 
 @pytest.mark.slow
-def test_a_starter_that_hangs(tmp_path: Path) -> None:
-    """It has a child that stays when it is asked to end."""
+def test_mpirun_hangs_and_its_child_ignores_sigterm(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     pid = tmp_path / "pid"
     code = f"""if True:
@@ -125,13 +123,12 @@ def test_a_starter_that_hangs(tmp_path: Path) -> None:
     """
     done = run(*python(code), start_timeout_s=3)
     assert done.code == 125
-    assert done.said()[0].startswith("rank 0, 1 did not start within 3 s on node1, node2")
+    assert done.messages()[0].startswith("ranks 0, 1 did not start within 3 s on node1, node2")
     assert done.seconds < 30
     assert_all_end([int(pid.read_text())])
 
 
-def test_a_starter_that_starts_one_of_two(tmp_path: Path) -> None:
-    """The one that began is ended, and is not the one to blame."""
+def test_mpirun_starts_one_of_two_ranks(tmp_path: Path) -> None:
     ready = str(tmp_path / "ready")
     code = STARTER + (
         f"import time; start(0, sys.argv[1])\nwhile not os.path.exists({ready!r}): time.sleep(0.02)"
@@ -140,12 +137,12 @@ def test_a_starter_that_starts_one_of_two(tmp_path: Path) -> None:
     done = run(*python(code, program))
     assert done.code == 125
     assert done.out == "[0] alone\n"
-    assert done.said()[0].startswith("rank 1 did not start on node2")
+    assert done.messages()[0].startswith("rank 1 did not start on node2")
     assert "failed first" not in done.err
 
 
 @pytest.mark.parametrize(("mode", "why"), [(0o644, "Permission denied"), (None, "No such file")])
-def test_a_starter_that_can_not_be_executed(tmp_path: Path, mode: int | None, why: str) -> None:
+def test_mpirun_can_not_be_executed(tmp_path: Path, mode: int | None, why: str) -> None:
     path = tmp_path / "mpirun"
     if mode is not None:
         path.touch(mode)
@@ -155,19 +152,19 @@ def test_a_starter_that_can_not_be_executed(tmp_path: Path, mode: int | None, wh
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_starter_that_fails_when_the_ranks_are_done() -> None:
-    code = BOTH + "[rank.wait() for rank in ranks]; print('can not tidy up\\n  '); sys.exit(9)"
+def test_mpirun_fails_after_the_ranks() -> None:
+    code = BOTH + "[rank.wait() for rank in ranks]; print('can not clean up\\n  '); sys.exit(9)"
     done = run(*python(code, "pass"))
     assert done.code == 9
-    assert done.said() == [
-        f"{NAME}: can not tidy up",
-        f"{NAME} ended with code 9",
-        "can not tidy up",
+    assert done.messages() == [
+        f"{NAME}: can not clean up",
+        f"{NAME} exited with code 9",
+        "can not clean up",
     ]
 
 
 @pytest.mark.slow
-def test_comments_of_the_starter_on_a_failed_rank_are_left_out() -> None:
+def test_output_of_mpirun_about_a_failed_rank_is_hidden() -> None:
     code = BOTH + (
         "codes = [rank.wait() for rank in ranks]\n"
         "print('a process ended with', max(codes)); sys.exit(max(codes))"
@@ -175,68 +172,92 @@ def test_comments_of_the_starter_on_a_failed_rank_are_left_out() -> None:
     program = RANK + "time.sleep(1)\nif rank == 1: sys.exit(7)\ntime.sleep(60)"
     done = run(*python(code, program))
     assert done.code == 7
-    assert done.said()[0].startswith("rank 1 on ")
+    assert done.messages()[0].startswith("rank 1 on ")
     assert "a process ended" not in done.err
+
+
+def send_when_ready(folder: Path, number: int, times: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)]
 )
-def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None:
+def test_a_signal_stops_the_ranks(tmp_path: Path, number: int, code: int) -> None:
     ready = f"open(os.path.join({str(tmp_path)!r}, str(rank)), 'w').close(); time.sleep(60)"
     before = signal.getsignal(number)
 
-    def send() -> None:
-        deadline = time.monotonic() + 30
-        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    sender = threading.Thread(target=send)
+    sender = threading.Thread(target=send_when_ready, args=(tmp_path, number, 1))
     sender.start()
     done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + ready))
     sender.join(timeout=40)
     assert not sender.is_alive()
     assert done.code == code
-    assert done.said() == [f"the job was ended by {signal.Signals(number).name}"]
+    assert done.messages() == [f"the job was stopped by {signal.Signals(number).name}"]
     assert signal.getsignal(number) == before
 
 
 @pytest.mark.slow
-def test_a_warning_that_comes_twice_is_passed_on_once(tmp_path: Path) -> None:
-    """The second would find programs that are ending, and no longer catch it."""
+def test_a_repeated_preemption_signal_is_forwarded_once(tmp_path: Path) -> None:
+    """A second one would kill programs that are already exiting."""
     program = f"""
 import signal
-told = []
-signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+received = []
+signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
 open(os.path.join({str(tmp_path)!r}, str(rank)), "w").close()
-while not told:
+while not received:
     time.sleep(0.02)
 time.sleep(2)
-print("told", len(told))
+print("received", len(received))
 sys.exit(75)
 """
 
-    def send() -> None:
-        deadline = time.monotonic() + 30
-        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.3)
-
-    sender = threading.Thread(target=send)
+    sender = threading.Thread(target=send_when_ready, args=(tmp_path, signal.SIGUSR1, 2))
     sender.start()
     done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + program))
     sender.join(timeout=40)
     assert done.code == 75
-    assert done.out.count("told 1\n") == 2, done
+    assert done.out.count("received 1\n") == 2, done
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_listen_are_killed_after_the_grace() -> None:
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace() -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program = RANK + deaf + "time.sleep(1)\nif rank == 0: sys.exit(3)\ntime.sleep(60)"
     done = run(*python(BOTH + "[rank.wait() for rank in ranks]", program), grace_s=0.5)
     assert done.code == 3
     assert done.seconds < 30
+
+
+def test_caught_signals_collects_and_restores() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with caught_signals() as received:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGUSR1, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with caught_signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_ends_a_pause() -> None:
+    assert pause(0.0, [])
+    with caught_signals() as received:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        assert not pause(1000.0, received)
+        timer.join(30)

@@ -17,7 +17,7 @@ from tests.harness.jobs import REPOSITORY, YIELDING
 from tests.launch.jobs import HVDTRAIN, with_mark
 
 SUMMARY = re.compile(
-    r"^hvdtrain run: (?:\d+ steps in |time: |ranks waited |how long ranks waited ).*\n",
+    r"^hvdtrain run: (?:\d+ steps in |time: |ranks waited |the time that ranks waited ).*\n",
     re.MULTILINE,
 )
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
@@ -101,7 +101,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(train, tmp_path: Pat
         output,
         re.MULTILINE,
     ), output
-    assert re.fullmatch(r"2 attempts; lost in all: \d steps?, \d+ s", said(output)[-1])
+    assert re.fullmatch(r"2 attempts; lost in total: \d steps?, \d+ s", said(output)[-1])
     assert "dies" in (logs / "rank-1.log").read_text(), "the second attempt keeps it"
 
 
@@ -111,9 +111,11 @@ def test_an_exception_that_repeats_ends_the_job(train) -> None:
     assert code == 1, output
     assert output.count("starts in") == 1, output
     assert said(output)[-3] == (
-        "the job is not started again: the program raised an exception after step 12 before, too"
+        "the job is not restarted: the program raised an exception after step 12 again"
     )
-    assert said(output)[-1] == "the newest checkpoint is of step 10; the next start goes on from it"
+    assert (
+        said(output)[-1] == "the newest checkpoint is from step 10; start the job again to resume"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,8 @@ def test_a_signal_before_the_end_of_the_time(train, number: int) -> None:
     _, _, last = training.steps()[-1]
     name = signal.Signals(number).name
     assert line == (
-        f"the job was ended by {name} at step {last}, checkpoint saved; start it again to go on"
+        f"the job was stopped by {name} at step {last}, checkpoint saved; start the job again to "
+        "resume"
     )
     training = train("-np", "2", program=("--steps", str(last + 5)))
     assert training.end()[0] == 0
@@ -202,8 +205,8 @@ def test_a_programs_workers_are_spared(train) -> None:
 
 
 HANGS: dict[str, tuple[str, str, str]] = {
-    "stopped": (STOP, "it is stopped (state T)", "in agree"),
-    "stuck": ("time.sleep(1000)", "it waits for no other rank", "in go_wrong"),
+    "stopped": (STOP, "stopped (state T)", "in agree"),
+    "stuck": ("time.sleep(1000)", "not waiting for other ranks", "in go_wrong"),
 }
 
 
@@ -213,10 +216,12 @@ def test_a_hang(train, fault: str, why: str, where: str) -> None:
     code, output = train(*options, program=("--fault", "1", "13", fault)).end()
     assert code == 124, output
     lines = said(output)
-    assert re.fullmatch(r"the job hangs: no rank has done a step for \d+ s after step 12", lines[0])
+    assert re.fullmatch(
+        r"the job hangs: no rank has completed a step for \d+ s after step 12", lines[0]
+    )
     assert re.fullmatch(r"missing: rank 1 on \S+: " + re.escape(why), lines[1]), output
-    assert lines[2] == "rank 0, 2 waits in allreduce(gradients) of step 13"
-    assert lines[3:] == ["the newest checkpoint is of step 10; the next start goes on from it"]
+    assert lines[2] == "ranks 0, 2 wait in allreduce(gradients) of step 13"
+    assert lines[3:] == ["the newest checkpoint is from step 10; start the job again to resume"]
     stacks = dict.fromkeys(re.findall(r"^\[(\d)\] +File .* in agree$", output, re.MULTILINE))
     assert set(stacks) == {"0", "2"}, "of all ranks, chief or not"
     assert where in output
@@ -255,7 +260,7 @@ def test_the_others_go_on(train, rank: int, fault: str) -> None:
     name = "SIGKILL" if fault == KILL else "SIGSEGV"
     (line,) = said(output)
     assert re.fullmatch(
-        rf"rank {rank} on \S+ was lost \({name}\)( after step \d+)?; 2 ranks go on", line
+        rf"rank {rank} on \S+ was lost \({name}\)( after step \d+)?; 2 ranks continue", line
     ), output
 
 
@@ -263,6 +268,6 @@ def test_a_failure_after_a_loss_is_told(train) -> None:
     program = ("--elastic", "--fault", "1", "13", KILL, "--fault", "2", "18", RAISE)
     code, output = train(*ELASTIC, program=program).end()
     assert code == 1, output
-    assert "2 ranks go on" in said(output)[0]
+    assert "2 ranks continue" in said(output)[0]
     assert re.match(r"rank 2 on \S+ failed first: exit code 1", said(output)[1])
     assert "[2] ValueError: no such batch" in output

@@ -282,10 +282,10 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     *_, last = commands.events(name, "ended")
     assert last["cause"] == "preempted"
     assert last["step"] - 20 <= last["saved"] <= last["step"]
-    assert f"{worker}.{objects_named(name)} was taken away: " in last["words"]
+    assert f"{worker}.{objects_named(name)} was removed: " in last["words"]
     log = commands.run("logs", name).stdout
-    assert f"{worker}.{objects_named(name)} (its pod is deleted); ranks save what they have" in log
-    assert "a checkpoint is written, and 1 rank more can take part now" in log
+    assert f"{worker}.{objects_named(name)} (its pod is deleted) will be removed" in log
+    assert "checkpoint written; restarting with 1 more rank" in log
     commands.run("stop", "--save", "--wait", "240", name)
     view = commands.view(name)
     assert (view["status"], view["saved"]) == ("stopped", view["step"])

@@ -243,7 +243,7 @@ def test_a_lost_server_or_chief_ends_the_job(
     command = [*argv, "--", *forked_python, str(script), str(who), str(folder)]
     done = run_command(command, timeout_s=200, env=servers("async-ps"))
     assert f"rank {who} on " in done.stderr
-    assert f", {what}, failed first: ended by signal 9 (SIGKILL)" in done.stderr
+    assert f", {what}, failed first: killed by signal 9 (SIGKILL)" in done.stderr
     if restarts:
         assert done.returncode == 0, done
         assert re.search(r"attempt 2 of 2 starts .* since the checkpoint of step \d+", done.stderr)
@@ -251,7 +251,7 @@ def test_a_lost_server_or_chief_ends_the_job(
         assert [entry["again"] for entry in reports(done, "end")] == [True] * 4
     else:
         assert done.returncode == 137, done
-        assert re.search(r"newest checkpoint is of step \d+; the next start goes on", done.stderr)
+        assert re.search(r"newest checkpoint is from step \d+; start the job again", done.stderr)
         assert reports(done, "end") == []
 
 
@@ -328,11 +328,11 @@ def test_a_hanging_worker_is_killed_and_the_others_continue(run_command, tmp_pat
     done = run_command(command, timeout_s=200, env=servers("sync-ps"))
     assert done.returncode == 0, done
     # If it is stopped while it receives a reply, the server and the others wait for it.
-    others_continue = r"has done no step for \d+ s, while others go on"
-    waited = r"keeps the others waiting \(it is stopped \(state T\)\)"
-    assert re.search(rf"rank 1 on \S+ ({others_continue}|{waited}): it is killed", done.stderr)
+    others_continue = r"has completed no step for \d+ s"
+    waited = r"keeps the others waiting \(stopped \(state T\)\)"
+    assert re.search(rf"rank 1 on \S+ ({others_continue}|{waited}); killing it", done.stderr)
     assert re.search(
-        r"rank 1 on \S+ was lost \(SIGKILL\) after step \d; 2 ranks go on", done.stderr
+        r"rank 1 on \S+ was lost \(SIGKILL\) after step \d; 2 ranks continue", done.stderr
     )
     ends = [(entry["rank"], entry["like"]) for entry in reports(done, "end")]
     assert ends == [(0, True), (2, True)]
@@ -371,4 +371,4 @@ def test_with_too_few_ranks_the_job_saves_and_ends_as_the_lost_rank_did(
     errors = reports(done, "too few")
     assert [entry["rank"] for entry in errors] == [0, 2, 3], done
     assert all("3 of 4 ranks are left, rank 1 died" in entry["text"] for entry in errors)
-    assert re.search(r"newest checkpoint is of step \d+; the next start goes on", done.stderr)
+    assert re.search(r"newest checkpoint is from step \d+; start the job again", done.stderr)
