@@ -51,7 +51,9 @@ class LocalPlan:
             raise JobError(f"{spec.python} can't plan the job in {spec.folder}: {error}") from None
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines()
-            message = "\n".join(line.removeprefix("hvdtrain run: ") for line in lines)
+            message = "\n".join(
+                line.removeprefix("hvdtrain run: ").removeprefix("error: ") for line in lines
+            )
             raise ConfigurationError(
                 message or f"hvdtrain run --dry-run ended with exit code {done.returncode}"
             )

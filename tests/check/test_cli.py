@@ -63,7 +63,7 @@ def test_an_allreduce_that_fails_is_a_problem(run_command) -> None:
 
 
 USAGE_ERRORS = {
-    "both": (["-H", "a", "--hostfile", "b"], "give one of them"),
+    "both": (["-H", "a", "--hostfile", "b"], "not allowed with argument -H"),
     "hosts": (["-H", "a:x"], "is invalid"),
     "hostfile": (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts can't be read"),
     "ranks": (["-np", "0"], "got '0'"),
