@@ -46,7 +46,7 @@ def log() -> Iterator[None]:
 
 @pytest.fixture(params=["eager", "graph"])
 def in_mode(request) -> Callable[..., Any]:
-    """A function that returns its argument as it is or as a ``tf.function``."""
+    """Return a decorator that does nothing, or one that makes a ``tf.function``."""
     import tensorflow as tf
 
     return tf.function if request.param == "graph" else lambda function: function

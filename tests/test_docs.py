@@ -1,4 +1,4 @@
-"""What the documents say is what there is."""
+"""Checks that the documentation matches the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-def test_the_readme_is_read_to_its_end() -> None:
+def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 170
 
 
@@ -39,108 +39,107 @@ def _settings_table() -> str:
     rows = []
     for entry in dataclasses.fields(Settings):
         flag = "--" + entry.name.replace("_", "-")
-        shown = written_default(entry)
+        default = written_default(entry)
         meaning = entry.metadata["help"].replace("|", "\\|")
-        rows.append(f"| `{flag}` | `{variable_name(entry.name)}` | `{shown}` | {meaning} |")
+        rows.append(f"| `{flag}` | `{variable_name(entry.name)}` | `{default}` | {meaning} |")
     return "\n".join(rows)
 
 
-def test_the_settings_table_is_complete() -> None:
+def test_the_settings_table() -> None:
     text = (REPOSITORY / "docs" / "settings.md").read_text()
     table = _settings_table()
-    assert table in text, f"docs/settings.md should hold these lines:\n{table}"
+    assert table in text, f"docs/settings.md should contain these lines:\n{table}"
 
 
 def _horovod_flags_table() -> str:
-    """Flags that come to the same for the same reason share a row."""
+    """Return the table, in which flags with the same effect and reason share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for flag in HOROVOD_FLAGS:
-        comes_to = {
+        effect = {
             "same": "the same",
             "becomes": f"`{flag.becomes.removesuffix('={}')}`",
             "unneeded": "not needed",
             "refused": "refused",
         }[flag.fate]
         reason = flag.reason.replace("{}", "SCRIPT").replace("|", "\\|")
-        rows.setdefault((comes_to, reason), []).extend(f"`{name}`" for name in flag.names)
+        rows.setdefault((effect, reason), []).extend(f"`{name}`" for name in flag.names)
     return "\n".join(
-        f"| {', '.join(names)} | {comes_to} | {reason} |"
-        for (comes_to, reason), names in rows.items()
+        f"| {', '.join(names)} | {effect} | {reason} |" for (effect, reason), names in rows.items()
     )
 
 
-def test_the_table_of_horovodruns_flags_is_complete() -> None:
+def test_the_table_of_horovodruns_flags() -> None:
     text = (REPOSITORY / "docs" / "horovodrun.md").read_text()
     table = _horovod_flags_table()
-    assert table in text, f"docs/horovodrun.md should hold these lines:\n{table}"
+    assert table in text, f"docs/horovodrun.md should contain these lines:\n{table}"
 
 
 def _anchors(path: Path) -> set[str]:
-    """The places of a document that links can name, as GitHub makes them."""
+    """Return the anchors of a document's headings on GitHub."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text()):
         if "://" not in target:
-            place = path.parent / target if target else path
-            assert place.exists(), f"{path.name} links to {target}"
+            file = path.parent / target if target else path
+            assert file.exists(), f"{path.name} links to {target}"
             if anchor:
-                assert anchor in _anchors(place), f"{path.name} links to {target}#{anchor}"
+                assert anchor in _anchors(file), f"{path.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
-def test_code_is_python_and_its_names_exist(path: Path) -> None:
+def test_python_code(path: Path) -> None:
     if path.name == "api.md":
-        return  # signatures, made from the code
+        return  # generated signatures
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         ast.parse(textwrap.dedent(block))
     for name in re.findall(r"\bhvdtrain\.([a-zA-Z]\w+)\(", path.read_text()):
         assert name in hvdtrain.__all__, f"{path.name} calls hvdtrain.{name}()"
 
 
-def test_the_table_of_errors_is_complete() -> None:
+def test_the_table_of_errors() -> None:
     text = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
     table = {
         name
         for row in re.findall(r"^\| (`\w+Error`.*?) \|", text, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
-    raised = {name for name in hvdtrain.__all__ if name.endswith("Error")}
-    # The base of all, one that names the setting itself, and one that says what to call.
+    errors = {name for name in hvdtrain.__all__ if name.endswith("Error")}
+    # Base classes, and errors whose messages need no explanation.
     unexplained = {"HvdtrainError", "CollectiveError", "ConfigurationError", "NotInitializedError"}
-    assert table == raised - unexplained
+    assert table == errors - unexplained
 
 
 @functools.cache
 def _commands() -> dict[str, dict[str, argparse.Action]]:
-    """The flags of each command, as ``run`` or ``bench startup``, as its own parser has them."""
-    found = {}
+    """Return the actions by flag of each command, such as ``run`` or ``bench startup``."""
+    commands = {}
     for name, (module, _) in COMMANDS.items():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
-        found |= _flags(name, parser)
-    # They take further options for the job.
+        commands |= _flags(name, parser)
+    # These also accept options of the job.
     for name in ("restart", "clone"):
-        found[name] = {**found["run"], **found[name]}
-    return found
+        commands[name] = {**commands["run"], **commands[name]}
+    return commands
 
 
 def _flags(
     name: str, parser: argparse.ArgumentParser
 ) -> Iterator[tuple[str, dict[str, argparse.Action]]]:
-    """A command's own flags, and those of the commands that it has."""
+    """Yield the flags of a command and of its subcommands."""
     yield name, {flag: action for action in parser._actions for flag in action.option_strings}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner, its in action.choices.items():
-                yield from _flags(f"{name} {inner}", its)
+            for subcommand, subparser in action.choices.items():
+                yield from _flags(f"{name} {subcommand}", subparser)
 
 
 def _flags_of_program(path: Path) -> set[str]:
-    """The flags that a program of examples/ or benchmarks/ declares."""
+    """Return the flags that a program in examples/ or benchmarks/ declares."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     return {
         str(argument.value)
@@ -151,7 +150,7 @@ def _flags_of_program(path: Path) -> set[str]:
     }
 
 
-def test_commands_have_the_flags_that_documents_show() -> None:
+def test_flags_of_commands() -> None:
     names = sorted(_commands(), key=len, reverse=True)
     shown = 0
     for path in DOCUMENTS:
@@ -165,7 +164,7 @@ def test_commands_have_the_flags_that_documents_show() -> None:
     assert shown > 50
 
 
-def test_programs_have_the_flags_that_documents_show() -> None:
+def test_flags_of_programs() -> None:
     shown = 0
     for path in DOCUMENTS:
         pattern = r"((?:examples|benchmarks)/\w+\.py) ([^`#]+?)(?:[`#]|\n\$|\n```)"
@@ -177,20 +176,20 @@ def test_programs_have_the_flags_that_documents_show() -> None:
     assert shown > 10
 
 
-def test_defaults_that_documents_tell_are_those_that_hold() -> None:
+def test_defaults_of_flags() -> None:
     settings = {field.name: written_default(field) for field in dataclasses.fields(Settings)}
-    found = 0
+    count = 0
     for path in DOCUMENTS:
         pattern = r"`(--[a-z-]+)`(?: \(| \| default: |; default )([\d.]+\d|\d)\b"
-        for flag, told in re.findall(pattern, path.read_text()):
+        for flag, documented in re.findall(pattern, path.read_text()):
             action = _commands()["run"][flag]
             default = settings.get(action.dest, action.default)
-            assert float(default) == float(told), f"{path.name}: {flag} is {default}"
-            found += 1
-    assert found >= 4
+            assert float(default) == float(documented), f"{path.name}: {flag} is {default}"
+            count += 1
+    assert count >= 4
 
 
-# Of sbatch and srun, mpirun, docker, pip, TensorBoard and kubectl.
+# Flags of sbatch, srun, mpirun, docker, pip, TensorBoard and kubectl.
 FOREIGN_FLAGS = {
     *("--batch", "--cpus-per-task", "--gpus-per-task", "--mem", "--mem-per-cpu", "--nodes"),
     *(
@@ -207,7 +206,7 @@ FOREIGN_FLAGS = {
 }
 
 
-def test_flags_variables_and_files_that_documents_name_exist() -> None:
+def test_flags_variables_and_files_exist() -> None:
     folders = [REPOSITORY / name for name in ("hvdtrain", "examples", "benchmarks", "slurm")]
     files = [
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".sh")
@@ -216,12 +215,12 @@ def test_flags_variables_and_files_that_documents_name_exist() -> None:
     programs = [path for path in files if path.parent.name in ("examples", "benchmarks")]
     flags = {flag for command in _commands().values() for flag in command}
     flags |= {flag for path in programs for flag in _flags_of_program(path)}
-    named: set[str] = set()
+    documented: set[str] = set()
     for path in DOCUMENTS:
         text = path.read_text()
-        its_flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
-        named |= its_flags
-        unknown = its_flags - flags - FOREIGN_FLAGS
+        own_flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+        documented |= own_flags
+        unknown = own_flags - flags - FOREIGN_FLAGS
         assert not unknown, f"{path.name}: {unknown}"
         for variable in set(re.findall(r"\bHVDTRAIN_[A-Z_]+[A-Z]\b", text)):
             known = words | {variable_name(field.name) for field in dataclasses.fields(Settings)}
@@ -230,32 +229,31 @@ def test_flags_variables_and_files_that_documents_name_exist() -> None:
             )
         for name in re.findall(r"\b(?:examples|benchmarks|slurm|hostfiles)/\w[\w./-]*\.\w+", text):
             assert (REPOSITORY / name).exists(), f"{path.name}: {name}"
-    # Some of them, as --batch, are also of programs here.
-    assert named >= FOREIGN_FLAGS
+    assert documented >= FOREIGN_FLAGS
 
 
-def test_the_lists_of_benchmarks_are_complete() -> None:
+def test_the_lists_of_benchmarks() -> None:
     text = (REPOSITORY / "docs" / "performance.md").read_text()
     assert set(re.findall(r"^\$ hvdtrain bench (\w+)", text, re.MULTILINE)) == set(BENCHMARKS)
     folder = REPOSITORY / "benchmarks"
-    named = set(re.findall(r"\w+\.py", (folder / "README.md").read_text()))
-    # Those that others start don't tell how to start them.
+    listed = set(re.findall(r"\w+\.py", (folder / "README.md").read_text()))
+    # Programs that users start have their command in the docstring.
     programs = {
         path.name
         for path in folder.glob("*.py")
         if f"benchmarks/{path.name}" in (ast.get_docstring(ast.parse(path.read_text())) or "")
     }
-    assert named == programs
+    assert listed == programs
 
 
-def test_make_has_the_targets_that_documents_show() -> None:
+def test_make_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     for path in DOCUMENTS:
         for command in re.findall(r"(?:^\$ |`)make ([a-z]+)", path.read_text(), re.MULTILINE):
             assert command in targets, f"{path.name} shows make {command}"
 
 
-def test_the_glossary_names_what_exists() -> None:
+def test_names_in_the_glossary_exist() -> None:
     text = (REPOSITORY / "docs" / "glossary.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` `([^`]+)` \|$", text, re.MULTILINE)
     assert len(rows) >= 40
@@ -266,10 +264,10 @@ def test_the_glossary_names_what_exists() -> None:
         defined |= {
             ast.unparse(t) for n in tree.body if isinstance(n, ast.Assign) for t in n.targets
         }
-        assert name in defined, f"{term}: there is no {name} in hvdtrain/{path}"
+        assert name in defined, f"{term}: {name} is not in hvdtrain/{path}"
 
 
-def test_the_architecture_shows_every_package() -> None:
+def test_the_architecture_lists_every_package() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     shown = set(re.findall(r"`([a-z_]+)(?:/|\.py)`", text.split("## Paths through the code")[0]))
     entries = (REPOSITORY / "hvdtrain").iterdir()

@@ -1,4 +1,4 @@
-"""A test that asks for another environment gets it, is skipped, or fails."""
+"""Environments with other MPIs and Horovod."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.harness.jobs import REPOSITORY
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where environments are looked for."""
+    """The folder of the environments."""
     monkeypatch.setattr(environments, "folder_of", lambda name: tmp_path / name)
     return tmp_path
 
 
-def test_only_what_is_complete_and_up_to_date_is_used(folder: Path) -> None:
+def test_incomplete_and_outdated_environments(folder: Path) -> None:
     stamp, content = stamp_of("mpich")
     stamp.parent.mkdir()
     assert "does not exist" in (missing_environment("mpich") or "")
@@ -44,32 +44,30 @@ def test_open_mpi_4_comes_from_the_system(folder: Path, monkeypatch: pytest.Monk
     assert "install Debian's openmpi-bin" in (missing_environment("openmpi4") or "")
 
 
-def test_an_optimised_horovod_is_another_build_of_the_same() -> None:
+def test_an_optimised_horovod_is_another_build() -> None:
     assert requirements_of("horovod-optimised") == requirements_of("horovod")
     assert build_of("horovod").keys() - build_of("horovod-optimised").keys() == {"HOROVOD_DEBUG"}
     assert stamp_of("horovod-optimised")[1] != stamp_of("horovod")[1]
 
 
-def test_horovod_is_built_once_for_a_python_however_that_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_horovod_is_built_once_per_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link, shim = (tmp_path / way / HOROVODS_PYTHON for way in ("link", "shim"))
     link.parent.mkdir()
     link.symlink_to(sys.executable)
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     shim.chmod(0o755)
-    made_of = set()
+    stamps = set()
     for program in (link, shim):
         monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.defpath}")
         environments._digest.cache_clear()
-        made_of.add(stamp_of("horovod")[1])
+        stamps.add(stamp_of("horovod")[1])
     environments._digest.cache_clear()
-    assert len(made_of) == 1
+    assert len(stamps) == 1
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("mpi", "skipped"), ("mpi,mpich", "failed")])
-def test_without_the_environment(
+def test_a_missing_environment(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))

@@ -1,4 +1,4 @@
-"""The test cluster itself: four hosts that behave like four, and nothing of them afterwards."""
+"""The test cluster of four hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ssh_reaches_each_host(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
-def test_a_host_has_a_folder_of_its_own(cluster: Cluster, place: str) -> None:
+def test_hosts_have_separate_folders(cluster: Cluster, place: str) -> None:
     path = f"{place}/only-on-node1-{os.getpid()}"
     assert cluster.run(["touch", path], host="node1", timeout_s=20).returncode == 0
     assert cluster.run(["ls", path], host="node1", timeout_s=20).returncode == 0
@@ -36,7 +36,7 @@ def test_a_host_has_a_folder_of_its_own(cluster: Cluster, place: str) -> None:
     assert not Path(path).exists()
 
 
-def test_a_host_can_be_cut_off_and_put_back(cluster: Cluster) -> None:
+def test_cut_and_reconnect_a_host(cluster: Cluster) -> None:
     argv = ["ssh", "-o", "ConnectTimeout=1", "node2", "hostname"]
     cluster.cut("node2")
     try:
@@ -48,7 +48,7 @@ def test_a_host_can_be_cut_off_and_put_back(cluster: Cluster) -> None:
     assert cluster.run(argv, timeout_s=20).stdout == "node2\n"
 
 
-def test_a_disk_that_is_full_and_has_room_again(cluster: Cluster) -> None:
+def test_fill_and_free_a_disk(cluster: Cluster) -> None:
     with disk(cluster, "node3", cluster.folder / "small", 65536) as small:
         place = cluster.folder / "small" / "data"
 
@@ -64,11 +64,11 @@ def test_a_disk_that_is_full_and_has_room_again(cluster: Cluster) -> None:
         assert write(32768) == 1
         small.free()
         assert write(32768) == 0
-        assert not any((cluster.folder / "small").iterdir()), "the disk is node3's alone"
+        assert not any((cluster.folder / "small").iterdir()), "only node3 has the disk"
     assert cluster.run(["ls", place.parent], host="node3", timeout_s=20).stdout == ""
 
 
-def test_sshd_can_be_stopped_and_started(cluster: Cluster) -> None:
+def test_stop_and_start_sshd(cluster: Cluster) -> None:
     cluster.stop_sshd("node3")
     try:
         refused = cluster.run(["ssh", "node3", "hostname"], timeout_s=20)
@@ -78,7 +78,7 @@ def test_sshd_can_be_stopped_and_started(cluster: Cluster) -> None:
     assert cluster.run(["ssh", "node3", "hostname"], timeout_s=20).stdout == "node3\n"
 
 
-def test_processes_are_found_where_they_are(cluster: Cluster) -> None:
+def test_processes_by_host(cluster: Cluster) -> None:
     marker = f"MARKED_BY={os.getpid()}"
     name, value = marker.split("=")
     started = [
@@ -86,69 +86,69 @@ def test_processes_are_found_where_they_are(cluster: Cluster) -> None:
     ]
     started.append(cluster.start(["ssh", "node4", f"{marker} exec sleep 60"]))
     deadline = time.monotonic() + 20
-    while len(found := cluster.processes(marker)) < 3 and time.monotonic() < deadline:
+    while len(processes := cluster.processes(marker)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in started:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
-    assert sorted(host for host, _, _ in found) == ["head", "node1", "node4"]
-    assert {argv for _, _, argv in found} == {("sleep", "60")}
-    assert {process.pid for process in started[:2]} <= {pid for _, pid, _ in found}
+    assert sorted(host for host, _, _ in processes) == ["head", "node1", "node4"]
+    assert {argv for _, _, argv in processes} == {("sleep", "60")}
+    assert {process.pid for process in started[:2]} <= {pid for _, pid, _ in processes}
     assert [process.returncode for process in started[:2]] == [-signal.SIGTERM] * 2
-    os.kill(next(pid for host, pid, _ in found if host == "node4"), signal.SIGKILL)
+    os.kill(next(pid for host, pid, _ in processes if host == "node4"), signal.SIGKILL)
 
 
-def test_run_ends_all_of_what_takes_too_long(cluster: Cluster) -> None:
+def test_run_kills_all_processes_after_the_time_out(cluster: Cluster) -> None:
     marker = f"TAKES_TOO_LONG={os.getpid()}"
     name, value = marker.split("=")
-    # A process group of its own, and deaf to TERM.
+    # In a separate process group, and ignoring SIGTERM.
     script = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.setpgid(0, 0) if " + (
-        "os.fork() == 0 else None; print('begun', flush=True); time.sleep(60)"
+        "os.fork() == 0 else None; print('started', flush=True); time.sleep(60)"
     )
-    with pytest.raises(TimeoutError, match=r"begun(.|\n)*--- slurmctld"):
+    with pytest.raises(TimeoutError, match=r"started(.|\n)*--- slurmctld"):
         cluster.run([sys.executable, "-c", script], host="node1", timeout_s=2, env={name: value})
     assert cluster.processes(marker) == []
 
 
-# Builds a cluster of its own, leaves programs behind on it, and ends in one of the ways.
+# Builds a separate cluster, leaves programs running on it, and ends in different ways.
 BUILD_AND_END = """
 import json, os, signal, sys
 from tests.testbed import slurm
 from tests.testbed.cluster import MARK, Cluster
 from tests.testbed.processes import with_environment, network_of
 
-def tell():
+def report():
     pids = with_environment(cluster._mark)
     networks = {network_of(pid) for pid in pids} - {network_of(os.getpid())}
     print(json.dumps([str(cluster.folder.parent), sorted(networks)]), flush=True)
 
 def broken():
-    tell()
+    report()
     return ["false"]
 
-way = sys.argv[1]
+ending = sys.argv[1]
 cluster = Cluster()
-if way == "half-built":
+if ending == "half-built":
     slurm.slurmd_argv = broken
 with cluster:
-    tell()
+    report()
     cluster.start(["srun", "-N2", "sleep", "1000"])
     cluster.start(["sleep", "1000"], env={MARK: None})
     cluster.run(["ssh", "node2", "setsid sleep 1000 >/dev/null 2>&1 &"], timeout_s=20)
-    if way in ("SIGKILL", "SIGTERM"):
-        os.kill(os.getpid(), signal.Signals[way])
+    if ending in ("SIGKILL", "SIGTERM"):
+        os.kill(os.getpid(), signal.Signals[ending])
 """
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("way", "code"), [("closed", 0), ("half-built", 1), ("SIGTERM", -15), ("SIGKILL", -9)]
+    ("ending", "code"), [("closed", 0), ("half-built", 1), ("SIGTERM", -15), ("SIGKILL", -9)]
 )
-def test_nothing_is_left(way: str, code: int) -> None:
+def test_a_cluster_leaves_nothing(ending: str, code: int) -> None:
     before = _machine()
-    # Not run_command: it ends orphans, which here have to be seen to end by themselves.
+    # Unlike run_command, this doesn't end orphans, which must end by themselves.
     done = subprocess.run(
-        [sys.executable, "-c", BUILD_AND_END, way],
+        [sys.executable, "-c", BUILD_AND_END, ending],
         capture_output=True,
         text=True,
         env=clean_environment(),
@@ -165,13 +165,13 @@ def test_nothing_is_left(way: str, code: int) -> None:
 
 
 def _left(folder: str, networks: list[int]) -> list[str]:
-    """What there is of a cluster; its namespaces live as long as a process in one of them."""
-    found = [f"process {pid}" for pid in in_networks(networks)]
-    return found + [folder] * Path(folder).exists()
+    """Return the remaining processes and folders of a cluster."""
+    processes = [f"process {pid}" for pid in in_networks(networks)]
+    return processes + [folder] * Path(folder).exists()
 
 
 def _machine() -> dict[str, list[str]]:
-    """What a cluster could change outside of its namespaces."""
+    """Return the state that a cluster could change outside of its namespaces."""
     return {
         "links": sorted(os.listdir("/sys/class/net")),
         "namespaces": [str(path) for path in Path("/run").glob("netns/*")],
@@ -183,7 +183,7 @@ def _machine() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("", "skipped"), ("mpi,cluster", "errors")])
-def test_without_its_packages(
+def test_missing_packages_skip_or_fail(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
