@@ -1,4 +1,4 @@
-// What is asked of hvdtrain serve.
+// Requests to hvdtrain serve.
 
 export class ApiError extends Error {
   constructor(message, code = 0) {
@@ -11,7 +11,7 @@ export class ApiError extends Error {
 let known = null;
 let clock_ahead_s = 0;
 
-// Asked for once, by however many.
+// The session, requested once.
 export function session() {
   known ??= ask("/api/session").then(
     (about) => {
@@ -26,7 +26,7 @@ export function session() {
   return known;
 }
 
-// The server's time, in seconds since 1970: this machine's clock may be another.
+// The server's time in seconds since 1970, as the local clock may differ.
 export function now() {
   return Date.now() / 1000 + clock_ahead_s;
 }
@@ -49,7 +49,7 @@ export async function post(path, body = {}) {
     return await send();
   } catch (error) {
     if (error.code !== 403) throw error;
-    // Somebody has logged in again in another tab: there is another word now.
+    // A login in another tab has changed the CSRF token.
     known = null;
     return send();
   }
@@ -64,11 +64,11 @@ async function ask(path, options = {}) {
   try {
     answer = await fetch(path, { ...options, headers: { accept: "application/json", ...options.headers } });
   } catch {
-    throw new ApiError("hvdtrain serve does not answer. Jobs go on without it; start it again to see them.");
+    throw new ApiError("hvdtrain serve does not answer. Jobs continue without it; restart it to see them.");
   }
   if (answer.status === 401) {
     location.assign(`/login${location.hash}`);
-    // The page is on its way: nobody waits for this any more.
+    // The browser is loading the login page.
     return new Promise(() => {});
   }
   const text = await answer.text();
@@ -76,25 +76,25 @@ async function ask(path, options = {}) {
   try {
     content = JSON.parse(text);
   } catch {
-    // A refusal in words.
+    // A plain-text error.
   }
   if (!answer.ok)
-    throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
+    throw new ApiError(content?.error ?? (text.trim() || `The server responded with status ${answer.status}.`), answer.status);
   return content;
 }
 
-// Listens to events until the function that it returns is called. A tab that nobody looks at
-// listens to nothing: browsers allow six connections to a server in all.
-export function listen(path, handlers, told = () => {}) {
+// Listens to events until the returned function is called. Hidden tabs don't listen, as browsers
+// limit the connections to a server to six.
+export function listen(path, handlers, onConnection = () => {}) {
   let source = null;
   let timer = 0;
 
   function open() {
     close();
     source = new EventSource(path);
-    source.onopen = () => told(true);
+    source.onopen = () => onConnection(true);
     source.onerror = () => {
-      told(false);
+      onConnection(false);
       if (source.readyState === EventSource.CLOSED) timer = setTimeout(again, 3000);
     };
     for (const [kind, handle] of Object.entries(handlers)) {
@@ -103,7 +103,7 @@ export function listen(path, handlers, told = () => {}) {
   }
 
   async function again() {
-    // A browser does not say why it was refused; this goes to the login where that was it.
+    // EventSource hides the reason; if the session has expired, this request shows the login page.
     await ask("/api/session").catch(() => {});
     open();
   }

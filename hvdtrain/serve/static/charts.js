@@ -1,4 +1,4 @@
-// Curves, drawn by uPlot in the page's own colours.
+// Charts, drawn by uPlot in the colours of the page.
 import { colour, h, setText, svg } from "./dom.js";
 import { count, number, span } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
@@ -10,10 +10,10 @@ const TIME_STEPS = [
 
 export const curveColour = (at) => `--curve-${(at % 8) + 1}`;
 
-// Who can't tell the colours apart sees it by the dashes.
+// Dashes distinguish curves without colours.
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2], [1, 4], [9, 3, 2, 3, 2, 3]];
 
-// A piece of a curve, for a legend.
+// A sample of a curve for a legend.
 export function swatch(at) {
   const line = svg("line", {
     x1: 0,
@@ -27,10 +27,10 @@ export function swatch(at) {
   return svg("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" }, line);
 }
 
-// A figure with one or more curves over steps or seconds.
+// A chart with one or more curves over steps or seconds.
 //
-// title: what is drawn. format: how a value is written. labels: the names of curves; one has none.
-// key: charts with the same one show the same part. fromZero: how large a value is counts.
+// format: formats a value. labels: the names of the curves; a single one needs none. key: charts with
+// the same key zoom together. fromZero: whether the y axis starts at 0.
 class Chart {
   constructor({ title, format = number, labels = [""], key = null, fromZero = false }) {
     this.labels = labels;
@@ -42,7 +42,7 @@ class Chart {
     this.data = [[], ...labels.map(() => [])];
     this.value = h("span", { class: "value" });
     this.box = h("div", { class: "plot", role: "img", "aria-label": title });
-    this.none = h("p", { class: "none" }, "Nothing measured");
+    this.none = h("p", { class: "none" }, "No data");
     this.element = h(
       "figure",
       { class: "chart" },
@@ -56,21 +56,21 @@ class Chart {
     addEventListener("themechange", this.recolour);
   }
 
-  // Draws columns: x, then a column for each curve.
+  // Draws columns: x, then y for each curve.
   set(data, over, { value = "", words = "" } = {}) {
-    const anew = over !== this.over || !this.plot;
-    // Who has zoomed in goes on seeing that part.
+    const isNew = over !== this.over || !this.plot;
+    // Keep the zoom.
     const zoomed = this.plot && this.#isZoomed();
     this.data = data;
     this.over = over;
     setText(this.value, value);
-    this.box.setAttribute("aria-label", `${this.title}. ${words || "Nothing measured."}`);
+    this.box.setAttribute("aria-label", `${this.title}. ${words || "No data."}`);
     const some = data.slice(1).some((column) => column.some((y) => y !== null && y !== undefined));
     this.none.hidden = some;
     if (!some) this.#drop();
-    else if (anew) this.#build();
+    else if (isNew) this.#build();
     else this.plot.setData(data, !zoomed);
-    if (some && !anew && zoomed) this.plot.redraw();
+    if (some && !isNew && zoomed) this.plot.redraw();
   }
 
   reset() {
@@ -155,7 +155,7 @@ class Chart {
     };
   }
 
-  // What is under the mouse, in words beside it.
+  // Shows the values at the cursor.
   #point(plot) {
     const { idx, left } = plot.cursor;
     if (!this.tip) return;
@@ -178,7 +178,7 @@ class Chart {
   }
 }
 
-// Curves of several jobs have their points at different places.
+// Curves of several jobs have different x values.
 function nearest(column, at) {
   for (let off = 0; off < 50; off += 1) {
     const y = column[at - off] ?? column[at + off];
@@ -189,9 +189,9 @@ function nearest(column, at) {
 
 export const join = (tables) => uPlot.join(tables);
 
-// A section of charts over steps or seconds, which the reader chooses.
+// A section of charts over steps or seconds.
 //
-// kinds: for each chart the name of its column, and the options of Chart. note: stands above them.
+// kinds: for each chart the name of its column, and the options of Chart. note: an element above them.
 export class Curves {
   constructor(key, kinds, { layout = "charts", note = null } = {}) {
     this.over = "step";
@@ -207,9 +207,9 @@ export class Curves {
         "div",
         { class: "section" },
         h("h2", { id: "curves" }, "Curves"),
-        h("div", { class: "switch", role: "group", "aria-label": "Curves over" }, this.buttons),
+        h("div", { class: "switch", role: "group", "aria-label": "X axis" }, this.buttons),
         h("button", { type: "button", class: "plain", onclick: reset }, "Show all"),
-        h("span", { class: "hint" }, "Drag to zoom in, double click to zoom out."),
+        h("span", { class: "hint" }, "Drag to zoom in, double-click to zoom out."),
       ),
       note,
       h(
@@ -221,7 +221,7 @@ export class Curves {
     this.#press();
   }
 
-  // read: columns and texts of a chart by "step" or "time" and its name, as Chart.set takes them.
+  // read: returns columns and texts for "step" or "time" and the name of a chart, for Chart.set.
   update(read) {
     this.read = read;
     for (const [name, chart] of this.charts) {

@@ -1,4 +1,4 @@
-// Two to eight jobs beside each other: their curves, and in what their settings differ.
+// Compares up to eight jobs: their results, curves, and different settings.
 import { get, jobPath, now, session } from "./api.js";
 import { Curves, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
@@ -11,7 +11,7 @@ import { joinWords } from "./words.js";
 
 const MOST = 8;
 const POINTS = 600;
-// Flags of hvdtrain run that mean the same.
+// Synonyms among the flags of hvdtrain run.
 const SAME = { "--num-proc": "-np", "--hosts": "-H", "--env": "-x" };
 
 export async function compareView({ query }) {
@@ -30,7 +30,7 @@ export async function compareView({ query }) {
       }
     }),
   );
-  // Until then nobody knows what time it is there.
+  // Needed for the time of the server.
   await session();
   return (main) =>
     fill(
@@ -64,7 +64,7 @@ function fill(main, jobs) {
         : h(
             "p",
             { class: "hint" },
-            jobs.length > 1 ? "None: they were asked for the same." : "Add a job to compare it with.",
+            jobs.length > 1 ? "None." : "Add a job to compare it with.",
           ),
     ),
   );
@@ -87,7 +87,7 @@ function outcomes(jobs) {
     ],
     ["Steps", ...jobs.map(({ step }) => count(step))],
     [
-      "Took",
+      "Duration",
       ...jobs.map((job) =>
         job.ended_s || !job.is_over ? span((job.ended_s ?? now()) - job.created_s) : NONE,
       ),
@@ -107,7 +107,7 @@ function outcomes(jobs) {
       ),
     ],
   ];
-  return table("What they came to", jobs, rows, (cell) => cell);
+  return table("Results", jobs, rows, (cell) => cell);
 }
 
 function table(caption, jobs, rows, cell) {
@@ -138,7 +138,7 @@ function table(caption, jobs, rows, cell) {
   );
 }
 
-// Adds a job; the newest are offered.
+// A form that adds a job and suggests the newest ones.
 function adder(jobs) {
   const list = newId("jobs");
   const names = h("datalist", { id: list });
@@ -146,7 +146,7 @@ function adder(jobs) {
     type: "text",
     list,
     spellcheck: "false",
-    placeholder: "A job's name",
+    placeholder: "Name of a job",
     required: true,
   });
   get("/api/jobs", { count: 100 }).then(
@@ -169,7 +169,7 @@ function adder(jobs) {
   );
 }
 
-// Words as flags with their values, and what belongs to no flag.
+// Splits words into flags with their values, and the rest.
 function flagsOf(words) {
   const flags = new Map();
   const rest = [];
@@ -180,9 +180,9 @@ function flagsOf(words) {
     if (isFlag && flag) add(flag, "");
     if (isFlag && word.startsWith("--") && word.includes("=")) {
       const at = word.indexOf("=");
-      add(named(word.slice(0, at)), word.slice(at + 1));
+      add(canonical(word.slice(0, at)), word.slice(at + 1));
       flag = null;
-    } else if (isFlag) flag = named(word);
+    } else if (isFlag) flag = canonical(word);
     else if (flag) {
       add(flag, word);
       flag = null;
@@ -192,17 +192,17 @@ function flagsOf(words) {
   return { flags, rest };
 }
 
-const named = (flag) => SAME[flag] ?? flag;
+const canonical = (flag) => SAME[flag] ?? flag;
 
-// A name and a text for each setting of a job.
+// Returns the name and text of each setting of a job.
 function settingsOf(job) {
   const options = flagsOf(job.options);
   const program = flagsOf(job.program);
   const settings = new Map([["program", joinWords(program.rest)]]);
-  for (const [flag, values] of program.flags) settings.set(`program ${flag}`, said(values));
-  // The last one wins, except where each adds something.
+  for (const [flag, values] of program.flags) settings.set(`program ${flag}`, joinValues(values));
+  // The last value wins, except for -x, which accumulates.
   for (const [flag, values] of options.flags)
-    settings.set(flag, said(flag === "-x" ? values : values.slice(-1)));
+    settings.set(flag, joinValues(flag === "-x" ? values : values.slice(-1)));
   if (options.rest.length) settings.set("other options", joinWords(options.rest));
   settings.set("working directory", job.folder);
   settings.set("ranks", job.ranks ? String(job.ranks) : "");
@@ -215,9 +215,9 @@ function settingsOf(job) {
   return settings;
 }
 
-const said = (values) => values.map((value) => value || "yes").join(", ");
+const joinValues = (values) => values.map((value) => value || "yes").join(", ");
 
-// Rows [name, text of each job] of the settings in which jobs differ.
+// Returns rows [name, text of each job] of the settings that differ.
 function differences(jobs) {
   const all = jobs.map(settingsOf);
   const names = [...new Set(all.flatMap((settings) => [...settings.keys()]))];

@@ -1,9 +1,9 @@
-// Asks before something is done, and for what is to be different.
+// Dialogs that confirm an action or ask for changes to a job.
 import { field, h } from "./dom.js";
 import { complain } from "./notices.js";
 import { joinWords, splitWords } from "./words.js";
 
-// Shows a dialog; ``act`` is done when it is confirmed, and where that fails the dialog stays.
+// Shows a dialog and calls ``act`` when it is confirmed; an error keeps the dialog open.
 export function ask({ title, body, verb, danger = false, act }) {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const confirm = h("button", { class: danger ? "danger" : "primary" }, verb);
@@ -35,7 +35,7 @@ export function ask({ title, body, verb, danger = false, act }) {
   dialog.showModal();
 }
 
-// Asks what is to be different in a job; ``act`` gets the words of the request.
+// Asks for changes to a job; ``act`` gets the body of the request.
 export function askChanges({ title, verb, intro, job, act }) {
   const options = h("input", {
     type: "text",
@@ -50,11 +50,11 @@ export function askChanges({ title, verb, intro, job, act }) {
     h(
       "dl",
       { class: "now" },
-      h("dt", {}, "Options now"),
+      h("dt", {}, "Current options"),
       h("dd", {}, h("code", {}, joinWords(job.options) || "none")),
     ),
-    field("Further options", options, "They win over those above."),
-    field("Program", program, "Split into words as a shell does it; nothing is expanded."),
+    field("Further options", options, "They override the current ones."),
+    field("Program", program, "Quoted as in a shell; variables and wildcards are not expanded."),
   ];
   ask({
     title,

@@ -1,4 +1,4 @@
-// Elements, made so that a text never becomes HTML.
+// Creates elements; text is never interpreted as HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -21,7 +21,7 @@ export function svg(tag, attributes, ...children) {
   return element;
 }
 
-// The colour that a custom property stands for in the theme that is shown, for a canvas.
+// Returns the colour of a custom property in the current theme, for a canvas.
 export function colour(name) {
   const probe = h("i", { hidden: true });
   probe.style.color = `var(${name})`;
@@ -31,7 +31,7 @@ export function colour(name) {
   return found;
 }
 
-// Leaves what is right already alone: a text that somebody selects stays selected.
+// Sets a text only if it differs, which keeps the selection.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -40,7 +40,7 @@ export function setVisible(element, visible) {
   if (element.hidden === visible) element.hidden = !visible;
 }
 
-// Marks each place where a text is found, ignoring nothing.
+// Highlights all occurrences of a text; case-sensitive.
 export function marked(text, wanted) {
   if (!wanted) return [text];
   const parts = text.split(wanted);
@@ -53,7 +53,7 @@ export function newId(word) {
   return `${word}-${number}`;
 }
 
-// A labelled field; ``hint`` is read with it.
+// A labelled field; screen readers read ``hint`` with it.
 export function field(label, control, hint = "") {
   control.id ||= newId("field");
   const parts = [h("label", { for: control.id }, label), control];

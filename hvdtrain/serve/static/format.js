@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formats numbers and times.
 
 const UNITS = [
   [86400, "d"],
@@ -13,7 +13,7 @@ const times = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-d
 
 export const NONE = "–";
 
-// A length of time to two parts, as hvdtrain jobs prints it: 3 h 5 min.
+// Formats a duration in at most two units, as hvdtrain jobs does: 3 h 5 min.
 export function span(seconds) {
   let left = Math.max(0, Math.round(seconds));
   const parts = [];
@@ -35,7 +35,7 @@ export const count = (value) => (isNumber(value) ? integers.format(value) : NONE
 
 export const counted = (value, thing) => `${count(value)} ${thing}${value === 1 ? "" : "s"}`;
 
-// Four digits that count; short for what is very large or small.
+// Formats a number with four significant digits.
 export function number(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -65,7 +65,7 @@ export const date = (time_s) => (time_s ? dates.format(time_s * 1000) : NONE);
 
 export const clock = (time_s) => times.format(time_s * 1000);
 
-// What a terminal would show of a line: no colours, and of a bar that is drawn anew the last state.
+// Returns a line as a terminal shows it: without colours, and with the last state of a progress bar.
 export function plain(text) {
   const words = text
     .replace(/\x1b\[[0-?]*[ -/]*[@-~]/g, "")

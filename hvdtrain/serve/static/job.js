@@ -1,4 +1,4 @@
-// One job: how it is, how it went, what it says.
+// The view of one job.
 import { get, jobPath, listen, session } from "./api.js";
 import { h, setText, setVisible } from "./dom.js";
 import { JobCharts } from "./job_charts.js";
@@ -61,7 +61,7 @@ function fill(main, about, job, columns) {
     setText(
       why.firstElementChild,
       job.status === "queued"
-        ? "What it waits for"
+        ? "Why it is queued"
         : job.code === 0
           ? "How it ended"
           : job.status === "failed"
@@ -90,7 +90,7 @@ function fill(main, about, job, columns) {
         if (series.add(news.metrics)) charts.update(series, job);
         if (news.log_end !== undefined) log.grow(news.log_end);
         draw();
-        // What it was at the first time is known.
+        // The first event has the initial state, which is known.
         const more = news.events !== undefined && heard;
         heard = true;
         if (!more) return;
@@ -101,7 +101,7 @@ function fill(main, about, job, columns) {
     async (alive) => {
       head.setLive(alive);
       if (!alive || !heard) return;
-      // What was missed while nobody listened.
+      // Load what was missed while disconnected.
       series = new Series(await get(jobPath(name, "/metrics"), { count: POINTS }));
       charts.update(series, job);
       job.events = (await get(jobPath(name))).events;

@@ -1,4 +1,4 @@
-// The curves of one job, and for whom its ranks wait.
+// The curves of one job, and its slowest rank.
 import { Curves } from "./charts.js";
 import { h, setText, setVisible } from "./dom.js";
 import { isNumber, seconds } from "./format.js";
@@ -17,16 +17,16 @@ export class JobCharts {
   }
 
   update(series, job) {
-    // Of a job that ended before its first step there is nothing to come.
+    // A job that ended before its first step has no curves.
     setVisible(this.element, series.rows.length > 0 || !job.is_over);
     this.curves.update((over, name, format) => {
       const columns = series.columns(over, name);
       const ys = columns[1].filter(isNumber);
       if (!ys.length) return [columns, {}];
       const [first, last, least, most] = [ys[0], ys.at(-1), lowest(ys), -lowest(ys.map((y) => -y))].map(format);
-      return [columns, { value: last, words: `From ${first} to ${last}, least ${least}, most ${most}.` }];
+      return [columns, { value: last, words: `From ${first} to ${last}, minimum ${least}, maximum ${most}.` }];
     });
-    const words = whoHoldsUp(series.last, job);
+    const words = slowestRank(series.last, job);
     setVisible(this.slow, words !== "");
     if (words) setText(this.slow, words);
   }
@@ -36,11 +36,11 @@ export class JobCharts {
   }
 }
 
-function whoHoldsUp({ held_by, slow, slow_factor, slow_host }, job) {
-  if (held_by?.length && !job.is_over) return `No rank goes on: the others wait for rank ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
+function slowestRank({ held_by, slow, slow_factor, slow_host }, job) {
+  if (held_by?.length && !job.is_over) return `No progress: the other ranks wait for rank ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
   if (slow === undefined || slow === null) return "";
   const where = slow_host ? ` on ${slow_host}` : "";
-  return `Rank ${slow}${where} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`;
+  return `Rank ${slow}${where} ${job.is_over ? "was" : "is"} the slowest: ${slow_factor} times the usual step time.`;
 }
 
 const lowest = (numbers) => numbers.reduce((a, b) => Math.min(a, b), Infinity);

@@ -1,4 +1,4 @@
-// How far a job is, in numbers, and what it was asked to do.
+// The progress of a job in numbers, and its specification.
 import { now } from "./api.js";
 import { h, setText, setVisible } from "./dom.js";
 import { NONE, count, date, number, percent, seconds, span } from "./format.js";
@@ -8,7 +8,7 @@ import { joinWords } from "./words.js";
 export class Tiles {
   constructor() {
     this.values = {};
-    const tiles = ["Step", "Epoch", "Loss", "Samples/s", "Step time", "Ranks", "Took", "Left", "Goodput"].map((name) => {
+    const tiles = ["Step", "Epoch", "Loss", "Samples/s", "Step time", "Ranks", "Duration", "Remaining", "Goodput"].map((name) => {
       this.values[name] = h("dd");
       return h("div", { class: "tile" }, h("dt", {}, name), this.values[name]);
     });
@@ -27,18 +27,18 @@ export class Tiles {
       "Samples/s": number(rate),
       "Step time": seconds(last.own_s),
       Ranks: job.ranks ? count(job.ranks) : NONE,
-      Took: end_s === null || !job.created_s ? NONE : span(end_s - job.created_s),
-      Left: job.left_s === null ? NONE : span(job.left_s),
+      Duration: end_s === null || !job.created_s ? NONE : span(end_s - job.created_s),
+      Remaining: job.left_s === null ? NONE : span(job.left_s),
       Goodput: kept === undefined ? NONE : percent(kept),
     };
     for (const [name, text] of Object.entries(texts)) setText(this.values[name], text);
-    // What is left while it runs, what it was worth in the end.
-    setVisible(this.values.Left.parentElement, !job.is_over);
+    // The remaining time of a running job, or the goodput of one that has ended.
+    setVisible(this.values.Remaining.parentElement, !job.is_over);
     setVisible(this.values.Goodput.parentElement, job.is_over);
   }
 }
 
-// A list of names and what each is; a text is changed in place.
+// A list of names and texts, which are changed in place.
 class FactList {
   constructor(heading) {
     this.list = h("dl", { class: "facts" });
@@ -62,7 +62,7 @@ class FactList {
 
 export class Facts extends FactList {
   constructor() {
-    super("What was asked for");
+    super("Specification");
   }
 
   update(job) {
@@ -72,18 +72,18 @@ export class Facts extends FactList {
     if (job.folder) this.set("TensorBoard", joinWords(["tensorboard", "--logdir", job.folder]), true);
     this.set("Attempts", String(job.attempt));
     this.set("Newest checkpoint", job.saved === null ? "none" : `step ${count(job.saved)}`);
-    this.set("Began", date(job.created_s));
+    this.set("Submitted", date(job.created_s));
     this.set("Ended", job.ended_s === null ? NONE : date(job.ended_s));
     this.set("Exit code", job.code === null ? NONE : String(job.code));
     if (job.slurm_job) this.set("Slurm job", job.slurm_job);
-    this.set("Job's folder", job.path, true);
+    this.set("Job folder", job.path, true);
   }
 }
 
-// With what a job runs, and where.
+// The software and the hosts of a job.
 export class Environment extends FactList {
   constructor({ environment }) {
-    super("Environment and plan");
+    super("Environment");
     for (const [name, version] of Object.entries(environment.versions)) this.set(name, version);
     const variables = Object.entries(environment.variables);
     this.set("Variables", variables.map(([name, value]) => `${name}=${value}`).join("\n") || "none", true);
@@ -104,7 +104,7 @@ export class Environment extends FactList {
   }
 }
 
-// The first host's slots are filled first, then the second's.
+// Ranks fill the hosts in order.
 function placesOf(hosts) {
   let next = 0;
   return Object.entries(hosts).map(([host, ranks]) => {

@@ -1,4 +1,4 @@
-// A job's name and state, and what can be done with it.
+// The name, state and actions of a job.
 import { jobPath, post } from "./api.js";
 import { ask, askChanges } from "./dialog.js";
 import { h, setText, setVisible } from "./dom.js";
@@ -31,7 +31,7 @@ export class JobHead {
       ),
       h(
         "div",
-        { class: "actions", role: "group", "aria-label": "What can be done with the job" },
+        { class: "actions", role: "group", "aria-label": "Actions" },
         actions,
         h("a", { class: "button", href: compareLink([job.name]) }, "Compare"),
       ),
@@ -43,10 +43,10 @@ export class JobHead {
     setBadge(this.state, job.status);
     setText(this.program, joinWords(job.program));
     setVisible(this.restart, job.is_over);
-    // What is unknown may run or not: the page says why, and hvdtrain serve refuses both.
+    // A job in an unknown state can be neither stopped nor restarted.
     const stoppable = !job.is_over && job.status !== "unknown";
     setVisible(this.stop, stoppable);
-    // One that waits has nothing to save.
+    // A queued job has no checkpoint to save.
     setVisible(this.save, stoppable && job.status !== "queued");
     if (job.is_over) this.stop.disabled = this.save.disabled = false;
     setVisible(this.live, !job.is_over);
@@ -54,7 +54,7 @@ export class JobHead {
 
   setLive(alive) {
     this.live.classList.toggle("broken", !alive);
-    setText(this.live, alive ? "live" : "connecting again…");
+    setText(this.live, alive ? "live" : "reconnecting…");
   }
 
   #stop(save) {
@@ -65,15 +65,15 @@ export class JobHead {
         "p",
         {},
         save
-          ? "Ranks that use hvdtrain.Checkpoint save one first; then the job ends."
-          : "Its ranks end at once. What came after the newest checkpoint is lost.",
+          ? "Ranks that use hvdtrain.Checkpoint save a checkpoint, then the job ends."
+          : "The ranks end at once. Steps after the newest checkpoint are lost.",
       ),
       verb: save ? "Stop and save" : "Stop",
       danger: true,
       act: async () => {
         await post(jobPath(name, "/stop"), { save });
         this.stop.disabled = this.save.disabled = true;
-        say(`${name} was told to stop.`);
+        say(`${name} is being stopped.`);
       },
     });
   }
@@ -85,12 +85,12 @@ export class JobHead {
       verb: "Restart",
       intro:
         job.saved === null
-          ? "It begins anew, since it has no checkpoint. Its log and history go on."
-          : `It goes on from its newest checkpoint, step ${job.saved}. Its log and history go on.`,
+          ? "It starts from the beginning, as it has no checkpoint. Its log and history are kept."
+          : `It resumes from the checkpoint of step ${job.saved}. Its log and history are kept.`,
       job,
       act: async (changes) => {
         await post(jobPath(job.name, "/restart"), changes);
-        say(`${job.name} was started again.`);
+        say(`${job.name} was restarted.`);
       },
     });
   }
@@ -100,11 +100,11 @@ export class JobHead {
     askChanges({
       title: `Clone ${job.name}`,
       verb: "Start the clone",
-      intro: "Another job like this one.",
+      intro: "Submits another job like this one.",
       job,
       act: async (changes) => {
         const { name } = await post(jobPath(job.name, "/clone"), changes);
-        say(`${name} was started.`);
+        say(`${name} was submitted.`);
         location.assign(jobLink(name));
       },
     });

@@ -1,4 +1,4 @@
-// A row of the table of jobs, which is changed in place: what is selected or focused stays so.
+// A row of the table of jobs, updated in place to keep selection and focus.
 import { now } from "./api.js";
 import { h, setText } from "./dom.js";
 import { NONE, ago, count, date, number, percent, span } from "./format.js";
@@ -14,8 +14,8 @@ export const COLUMNS = [
   ["progress", "Step"],
   ["loss", "Loss"],
   ["goodput", "Goodput"],
-  ["began", "Began"],
-  ["took", "Took"],
+  ["began", "Submitted"],
+  ["took", "Duration"],
   ["attempts", "Attempts"],
 ];
 const NUMERIC = ["ranks", "progress", "loss", "goodput", "took", "attempts"];
@@ -55,7 +55,7 @@ export class JobRow {
     this.cells.loss.append(this.curve.element, this.loss);
     this.cells.took.append(this.took, this.left);
     this.cells.progress.append(this.step, this.epoch);
-    this.cells.goodput.title = "The part of its time that went into steps that were kept";
+    this.cells.goodput.title = "The fraction of the time spent in steps that were kept";
     this.element = h(
       "tr",
       {},
@@ -92,12 +92,12 @@ export class JobRow {
     setText(this.loss, last === undefined ? NONE : `${number(last)}${isLoss ? "" : "/s"}`);
   }
 
-  // What changes by itself as time goes on.
+  // Updates the times.
   tick() {
     const { created_s, ended_s, is_over, left_s } = this.job;
     setText(this.time, created_s ? ago(now() - created_s) : NONE);
     const end_s = ended_s ?? (is_over ? null : now());
     setText(this.took, end_s === null || !created_s ? NONE : span(end_s - created_s));
-    setText(this.left, left_s === null ? "" : `${span(left_s)} left`);
+    setText(this.left, left_s === null ? "" : `${span(left_s)} remaining`);
   }
 }

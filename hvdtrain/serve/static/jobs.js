@@ -1,4 +1,4 @@
-// The list of jobs: what there is, what runs, what failed.
+// The list of jobs.
 import { get, jobPath, listen, post, session } from "./api.js";
 import { ask } from "./dialog.js";
 import { debounced, field, h, setText, setVisible } from "./dom.js";
@@ -9,17 +9,17 @@ import { compareLink, setQuery } from "./router.js";
 import { STATES, sign } from "./status.js";
 
 const PAGE = 50;
-// What the API gives at once.
+// The most jobs in one response.
 const MOST = 100;
-// While something runs there is a change each second.
+// While jobs run, the list changes every second.
 const PAUSE_MS = 1500;
 const TICK_MS = 5000;
 const COMPARED = 8;
 
 export async function jobsView({ query }) {
-  const asked = { q: query.get("q") ?? "", status: query.get("status") ?? "" };
-  const [{ read_only }, first] = await Promise.all([session(), get("/api/jobs", { ...asked, count: PAGE })]);
-  return (main) => show(main, asked, first, read_only);
+  const filters = { q: query.get("q") ?? "", status: query.get("status") ?? "" };
+  const [{ read_only }, first] = await Promise.all([session(), get("/api/jobs", { ...filters, count: PAGE })]);
+  return (main) => show(main, filters, first, read_only);
 }
 
 const list = (names) =>
@@ -29,7 +29,7 @@ const list = (names) =>
     names.map((name) => h("li", {}, name)),
   );
 
-function show(main, asked, first, read_only) {
+function show(main, filters, first, read_only) {
   let wanted = PAGE;
   let rows = new Map();
   const selected = new Set();
@@ -37,7 +37,7 @@ function show(main, asked, first, read_only) {
   const search = h("input", {
     type: "search",
     placeholder: "Name or program",
-    value: asked.q,
+    value: filters.q,
     spellcheck: "false",
   });
   const chips = h("div", { class: "chips", role: "group", "aria-label": "State" });
@@ -57,7 +57,7 @@ function show(main, asked, first, read_only) {
   const empty = h("div", { class: "empty", hidden: true });
   const more = h("button", { type: "button", onclick: () => enlarge() }, "Show more");
   const total = h("p", { class: "total", role: "status" });
-  const picked = h("span", { class: "picked" });
+  const selection = h("span", { class: "picked" });
   const compare = h(
     "button",
     { type: "button", onclick: () => location.assign(compareLink([...selected])) },
@@ -69,7 +69,7 @@ function show(main, asked, first, read_only) {
   const bulk = h(
     "div",
     { class: "bulk", role: "group", "aria-label": "Selected jobs", hidden: true },
-    picked,
+    selection,
     compare,
     !read_only && clone,
     !read_only && stop,
@@ -89,11 +89,11 @@ function show(main, asked, first, read_only) {
     bulk,
   );
 
-  let asking = 0;
+  let requests = 0;
   async function load() {
-    asking += 1;
-    const mine = asking;
-    const query = { ...asked, count: Math.min(wanted, MOST) };
+    requests += 1;
+    const request = requests;
+    const query = { ...filters, count: Math.min(wanted, MOST) };
     const first = await get("/api/jobs", query);
     const jobs = first.jobs;
     for (; jobs.length < Math.min(wanted, first.found);) {
@@ -101,8 +101,8 @@ function show(main, asked, first, read_only) {
       if (!next.jobs.length) break;
       jobs.push(...next.jobs);
     }
-    // An answer to what was asked before is too late.
-    if (mine === asking) draw({ ...first, jobs });
+    // Ignore responses to earlier requests.
+    if (request === requests) draw({ ...first, jobs });
   }
 
   function draw({ jobs, found, counts }) {
@@ -113,7 +113,7 @@ function show(main, asked, first, read_only) {
       row.update(job);
       kept.set(job.name, row);
     }
-    // Moving a row takes its focus away, so that nothing is moved without need.
+    // Rows are moved only if necessary, as moving a row removes its focus.
     for (const [name, row] of rows) if (!kept.has(name)) row.element.remove();
     let before = body.firstElementChild;
     for (const { element } of kept.values()) {
@@ -127,8 +127,8 @@ function show(main, asked, first, read_only) {
     setVisible(empty, jobs.length === 0);
     if (!jobs.length) {
       const text = all
-        ? "No job fits."
-        : "There are no jobs yet. Submit one here, or run hvdtrain submit or hvdtrain run in a terminal.";
+        ? "No matching jobs."
+        : "No jobs yet. Submit one here, or use hvdtrain submit or hvdtrain run in a terminal.";
       if (empty.textContent !== text) empty.replaceChildren(h("p", {}, text));
     }
     setText(total, jobs.length ? `${count(jobs.length)} of ${counted(found, "job")}` : "");
@@ -136,7 +136,7 @@ function show(main, asked, first, read_only) {
   }
 
   function drawChips(counts) {
-    const known = ["", ...STATES.filter((state) => counts[state] || state === asked.status)];
+    const known = ["", ...STATES.filter((state) => counts[state] || state === filters.status)];
     const key = known.join();
     if (chips.dataset.key !== key) {
       chips.dataset.key = key;
@@ -161,14 +161,14 @@ function show(main, asked, first, read_only) {
     const all = Object.values(counts).reduce((sum, one) => sum + one, 0);
     known.forEach((state, at) => {
       const chip = chips.children[at];
-      chip.setAttribute("aria-pressed", String(state === asked.status));
+      chip.setAttribute("aria-pressed", String(state === filters.status));
       setText(chip.querySelector(".count"), count(state ? (counts[state] ?? 0) : all));
     });
   }
 
   function choose(change) {
-    Object.assign(asked, change);
-    setQuery(asked);
+    Object.assign(filters, change);
+    setQuery(filters);
     wanted = PAGE;
     load().catch(complain);
   }
@@ -177,7 +177,7 @@ function show(main, asked, first, read_only) {
     wanted += PAGE;
     const last = body.lastElementChild;
     await load().catch(complain);
-    // The button may be gone: go on reading at the first new row.
+    // If the button is gone, focus the first new row.
     if (more.hidden) last?.nextElementSibling?.querySelector("a")?.focus();
   }
 
@@ -196,7 +196,7 @@ function show(main, asked, first, read_only) {
 
   function drawBulk() {
     setVisible(bulk, selected.size > 0);
-    setText(picked, `${counted(selected.size, "job")} selected`);
+    setText(selection, `${counted(selected.size, "job")} selected`);
     compare.disabled = selected.size < 2 || selected.size > COMPARED;
     compare.title = compare.disabled ? `Two to ${COMPARED} jobs can be compared.` : "";
   }
@@ -204,21 +204,21 @@ function show(main, asked, first, read_only) {
   function stopSelected() {
     const names = [...selected].filter((name) => !rows.get(name)?.job.is_over);
     if (!names.length) {
-      say("All of them have ended already.");
+      say("The selected jobs have already ended.");
       return;
     }
     ask({
       title: `Stop ${counted(names.length, "job")}?`,
       body: [
         list(names),
-        h("p", {}, "Nothing more is saved. A job's own page can have it save a checkpoint first."),
+        h("p", {}, "No checkpoint is saved. To save one first, stop a job on its own page."),
       ],
       verb: "Stop",
       danger: true,
       act: async () => {
         await Promise.all(names.map((name) => post(jobPath(name, "/stop"))));
         unselect();
-        say(`${counted(names.length, "job")} told to stop.`);
+        say(`${counted(names.length, "job")} being stopped.`);
       },
     });
   }
@@ -227,12 +227,12 @@ function show(main, asked, first, read_only) {
     const names = [...selected];
     ask({
       title: `Clone ${counted(names.length, "job")}?`,
-      body: [list(names), h("p", {}, "Each is submitted once more, as it was asked for.")],
+      body: [list(names), h("p", {}, "Each is submitted again with the same options.")],
       verb: "Start the clones",
       act: async () => {
         for (const name of names) {
           await post(jobPath(name, "/clone"));
-          // Where a later one is refused, this one is not started twice.
+          // If a later one fails, a retry must not submit this one again.
           selected.delete(name);
         }
         unselect();

@@ -1,15 +1,15 @@
-// Lines of a log as elements; their text is never HTML.
+// Creates the elements of log lines.
 import { h, marked } from "./dom.js";
 import { bytes, clock, date, plain } from "./format.js";
 
 const LAUNCHER = -1;
 
-// Takes [begin, end, time, rank, stream, text], or [begin, end] where lines are missing.
+// line: [begin, end, time, rank, stream, text], or [begin, end] for a gap.
 export function lineElement(line, wanted) {
   const [begin, end, time_s, rank, stream, text] = line;
   if (line.length === 2)
     return keep(
-      h("div", { class: "line gap" }, `${bytes(end - begin)} of the log were not kept`),
+      h("div", { class: "line gap" }, `${bytes(end - begin)} of the log were removed`),
       begin,
       end,
     );

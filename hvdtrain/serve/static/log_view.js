@@ -1,13 +1,13 @@
-// A job's log as it grows: a window of lines that moves over a file of any length.
+// The log of a job: a window of lines that moves over a log of any length.
 import { get, jobPath } from "./api.js";
 import { debounced, field, h, setText, setVisible } from "./dom.js";
 import { bytes } from "./format.js";
 import { lineElement } from "./log_lines.js";
 
-// Lines that are asked for at once, and that are kept in the page.
+// Lines per request, and lines kept in the page.
 const PART = 400;
 const MOST = 4000;
-// Who is further behind than that is shown the end.
+// Bytes behind the end after which the view jumps to it.
 const FAR = 256 << 10;
 const NEAR_PX = 30;
 const EARLIER_PX = 300;
@@ -41,7 +41,7 @@ export class LogView {
       { type: "button", class: "follow primary", hidden: true, onclick: () => this.#toEnd() },
       "↓ Follow",
     );
-    this.told = h("p", { class: "hint", role: "status" });
+    this.message = h("p", { class: "hint", role: "status" });
     this.box.classList.add("wrap");
     this.element = h(
       "section",
@@ -53,7 +53,7 @@ export class LogView {
         h("div", { class: "inline" }, field("Ranks", this.ranks), field("Search", this.grep)),
         switched("times", "times", false),
         switched("wrap", "wrap", true),
-        this.told,
+        this.message,
       ),
       h("div", { class: "logbox" }, this.box, this.follow),
     );
@@ -71,7 +71,7 @@ export class LogView {
     await this.#reload();
   }
 
-  // The log has become longer.
+  // Called when the log has grown.
   grow(log_end) {
     this.end = log_end;
     if (this.following) this.#forward();
@@ -87,21 +87,21 @@ export class LogView {
     return { ranks: this.ranks.value.trim(), grep: this.grep.value, count: PART };
   }
 
-  // Shows the end anew, with the filters that are set now.
+  // Shows the end of the log with the current filters.
   async #reload() {
     this.generation += 1;
-    const mine = this.generation;
+    const { generation } = this;
     let part;
     try {
       part = await get(jobPath(this.name, "/log"), this.#query());
     } catch (error) {
-      if (mine === this.generation) {
+      if (generation === this.generation) {
         this.busy = false;
         this.#complain(error);
       }
       return;
     }
-    if (mine !== this.generation) return;
+    if (generation !== this.generation) return;
     this.#complain(null);
     this.first = part.begin;
     this.next = part.next;
@@ -110,14 +110,14 @@ export class LogView {
     this.following = true;
     this.box.scrollTop = this.box.scrollHeight;
     setVisible(this.follow, false);
-    this.#tellBefore();
+    this.#showBefore();
     if (this.next < this.end) this.#forward();
     await this.#backward();
   }
 
   async #forward() {
     if (this.busy || this.first === undefined) return;
-    const mine = this.generation;
+    const { generation } = this;
     this.busy = true;
     try {
       for (let complete = false; !complete && this.next < this.end;) {
@@ -127,17 +127,17 @@ export class LogView {
         }
         const { end } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), begin: this.next });
-        if (mine !== this.generation) return;
-        // It may have become longer meanwhile, and nobody says so again.
+        if (generation !== this.generation) return;
+        // The log may have grown during the request, without another event.
         complete = part.complete && end === this.end;
         this.next = part.next;
         this.#append(part.lines);
         if (!this.following && this.lines.childElementCount >= MOST) break;
       }
     } catch {
-      // The next event tries it again.
+      // The next event retries.
     } finally {
-      if (mine === this.generation) this.busy = false;
+      if (generation === this.generation) this.busy = false;
     }
   }
 
@@ -145,42 +145,42 @@ export class LogView {
     this.lines.append(...this.#elements(lines));
     const over = this.lines.childElementCount - MOST;
     if (over > 0) {
-      // Who follows does not look there, and measuring takes long.
+      // Measuring is slow, and not needed at the end of the log.
       const height = this.following ? 0 : this.box.scrollHeight;
       for (let number = 0; number < over; number += 1) this.lines.firstElementChild.remove();
       this.first = this.lines.firstElementChild.positions[0];
-      this.#tellBefore();
+      this.#showBefore();
       if (!this.following) this.box.scrollTop -= height - this.box.scrollHeight;
     }
     if (this.following) this.box.scrollTop = this.box.scrollHeight;
   }
 
-  // Loads earlier lines until there is enough to scroll to; a search goes on through the whole log.
+  // Loads earlier lines until the view can be scrolled; a search covers the whole log.
   async #backward() {
     if (this.back || !this.first) return;
-    const mine = this.generation;
+    const { generation } = this;
     this.back = true;
     try {
       while (this.first > 0 && this.box.scrollTop < EARLIER_PX) {
         const { first } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: first });
-        if (mine !== this.generation) break;
-        // Lines at the top were dropped meanwhile: these don't fit any more.
+        if (generation !== this.generation) break;
+        // Lines at the top were removed in the meantime.
         if (first !== this.first) continue;
         const height = this.box.scrollHeight;
         this.first = part.begin;
         this.lines.prepend(...this.#elements(part.lines));
-        this.#tellBefore();
+        this.#showBefore();
         this.box.scrollTop += this.box.scrollHeight - height;
-        // What is below is dropped, and read again by whoever comes back.
+        // Lines at the end are removed, and loaded again when needed.
         if (this.lines.childElementCount > MOST) this.#dropEnd();
       }
     } catch {
-      // Scrolling tries it again.
+      // Scrolling retries.
     } finally {
       this.back = false;
     }
-    if (mine !== this.generation) await this.#backward();
+    if (generation !== this.generation) await this.#backward();
   }
 
   #dropEnd() {
@@ -218,21 +218,21 @@ export class LogView {
     return Boolean(this.ranks.value.trim() || this.grep.value);
   }
 
-  #tellBefore() {
+  #showBefore() {
     const searching = this.#isFiltered() && this.first > 0;
     const nothing = this.lines.childElementCount
-      ? "The beginning of the log"
+      ? "Beginning of the log"
       : this.#isFiltered()
-        ? "No line fits"
-        : "Nothing was said yet";
+        ? "No matching lines"
+        : "The log is empty";
     setText(
       this.before,
-      this.first > 0 ? `${bytes(this.first)} before this${searching ? " to look through" : ""}` : nothing,
+      this.first > 0 ? `${bytes(this.first)} earlier${searching ? " to search" : ""}` : nothing,
     );
   }
 
   #complain(error) {
     this.ranks.setAttribute("aria-invalid", String(error !== null));
-    setText(this.told, error ? error.message : "");
+    setText(this.message, error ? error.message : "");
   }
 }

@@ -1,4 +1,4 @@
-// Says what was wrong without loading the page anew; without this the form works as well.
+// Shows errors without reloading the page; the form also works without this script.
 const form = document.querySelector("form");
 const wrong = document.getElementById("wrong");
 
@@ -10,7 +10,7 @@ form.addEventListener("submit", async (event) => {
     const answer = await fetch("/login", { method: "POST", body });
     if (answer.ok && answer.redirected) location.assign(`/${location.hash}`);
     else {
-      wrong.textContent = answer.status === 403 ? "This is not the token." : "hvdtrain serve refuses it.";
+      wrong.textContent = answer.status === 403 ? "Wrong token." : "The request was refused.";
       form.token.select();
     }
   } catch {

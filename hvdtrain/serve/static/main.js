@@ -6,7 +6,7 @@ import { start } from "./router.js";
 const main = document.getElementById("main");
 
 document.getElementById("skip").addEventListener("click", (event) => {
-  // A fragment would be taken for a view.
+  // The router would treat the fragment as a view.
   event.preventDefault();
   main.focus();
 });

@@ -1,4 +1,4 @@
-// What the page says of itself, also to those who do not see it.
+// Notices, announced by screen readers.
 import { h } from "./dom.js";
 
 const SAID_MS = 6000;
@@ -12,7 +12,7 @@ export function complain(error) {
   if (!(error instanceof Error) || error.name === "ApiError") place("complaints", text, 0);
   else {
     console.error(error);
-    place("complaints", `The page has a fault: ${text}`, 0);
+    place("complaints", `Error in this page: ${text}`, 0);
   }
 }
 

@@ -1,4 +1,4 @@
-// The ranks of a job: who takes how long for a step, over time and now.
+// The ranks of a job: their step times over time, and their current values.
 import { get, jobPath } from "./api.js";
 import { colour, h, setText, setVisible } from "./dom.js";
 import { NONE, bytes, clock, count, isNumber, number, seconds } from "./format.js";
@@ -7,16 +7,16 @@ const ROWS = 240;
 const EVERY_MS = 10_000;
 const SHOWN = 16;
 const HEIGHT = 260;
-// Times as long as the rank in the middle, and the colour from there on.
+// Step time relative to the median, and the colour from there.
 const HEAT = [[2, "--red"], [1.3, "--amber-line"], [1.1, "--heat-2"], [0, "--heat-1"]];
 const COLUMNS = [
   ["Step", "step", count], ["Phase", "phase", (word) => word || NONE],
-  ["Own time for a step", "own_s", seconds], ["Waited in all", "waited_s", seconds],
+  ["Own step time", "own_s", seconds], ["Waited for ranks", "waited_s", seconds],
   ["Waited for input", "input_s", seconds], ["Memory", "rss_mb", mebibytes], ["Cores", "cpu", number],
-  ["GPU, percent", "gpu", number], ["GPU memory", "gpu_mb", mebibytes],
+  ["GPU %", "gpu", number], ["GPU memory", "gpu_mb", mebibytes],
 ];
-// What is not known of any rank, such as GPUs where there are none, has no column.
-const SELDOM_KNOWN = ["input_s", "gpu", "gpu_mb"];
+// Columns that are hidden if no rank reports them.
+const OPTIONAL = ["input_s", "gpu", "gpu_mb"];
 
 function mebibytes(mb) {
   return isNumber(mb) ? bytes(mb * 2 ** 20) : NONE;
@@ -36,7 +36,7 @@ export class RanksView {
       { class: "card ranks", "aria-labelledby": "ranks", hidden: true },
       h("h2", { id: "ranks" }, "Ranks"),
       h("div", { class: "heat" }, this.canvas, this.times),
-      h("p", { class: "heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, name]) => h("span", {}, h("i", { class: "dot", "data-heat": name.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
+      h("p", { class: "heat-legend hint" }, "Own step time:", HEAT.toReversed().map(([from, name]) => h("span", {}, h("i", { class: "dot", "data-heat": name.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
       h("div", { class: "scroll" }, h("table", {}, this.head, this.body)),
       this.more,
     );
@@ -67,10 +67,10 @@ export class RanksView {
   #draw() {
     const last = this.now;
     const ranks = last.step.map((_, rank) => rank);
-    // The slowest first, where not all are shown.
+    // If not all are shown, the slowest ones.
     const own = (rank) => last.own_s[rank] ?? 0;
     const listed = this.all || ranks.length <= SHOWN ? ranks : ranks.toSorted((a, b) => own(b) - own(a)).slice(0, SHOWN);
-    const columns = COLUMNS.filter(([, field]) => last[field] || !SELDOM_KNOWN.includes(field));
+    const columns = COLUMNS.filter(([, field]) => last[field] || !OPTIONAL.includes(field));
     this.head.replaceChildren(h("tr", {}, ["Rank", ...columns.map(([label]) => label)].map((label) => h("th", { scope: "col", class: label === "Phase" ? "" : "numeric" }, label))));
     this.body.replaceChildren(
       ...listed.map((rank) =>
@@ -78,7 +78,7 @@ export class RanksView {
       ),
     );
     setVisible(this.more, ranks.length > SHOWN);
-    setText(this.more, this.all ? `The ${SHOWN} slowest alone` : `All ${count(ranks.length)} ranks`);
+    setText(this.more, this.all ? `Only the ${SHOWN} slowest` : `All ${count(ranks.length)} ranks`);
     this.#paint(ranks.length);
   }
 
@@ -96,16 +96,16 @@ export class RanksView {
       const known = own_s.filter(isNumber).sort((a, b) => a - b);
       if (!known.length) return;
       const median = known[(known.length - 1) >> 1] || 1e-6;
-      own_s.forEach((mine, rank) => {
-        if (!isNumber(mine)) return;
-        const factor = mine / median;
+      own_s.forEach((value, rank) => {
+        if (!isNumber(value)) return;
+        const factor = value / median;
         if (at === this.rows.length - 1 && factor > slowest[0]) slowest = [factor, rank];
         pen.fillStyle = colours.find(([from]) => factor >= from)[1];
         pen.fillRect(at * width, rank * height, width - (width > 4), height - (height > 4));
       });
     });
     const words = slowest[0] ? ` Slowest now: rank ${slowest[1]}, ${slowest[0].toFixed(1)} times the median.` : "";
-    this.canvas.setAttribute("aria-label", `What a step takes each of ${count(ranks)} ranks over time.${words}`);
+    this.canvas.setAttribute("aria-label", `Step time of each of ${count(ranks)} ranks over time.${words}`);
     setText(this.times.firstChild, clock(this.rows[0].time));
     setText(this.times.lastChild, clock(this.rows.at(-1).time));
   }

@@ -1,6 +1,6 @@
-// Which view is shown: #/jobs/NAME and the like. A view fetches what it needs, and returns what
-// fills an element with it, which in turn returns what ends the view: until there is something to
-// show, the view before stays.
+// Shows the view of the URL's fragment, such as #/jobs/NAME. A view loads its data, then returns a
+// function that fills an element, which in turn returns a function that ends the view. The previous
+// view stays until the data are loaded.
 import { h } from "./dom.js";
 import { complain } from "./notices.js";
 
@@ -8,10 +8,10 @@ let leave = () => {};
 let shown = null;
 let visits = 0;
 
-// routes: a pattern and what loads its view, each; the first is shown where none fits.
+// routes: pairs of a pattern and a loader; the first is the default.
 export function start(routes, main) {
   async function go() {
-    // Other fragments are places on the page.
+    // Other fragments are anchors.
     if (location.hash && !location.hash.startsWith("#/")) return;
     const address = location.hash || "#/";
     if (address === shown) return;
@@ -28,7 +28,7 @@ export function start(routes, main) {
     } catch (error) {
       fill = () => failed(main, error);
     }
-    // Meanwhile somebody may have gone elsewhere.
+    // The user may have left in the meantime.
     if (visit !== visits) return;
     leave();
     main.replaceChildren();
@@ -51,7 +51,7 @@ export function start(routes, main) {
 function failed(main, error) {
   if (error.name !== "ApiError") complain(error);
   main.append(
-    h("h1", {}, "There is nothing here"),
+    h("h1", {}, "Not found"),
     h("p", {}, error.message),
     h("p", {}, h("a", { href: "#/" }, "All jobs")),
   );
@@ -62,7 +62,7 @@ export function where() {
   return { path, query: new URLSearchParams(query) };
 }
 
-// Keeps what a view shows in the address, without leaving the view.
+// Stores the state of a view in the URL without leaving the view.
 export function setQuery(values) {
   const words = new URLSearchParams(values);
   for (const [name, value] of [...words]) if (!value) words.delete(name);

@@ -1,6 +1,6 @@
-// What was measured of a job, as columns to draw.
+// The metrics of a job, as columns for charts.
 
-// Between two rows of metrics, so that what a second brought by chance does not count.
+// Minimum seconds between the rows of a rate, which reduces noise.
 const LEAST_S = 4;
 
 export class Series {
@@ -12,7 +12,7 @@ export class Series {
     }
   }
 
-  // Takes a row; false for one that is there already.
+  // Adds a row; returns false if it is not new.
   add(row) {
     const last = this.rows.at(-1);
     if (typeof row?.time !== "number" || (last && row.time <= last.time)) return false;
@@ -20,10 +20,10 @@ export class Series {
     return true;
   }
 
-  // Samples a second, from what came since a row that is old enough.
+  // Samples per second since a row that is old enough.
   #rate(row) {
     const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
-    // After a restart samples are counted anew, and its first row may have none.
+    // A restart resets the count, and its first row may have none.
     if (typeof before?.samples !== "number") return null;
     if (!(row.samples > before.samples) || row.step <= before.step) return null;
     return (row.samples - before.samples) / (row.time - before.time);
@@ -33,8 +33,8 @@ export class Series {
     return this.rows.at(-1) ?? {};
   }
 
-  // Columns x and y over "step" or "time"; over steps what an attempt undid is left out. A null in y
-  // is where the curve ends and begins again, undefined what was not measured.
+  // Returns columns x and y over "step" or "time"; over steps, steps that were repeated are replaced.
+  // In y, null interrupts the curve, and undefined is a missing value.
   columns(over, name) {
     const xs = [];
     const ys = [];

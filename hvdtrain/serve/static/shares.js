@@ -1,10 +1,10 @@
-// Where the time of a job went.
+// How a job spent its time.
 import { h, setVisible } from "./dom.js";
 import { percent } from "./format.js";
 
 const NAMES = {
-  kept: "steps that were kept",
-  lost: "steps that were lost",
+  kept: "kept steps",
+  lost: "lost steps",
   waiting: "waiting for other ranks",
   input: "waiting for input",
   start: "start",
@@ -16,7 +16,7 @@ const NAMES = {
 };
 const LEAST = 0.001;
 
-// What the last start of a job came to; undefined where that is not known yet.
+// Returns the summary of the last start of a job; undefined until it has ended.
 export function summaryOf(events) {
   const last = events.findLast(({ kind }) => kind === "summary" || kind === "began");
   return last?.kind === "summary" ? last : undefined;
@@ -29,7 +29,7 @@ export class Shares {
     this.element = h(
       "section",
       { class: "card", hidden: true },
-      h("h2", {}, "Where the time went"),
+      h("h2", {}, "Time"),
       this.bar,
       this.list,
     );

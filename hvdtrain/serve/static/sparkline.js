@@ -1,4 +1,4 @@
-// A curve as small as a word.
+// A curve of the size of a word.
 import { svg } from "./dom.js";
 
 const WIDTH = 64;
@@ -15,7 +15,7 @@ export class Sparkline {
     );
   }
 
-  // values: from the first to the last. words: what they tell those who do not see the curve.
+  // words: the description for screen readers.
   update(values, words) {
     const least = Math.min(...values);
     const range = Math.max(...values) - least || 1;

@@ -1,7 +1,7 @@
-// The state of a job, as a sign, a colour and a word.
+// The state of a job as a symbol, a colour and a word.
 import { h } from "./dom.js";
 
-// Each has a sign of its own: colour is never the only difference.
+// Colour is never the only difference.
 const SIGNS = {
   running: "●",
   restarting: "↻",
@@ -15,16 +15,16 @@ const SIGNS = {
   unknown: "?",
 };
 const MEANINGS = {
-  running: "its hvdtrain run is there",
+  running: "hvdtrain run is running",
   restarting: "between two attempts",
-  queued: "waits for its slots",
+  queued: "waiting for slots",
   done: "ended with exit code 0",
-  failed: "ended with another exit code than 0",
-  stopped: "was told to end",
-  preempted: "saved what it had because its time was over",
-  lost: "its hvdtrain run was killed, or its host went down, without a word",
-  silent: "runs on another host, and has not been heard of for a minute",
-  unknown: "what it wrote can't be read, or its queue does not answer",
+  failed: "ended with an exit code other than 0",
+  stopped: "stopped on request",
+  preempted: "saved a checkpoint because its time was over",
+  lost: "hvdtrain run was killed, or its host went down, without a report",
+  silent: "runs on another host and has not reported for a minute",
+  unknown: "its state can't be read, or its queue does not answer",
 };
 
 export const STATES = Object.keys(SIGNS);
@@ -37,7 +37,7 @@ export function badge(status) {
   return h("span", { class: "badge", "data-state": status, title: MEANINGS[status] }, sign(status), status);
 }
 
-// Replaces a badge only where the state is another.
+// Replaces a badge only if the state has changed.
 export function setBadge(holder, status) {
   if (holder.firstElementChild?.dataset.state !== status) holder.replaceChildren(badge(status));
 }

@@ -1,4 +1,4 @@
-// Hands a job over: what is to run, the plan of it, and only then the start.
+// The form that submits a job, after its plan was shown.
 import { post, session } from "./api.js";
 import { debounced, field, h, setText } from "./dom.js";
 import { complain, say } from "./notices.js";
@@ -8,9 +8,9 @@ import { joinWords, splitWords } from "./words.js";
 const MODES = [
   ["allreduce", "allreduce: ranks average gradients"],
   ["local-sgd", "local-sgd: ranks average weights"],
-  ["async-ps", "async-ps: through servers, none waits"],
-  ["sync-ps", "sync-ps: through servers, in step"],
-  ["towers", "towers: on several devices of a rank"],
+  ["async-ps", "async-ps: parameter servers, asynchronous"],
+  ["sync-ps", "sync-ps: parameter servers, synchronous"],
+  ["towers", "towers: several devices per rank"],
 ];
 
 export async function submitView() {
@@ -27,26 +27,26 @@ function refuse(main) {
       h(
         "p",
         {},
-        "Nothing may be started from this page: hvdtrain serve was started with ",
+        "This page can't submit jobs: hvdtrain serve was started with ",
         h("code", {}, "--read-only"),
         ".",
       ),
       h(
         "p",
         {},
-        "Without that option, whoever has the token can run programs as the user who started it.",
+        "Without that option, anyone with the token can run programs as the user who started it.",
       ),
     ),
   );
 }
 
 const GPUS = [
-  ["", "as there are"],
-  ["1", "one for each rank"],
+  ["", "default"],
+  ["1", "one per rank"],
   ["0", "none"],
 ];
 
-// How each that runs jobs is told of them; this machine gives each rank one if there are any.
+// Returns the options for GPUs; by default this machine gives each rank one if it has any.
 function gpuWords(count, backend) {
   if (count === "0") return ["-x", "CUDA_VISIBLE_DEVICES="];
   if (count === "1" && backend === "slurm") return ["--sbatch=--gpus-per-task=1"];
@@ -93,14 +93,14 @@ function fill(main, { folder: here, backends }) {
   const restarts = h("input", { type: "number", min: 0, step: 1, inputmode: "numeric", placeholder: "0" });
   const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
   const options = text({ placeholder: "-x NAME=VALUE --hang-timeout-s 60" });
-  const forSlurm = field("Options of sbatch", sbatch);
+  const forSlurm = field("sbatch options", sbatch);
   const image = text({ placeholder: "registry.example/train:1" });
-  const forImage = field("Image of its pods", image);
+  const forImage = field("Pod image", image);
   const pods = text({ placeholder: "--gpus-per-rank 1 --volume data:/data --namespace train" });
-  const forPods = field("More options of pods", pods);
-  const more = field("Further options of hvdtrain run", options);
+  const forPods = field("Pod options", pods);
+  const more = field("Other options of hvdtrain run", options);
   more.classList.add("wide");
-  const command = h("ol", { class: "words", "aria-label": "The command, word by word" });
+  const command = h("ol", { class: "words", "aria-label": "The words of the command" });
   const wrong = h("p", { class: "wrong", role: "alert" });
   const plan = h("button", { type: "button", class: "primary", onclick: () => showPlan() }, "Show the plan");
   const start = h("button", { class: "primary", disabled: true }, "Start");
@@ -114,7 +114,7 @@ function fill(main, { folder: here, backends }) {
   const state = h(
     "p",
     { class: "hint", role: "status" },
-    "The plan comes first; then the job can be started.",
+    "Show the plan before you start the job.",
   );
   const form = h(
     "form",
@@ -125,18 +125,18 @@ function fill(main, { folder: here, backends }) {
       h(
         "section",
         { class: "card" },
-        field("Program", program, "What every rank runs."),
+        field("Program", program, "Runs on every rank."),
         field("Working directory", folder),
       ),
       h(
         "section",
         { class: "card fields" },
         field("Ranks", ranks),
-        field("Runs on", backend),
+        field("Queue", backend),
         field("GPUs", gpus),
         field("Hosts", hosts),
-        field("Restarts after failures, at most", restarts),
-        field("How ranks train together", mode),
+        field("Maximum restarts after failures", restarts),
+        field("Training mode", mode),
         forSlurm,
         forImage,
         forPods,
@@ -146,7 +146,7 @@ function fill(main, { folder: here, backends }) {
     h(
       "section",
       { class: "card" },
-      h("h2", {}, "What is started"),
+      h("h2", {}, "Command"),
       command,
       wrong,
       h("div", { class: "actions" }, plan, start),
@@ -156,7 +156,7 @@ function fill(main, { folder: here, backends }) {
   );
   main.append(h("h1", {}, "Submit a job"), form);
 
-  function asked() {
+  function body() {
     const words = [];
     if (ranks.value) words.push("-np", ranks.value);
     if (hosts.value.trim()) words.push("-H", hosts.value.trim());
@@ -175,13 +175,13 @@ function fill(main, { folder: here, backends }) {
     changes += 1;
     forSlurm.hidden = backend.value !== "slurm";
     forImage.hidden = forPods.hidden = backend.value !== "kubernetes";
-    if (!start.disabled) setText(state, "It was changed: look at the plan again.");
+    if (!start.disabled) setText(state, "The job has changed; show the plan again.");
     start.disabled = true;
     plan.className = "primary";
     planned.hidden = true;
     setText(wrong, "");
     try {
-      const { program, options } = asked();
+      const { program, options } = body();
       const shown = ["hvdtrain", "submit", ...options, "--", ...program];
       command.replaceChildren(
         ...shown.map((word, at) =>
@@ -212,25 +212,25 @@ function fill(main, { folder: here, backends }) {
 
   async function showPlan() {
     if (!form.reportValidity()) return;
-    const mine = changes;
-    const answer = await busy("hvdtrain run makes the plan…", () => post("/api/plan", asked()));
-    if (!answer || mine !== changes) return;
+    const version = changes;
+    const answer = await busy("Planning…", () => post("/api/plan", body()));
+    if (!answer || version !== changes) return;
     planned.textContent = answer.plan;
     planned.hidden = false;
     start.disabled = false;
     plan.className = "";
-    setText(state, "Nothing runs yet. Start it if this is what you want.");
+    setText(state, "Nothing has been started yet.");
   }
 
   form.addEventListener("input", debounced(changed, 0));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (start.disabled) {
-      // Enter in a field.
+      // Enter was pressed in a field.
       await showPlan();
       return;
     }
-    const answer = await busy("Submitting…", () => post("/api/jobs", asked()));
+    const answer = await busy("Submitting…", () => post("/api/jobs", body()));
     if (!answer) return;
     say(`${answer.name} was submitted.`);
     location.assign(jobLink(answer.name));

@@ -1,4 +1,4 @@
-// Runs before the page is drawn, so that a chosen theme does not flash in.
+// Applies the chosen theme before the page is drawn.
 (() => {
   const chosen = localStorage.getItem("theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;

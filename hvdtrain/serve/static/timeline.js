@@ -1,12 +1,12 @@
-// What happened to a job: its attempts, ranks that were lost, checkpoints; drawn, and as a list.
+// The events of a job, drawn and as a list: attempts, lost ranks and checkpoints.
 import { now } from "./api.js";
 import { h } from "./dom.js";
 import { clock, count, counted, date, span } from "./format.js";
 
-// More marks than that could not be told apart.
+// More marks would overlap.
 const MARKS = 40;
 const SHOWN = 60;
-// From there on a time of day says too little.
+// Longer jobs show the date as well.
 const LONG_S = 12 * 3600;
 const CAUSES = { done: "done", ordered: "stopped", preempted: "stopped" };
 
@@ -18,7 +18,7 @@ export class Timeline {
     this.element = h(
       "section",
       { class: "card timeline" },
-      h("h2", {}, "What happened"),
+      h("h2", {}, "Events"),
       this.bar,
       this.ends,
       this.list,
@@ -84,7 +84,7 @@ function items(events, begin_s) {
   for (let at = 0; at < events.length; at += 1) {
     const event = events[at];
     if (event.kind === "checkpoint") {
-      // A row for many in a row.
+      // One row for consecutive checkpoints.
       let many = 1;
       while (events[at + 1]?.kind === "checkpoint") {
         at += 1;
@@ -136,7 +136,7 @@ function items(events, begin_s) {
   if (left_out <= 0) return rows;
   return [
     ...rows.slice(0, SHOWN / 2),
-    h("li", { class: "more" }, `${counted(left_out, "event")} between`),
+    h("li", { class: "more" }, `${counted(left_out, "event")} not shown`),
     ...rows.slice(-SHOWN / 2),
   ];
 }
@@ -144,7 +144,7 @@ function items(events, begin_s) {
 function ended({ attempt, cause, code, step, lost_s }) {
   const how =
     cause === "done"
-      ? "ended well"
+      ? "ended successfully"
       : cause === "ordered"
         ? "was stopped"
         : cause === "preempted"
@@ -160,6 +160,6 @@ function item(event, kind, text, begin_s, words = "") {
     { datetime: new Date(event.time * 1000).toISOString(), title: date(event.time) },
     `+${span(event.time - begin_s)}`,
   );
-  const more = words && h("details", {}, h("summary", {}, "why"), h("pre", {}, words));
+  const more = words && h("details", {}, h("summary", {}, "details"), h("pre", {}, words));
   return h("li", { "data-kind": kind }, when, h("div", {}, text, more));
 }

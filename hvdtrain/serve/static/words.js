@@ -1,4 +1,4 @@
-// A line that is split into words as a shell does it, and back; nothing in it is ever expanded.
+// Splits a line into words as a shell does, and back, without expansion.
 
 const PLAIN = /^[\w@%+=:,./-]+$/;
 
@@ -30,7 +30,7 @@ export function splitWords(line) {
   return words;
 }
 
-// A program as it is read in a list: where its Python lies matters least.
+// A program for a list, without the path of Python.
 export function shortProgram(words) {
   const [first = "", ...others] = words;
   return joinWords(
