@@ -1,8 +1,8 @@
-"""Shows the page for the README: ``python -m tests.serve.screenshots docs/images``.
+"""Saves the images of the README: ``python -m tests.serve.screenshots docs/images``.
 
-Real jobs of examples/mnist.py are run, which takes some minutes, and shown in
-Chromium: the list of jobs, one that runs, and two that have ended beside each other. Where
-Pillow is installed, images have a palette, and a third of their size.
+The script runs real jobs of examples/mnist.py, which takes some minutes, and saves three views in
+Chromium: the list of jobs, a running job, and a comparison. With Pillow, images have a palette,
+which reduces their size to a third.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RUNS = ["--epochs", "200", "--run-dir", "runs/long", "--checkpoint-dir", "runs/
 
 
 class Jobs:
-    """Jobs in a folder of their own."""
+    """Starts jobs in a separate folder."""
 
     def __init__(self, scratch: Path) -> None:
         self.folder = scratch / "jobs"
@@ -50,7 +50,7 @@ class Jobs:
         }
 
     def start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A job on two ranks."""
+        """Start a job of two ranks."""
         argv = [sys.executable, "-m", "hvdtrain", "run", "-np", "2", "--"]
         return subprocess.Popen(
             [*argv, "python", "examples/mnist.py", *arguments],
@@ -64,7 +64,7 @@ class Jobs:
 
 def _save(page: Any, path: Path, height: int) -> None:
     page.set_viewport_size({"width": WIDTH, "height": height})
-    # Charts are drawn anew in that size.
+    # Charts are redrawn.
     page.wait_for_timeout(1000)
     page.screenshot(path=path)
     try:
@@ -76,7 +76,7 @@ def _save(page: Any, path: Path, height: int) -> None:
 
 
 def show(folder: Path, server: Server, browser: Any) -> None:
-    """Save the three images: while one job runs and two have come to their end."""
+    """Save the three images while one job runs."""
     page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
     page.request.post(f"{server.url}/login", form={"token": server.token})
     page.goto(f"{server.url}/")
@@ -96,7 +96,7 @@ def show(folder: Path, server: Server, browser: Any) -> None:
 
 
 def main() -> None:
-    """Run the jobs, and save the images in the folder that is named."""
+    """Run the jobs and save the images."""
     from playwright.sync_api import sync_playwright
 
     if len(sys.argv) != 2:
@@ -107,7 +107,7 @@ def main() -> None:
         started = []
         for arguments in (*_ENDED, _RUNS):
             started.append(jobs.start(arguments))
-            # The list is by when they began.
+            # The list is sorted by start time.
             time.sleep(2.0)
         *ending, running = started
         for job in ending:

@@ -1,4 +1,4 @@
-"""Jobs in real pods, of a real Kubernetes."""
+"""Jobs in pods of a real Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ CRD = "HVDTRAIN_TEST_MPIJOB_CRD"
 TRAINING = Path(__file__).with_name("pod_training.py")
 STANDIN = "tests.launch.standin"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
-# Otherwise a Job leaves what it owns.
+# Otherwise the objects of a deleted Job are kept.
 WITH_PODS = "?propagationPolicy=Background"
 PODS = "/api/v1/namespaces/default/pods"
 ELASTIC = ("--elastic", "--preempt-grace-s", "150")
-# To the end of a log, on a slow machine with other tests beside: five times what it takes alone.
+# For following a log to its end: five times the usual duration, for busy machines.
 FOLLOWED_S = 700
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.more]
 
 
 class Commands:
-    """hvdtrain's commands as a user of the cluster has them."""
+    """Runs ``hvdtrain`` as a user of the cluster."""
 
     def __init__(self, cluster: KubernetesCluster, jobs: Path | None = None) -> None:
         self.cluster = cluster
-        # Which pods see, unless another is named.
+        # By default pods see this folder.
         self.jobs = jobs or cluster.folder / "jobs"
         self._template = cluster.folder / "pod.json"
         template = cluster.pod_template()
-        # For machines on which much else runs.
+        # For busy machines.
         template["spec"]["terminationGracePeriodSeconds"] = 180
         self._template.write_text(json.dumps(template))
 
@@ -64,7 +64,7 @@ class Commands:
         pods: tuple[str, ...] = (),
         code: int = 0,
     ) -> str:
-        """Submit a job; returns its name, or what was said."""
+        """Submit a job; return its name, or the error."""
         where = [
             "--image",
             IMAGE,
@@ -80,24 +80,24 @@ class Commands:
         return done.stdout.strip() if code == 0 else done.stderr
 
     def view(self, name: str) -> dict[str, Any]:
-        """A job as programs see it."""
+        """Return a job of ``hvdtrain jobs --json``."""
         jobs = map(json.loads, self.run("jobs", "--json").stdout.splitlines())
-        (found,) = [job for job in jobs if job["name"] == name]
-        return dict(found)
+        (view,) = [job for job in jobs if job["name"] == name]
+        return dict(view)
 
     def wait_for(
         self, name: str, ready: Callable[[dict[str, Any]], bool], timeout_s: float = 300
     ) -> dict[str, Any]:
-        """Wait until ``hvdtrain jobs`` shows a job so."""
+        """Wait until ``hvdtrain jobs`` shows a job that is ``ready``."""
         deadline = time.monotonic() + timeout_s
         while not ready(view := self.view(name)):
             assert time.monotonic() < deadline, (view, self.cluster.ask(PODS))
-            # Each look is a command that starts, and pods need the cores, too.
+            # Each look starts a process, and pods need the cores.
             time.sleep(1.0)
         return view
 
     def wait_until(self, name: str, what: str, ready: Any, timeout_s: float = 300) -> Any:
-        """Wait until the state that a job's launcher has written is as ``ready`` says."""
+        """Wait until the recorded state of a job is ``ready``."""
         path = self.jobs / name / "state.json"
         deadline = time.monotonic() + timeout_s
         while not ready(state := json.loads(path.read_text())):
@@ -107,41 +107,41 @@ class Commands:
         return state
 
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
-        """What happened to a job."""
-        found = map(json.loads, (self.jobs / name / "events.jsonl").read_text().splitlines())
-        return [event for event in found if event["kind"] == kind]
+        """Return the events of a job."""
+        events = map(json.loads, (self.jobs / name / "events.jsonl").read_text().splitlines())
+        return [event for event in events if event["kind"] == kind]
 
     def pods(self, name: str, role: str) -> list[dict[str, Any]]:
-        """The pods of a job."""
+        """Return the pods of a job."""
         labels = f"hvdtrain/job={objects_named(name)},hvdtrain/role={role}"
         return list(self.cluster.ask(f"{PODS}?labelSelector={labels}")["items"])
 
     def delete_pod(self, pod: str, *, warned: bool = True) -> None:
-        """As somebody does who wants its node for something else; or at once, as a crash does."""
+        """Delete a pod, by default with its grace period."""
         how = "" if warned else "?gracePeriodSeconds=0"
         assert self.cluster.ask(f"{PODS}/{pod}{how}", method="DELETE")["metadata"]["name"] == pod
 
     def scale(self, name: str, workers: int) -> None:
-        """As ``kubectl scale`` does."""
+        """Scale the workers, as ``kubectl scale`` does."""
         path = f"/apis/apps/v1/namespaces/default/statefulsets/{objects_named(name)}-worker/scale"
         done = self.cluster.ask(path, {"spec": {"replicas": workers}}, method="PATCH")
         assert done["spec"]["replicas"] == workers
 
 
 def objects_named(name: str) -> str:
-    """The name that a job's objects have."""
+    """Return the name of a job's objects."""
     return name.replace("_", "-")
 
 
 @pytest.fixture
 def commands(kubernetes: KubernetesCluster) -> Iterator[Commands]:
     yield Commands(kubernetes)
-    # What a test that failed has left would take its time from the next.
+    # Jobs of a failed test would slow down the next one.
     for one in kubernetes.ask(JOBS)["items"]:
         kubernetes.ask(f"{JOBS}/{one['metadata']['name']}{WITH_PODS}", method="DELETE")
 
 
-def test_digits_are_learnt_in_three_pods_of_which_one_is_deleted(commands: Commands) -> None:
+def test_mnist_in_three_pods_survives_a_deleted_pod(commands: Commands) -> None:
     saved = str(commands.cluster.folder / "digits")
     program = (sys.executable, str(REPOSITORY / "examples" / "mnist.py"), "--checkpoint-dir", saved)
     lengths = ("--epochs", "2", "--batch-size", "32")
@@ -155,18 +155,18 @@ def test_digits_are_learnt_in_three_pods_of_which_one_is_deleted(commands: Comma
     assert float(accuracy) > 0.93, done.stdout[-3000:]
     began, again = (sorted(at["hosts"].values()) for at in commands.events(name, "began"))
     assert began == [1, 1, 1]
-    # On a busy machine the new pod comes later than the others wait for it.
+    # On a busy machine the others start before the new pod is ready.
     assert again in ([1, 1], [1, 1, 1])
     first, _ = commands.events(name, "ended")
     assert (first["cause"], first["saved"]) == ("preempted", first["step"])
     assert f"resuming from the checkpoint of step {first['step']}" in done.stdout
 
 
-def test_the_operators_definition_accepts_the_documents_mpijob(commands: Commands) -> None:
-    """The API server validates it, and drops fields that the definition does not have."""
+def test_the_mpi_operator_accepts_the_documented_mpijob(commands: Commands) -> None:
+    # The API server drops fields that the definition does not have.
     path = Path(os.environ.get(CRD, ""))
     if not path.is_file():
-        skip_or_fail("mpijob", f"{CRD} names no definition of MPIJobs, kubeflow.org_mpijobs.yaml")
+        skip_or_fail("mpijob", f"{CRD} is not the path of kubeflow.org_mpijobs.yaml")
     cluster = commands.cluster
     (definition,) = yaml.safe_load_all(path.read_text())
     cluster.ask("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
@@ -178,16 +178,16 @@ def test_the_operators_definition_accepts_the_documents_mpijob(commands: Command
     created = cluster.ask(mpijobs, manifest)
     assert created["kind"] == "MPIJob", created
     assert list(_dropped(manifest, created)) == []
-    # Of its pods the API server knows more than the definition tells.
+    # The API server validates pods more strictly than the definition.
     for role, replicas in manifest["spec"]["mpiReplicaSpecs"].items():
         pod = {"metadata": {"name": "one"}, **replicas["template"]}
-        said = cluster.ask(f"{PODS}?dryRun=All", pod)
-        assert said["kind"] == "Pod", (role, said)
-        assert list(_dropped(pod["spec"], said["spec"])) == []
+        created = cluster.ask(f"{PODS}?dryRun=All", pod)
+        assert created["kind"] == "Pod", (role, created)
+        assert list(_dropped(pod["spec"], created["spec"])) == []
 
 
 def _dropped(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Yield the places of an object that another does not have."""
+    """Yield the paths of values that another object lacks."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for name, value in wanted.items():
             yield from _dropped(value, found.get(name), f"{place}.{name}")
@@ -198,7 +198,7 @@ def _dropped(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
         yield place
 
 
-def test_a_job_that_fails_stays_so_and_frees_its_workers(commands: Commands) -> None:
+def test_a_failed_job_is_not_restarted_and_releases_its_workers(commands: Commands) -> None:
     program = "import hvdtrain; hvdtrain.init(); 1 / (hvdtrain.rank() - 1)"
     name = commands.submit(sys.executable, "-c", program, ranks=2)
     view = commands.wait_for(name, lambda job: job["status"] == "failed")
@@ -217,7 +217,7 @@ def test_a_job_that_fails_stays_so_and_frees_its_workers(commands: Commands) -> 
     )
 
 
-def test_what_has_no_room_says_so_and_can_be_stopped(commands: Commands) -> None:
+def test_an_unschedulable_job_shows_the_reason_and_can_be_stopped(commands: Commands) -> None:
     name = commands.submit(sys.executable, "-c", "pass", ranks=1, pods=("--gpus-per-rank", "8"))
     log = f"{PODS}?labelSelector=hvdtrain/job={name}"
     commands.cluster.wait_for("pods", log, lambda found: len(found["items"]) == 2)
@@ -234,8 +234,7 @@ def test_what_has_no_room_says_so_and_can_be_stopped(commands: Commands) -> None
 
 
 @pytest.mark.timeout(1200)
-def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
-    """Taken, added, and taken for good; the launcher's, too; and a stop that saves."""
+def test_no_step_is_lost_when_pods_are_deleted_and_scaled(commands: Commands) -> None:
     folder = commands.cluster.folder / "steady"
     folder.mkdir()
     lengths = ("--steps", "9999", "--step-s", "0.05", "--every", "20", "--elastic")
@@ -245,7 +244,7 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     attempts = 0
 
     def advances(ranks: int) -> None:
-        """Wait until a later attempt with so many ranks has done steps of its own."""
+        """Wait until a later attempt with this number of ranks has completed steps."""
         nonlocal attempts
         began = commands.wait_until(
             name,
@@ -270,22 +269,22 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     commands.delete_pod(launcher["metadata"]["name"])
     advances(3)
     commands.scale(name, 2)
-    # Long before the pods' time is over.
+    # Long before the grace period of the pods ends.
     commands.wait_until(name, "fewer ranks", lambda state: state["ranks"] == 2, timeout_s=160)
     advances(2)
     ended = commands.events(name, "ended")
     assert [event["saved"] for event in ended] == [event["step"] for event in ended], ended
     assert {event["cause"] for event in ended} == {"preempted", "ordered"}, ended
-    # Without a warning it goes on from the last checkpoint.
+    # Without a grace period training resumes from the last checkpoint.
     commands.delete_pod(worker, warned=False)
     advances(2)
     *_, last = commands.events(name, "ended")
     assert last["cause"] == "preempted"
     assert last["step"] - 20 <= last["saved"] <= last["step"]
-    assert f"{worker}.{objects_named(name)} was removed: " in last["words"]
+    assert f"{worker}.{objects_named(name)} was taken away: " in last["words"]
     log = commands.run("logs", name).stdout
-    assert f"{worker}.{objects_named(name)} (its pod is deleted) will be removed" in log
-    assert "checkpoint written; restarting with 1 more rank" in log
+    assert f"{worker}.{objects_named(name)} (its pod is deleted); ranks save what they have" in log
+    assert "a checkpoint is written, and 1 rank more can take part now" in log
     commands.run("stop", "--save", "--wait", "240", name)
     view = commands.view(name)
     assert (view["status"], view["saved"]) == ("stopped", view["step"])
@@ -296,20 +295,22 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     )
 
 
-def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
+def test_concurrent_jobs_train_the_same_weights_as_on_this_host(
     commands: Commands, tmp_path: Path
 ) -> None:
     def program(folder: Path) -> tuple[str, ...]:
-        return (sys.executable, str(TRAINING), str(folder), "24", "0", "100")
+        return (sys.executable, str(TRAINING), str(folder))
 
     trained = commands.submit(*program(commands.cluster.folder / "equal"), ranks=2)
     outside = Commands(commands.cluster, tmp_path / "jobs")
-    said = "import hvdtrain; hvdtrain.init(); print('rank', hvdtrain.rank(), 'of', hvdtrain.size())"
-    other = outside.submit(sys.executable, "-c", said, ranks=2)
+    print_rank = (
+        "import hvdtrain; hvdtrain.init(); print('rank', hvdtrain.rank(), 'of', hvdtrain.size())"
+    )
+    other = outside.submit(sys.executable, "-c", print_rank, ranks=2)
     alone = commands.run("run", "-np", "2", "--", *program(tmp_path), timeout_s=FOLLOWED_S).stdout
     (weights,) = re.findall(r"weights .*", alone)
     assert weights in commands.run("logs", "-f", trained, timeout_s=FOLLOWED_S).stdout
-    # The log of a job without a volume is that of its pods, and gone with them.
+    # Without a volume the log is only in the pods.
     followed = outside.run("logs", "-f", other, timeout_s=FOLLOWED_S).stdout
     assert f"[0 {other}-worker-0] rank 0 of 2\n" in followed
     second = f"[1 {other}-worker-1] rank 1 of 2\n"
@@ -323,16 +324,16 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     commands.cluster.wait_for("end of its pods", log, lambda found: not found["items"])
     gone = "its pods are gone, with its log and its history: its folder is not on a volume."
     assert f"{other} has no log: {gone}" in outside.run("logs", other, code=1).stderr
-    assert outside.view(other)["status"] == "done", "it was seen before"
+    assert outside.view(other)["status"] == "done", "the end was recorded"
     (outside.jobs / other / "state.json").write_text('{"phase": "queued"}')
-    # Soon after its submission its objects would be awaited.
+    # Soon after the submission the objects would be awaited.
     described = json.loads((spec := outside.jobs / other / "spec.json").read_text())
     spec.write_text(json.dumps({**described, "created_s": 1.0}))
     view = outside.view(other)
     assert (view["status"], view["verdict"].partition(" To keep them")[0]) == ("lost", gone)
 
 
-def test_what_no_volume_has_is_stopped_and_started_again(
+def test_a_job_without_a_volume_is_stopped_and_restarted(
     commands: Commands, tmp_path: Path
 ) -> None:
     outside = Commands(commands.cluster, tmp_path / "jobs")
@@ -351,10 +352,10 @@ def test_what_no_volume_has_is_stopped_and_started_again(
     assert outside.run("logs", name).stdout.count("] here") == 1
 
 
-def test_a_launcher_waits_for_the_ranks_of_the_one_before_it(
+def test_a_launcher_waits_for_the_ranks_of_the_previous_one(
     commands: Commands, tmp_path: Path
 ) -> None:
-    """They save what they have, on their own time; no step is done twice."""
+    # The ranks save a checkpoint, so that no step is repeated.
     outside = Commands(commands.cluster, tmp_path / "jobs")
     folder = commands.cluster.folder / "slow"
     folder.mkdir()
@@ -366,19 +367,19 @@ def test_a_launcher_waits_for_the_ranks_of_the_one_before_it(
         time.sleep(0.2)
     (launcher,) = outside.pods(name, "launcher")
     outside.delete_pod(launcher["metadata"]["name"])
-    seen: list[str] = []
+    statuses: list[str] = []
 
     def is_done(job: dict[str, Any]) -> bool:
-        seen.append(job["status"])
+        statuses.append(job["status"])
         return bool(job["code"] == 0)
 
     outside.wait_for(name, is_done)
-    assert {seen[0], *seen[:-1]} <= {"running", "queued"}
+    assert {statuses[0], *statuses[:-1]} <= {"running", "queued"}
     steps = [line.split()[-1] for line in (folder / "steps").read_text().splitlines()]
     assert steps == ["1", "2", "3", "4"]
 
 
-def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:
+def test_errors_of_the_cluster_are_shown(commands: Commands) -> None:
     nothing = (sys.executable, "-c", "pass")
     name = commands.submit(*nothing, ranks=1, pods=("--image", "localhost/nothing:1"))
     missing = "its image is not on the node"
@@ -390,8 +391,8 @@ def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:
     name = commands.submit(*nothing, ranks=2, pods=("--namespace", "narrow"))
     commands.wait_for(name, lambda job: "exceeded quota: one" in job["verdict"])
     commands.run("stop", "--wait", "240", name)
-    said = commands.submit(*nothing, ranks=2, pods=("--namespace", "nowhere"), code=1)
-    assert 'namespaces "nowhere" not found' in said
+    error = commands.submit(*nothing, ranks=2, pods=("--namespace", "nowhere"), code=1)
+    assert 'namespaces "nowhere" not found' in error
 
 
 _SUM = """
@@ -404,7 +405,7 @@ print("sum", MPI.COMM_WORLD.allreduce(1), "of user", os.getuid())
 """
 
 
-def test_pods_of_another_user_than_root(commands: Commands, tmp_path: Path) -> None:
+def test_pods_of_a_user_other_than_root(commands: Commands, tmp_path: Path) -> None:
     template = commands.cluster.pod_template()
     template["spec"]["securityContext"] = {"runAsUser": USER_ID, "runAsNonRoot": True}
     file = tmp_path / "pod.json"
