@@ -1,7 +1,7 @@
-"""Operations between ranks on NumPy arrays; knows nothing of TensorFlow.
+"""Collectives between ranks on NumPy arrays, without TensorFlow.
 
-``create`` chooses what moves the bytes: ``single`` for one process, ``shared_memory`` where ranks
-share a host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTIVES``.
+``create`` chooses the transport: ``single`` for one process, ``shared_memory`` if ranks share a
+host, otherwise ``mpi``. ``HVDTRAIN_COLLECTIVES`` overrides the choice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def create(topology: Topology, settings: Settings) -> Engine:
-    """The engine for this process; collective over all ranks when there are several.
+    """Create the engine of this process; collective over all ranks.
 
     Raises:
-        LaunchError: MPI is missing, or contradicts ``topology``.
+        LaunchError: MPI is missing or contradicts ``topology``.
     """
     if topology.size == 1:
         return single_engine()
@@ -55,7 +55,7 @@ def create(topology: Topology, settings: Settings) -> Engine:
 
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
-    """Whether ranks can go on without one; the chief says so if that was asked for and can't be."""
+    """Return whether ranks can continue without a lost one; the chief logs why not."""
     from hvdtrain.collectives.mpi_start import why_not_elastic
 
     reason = why_not_elastic(mpi, os.environ)

@@ -104,7 +104,7 @@ class EngineCore(RankState):
             try:
                 if self.transport.recovery is None:
                     return attempt()
-                return self.transport.recovery.carry_out(self.operation, call, attempt, source)
+                return self.transport.recovery.run(self.operation, call, attempt, source)
             except SomeJoined as some:
                 return self._operate_with_joined(call, attempt, some)
         except BaseException as raised:

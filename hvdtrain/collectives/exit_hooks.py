@@ -1,4 +1,4 @@
-"""Hooks for a rank's end: it waits for the others, or tells them at once if it fails."""
+"""Exit hooks of a rank: wait for the other ranks, or notify them if this one fails."""
 
 from __future__ import annotations
 
@@ -17,39 +17,35 @@ from hvdtrain.collectives.engine import Engine, error_location
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.errors import PeerFailedError
 
-__all__ = ["ExitCodeWatch", "Tell", "install"]
+__all__ = ["ExitCodeWatch", "ReportFailure", "install"]
 
 logger = logging.getLogger(__package__)
 
-# A rank that only follows another's failure lets that one end first, so that its exit code counts.
+# A rank that stops because another failed lets that one exit first, so that its exit code counts.
 FOLLOWER_PAUSE_S = 2.0
-# Threads of libraries have kept failed processes from ending.
+# Library threads have kept failed processes alive.
 EXIT_DEADLINE_S = 5.0
-
 
 _current: Engine | None = None
 
-
-# Gets the error that ends this process, and that which Python prints: the same, or what a library
-# has made of it.
-Tell = Callable[[BaseException, BaseException], None]
+# Called with the cause, and the error that Python prints, which may be a wrapper of the cause.
+ReportFailure = Callable[[BaseException, BaseException], None]
 
 
-def install(engine: Engine, tell: Tell = lambda cause, error: None) -> None:
-    """Tell the other ranks when this process fails or leaves, from now on.
+def install(engine: Engine, report_failure: ReportFailure = lambda cause, error: None) -> None:
+    """Notify the other ranks when this process fails or exits, from now on.
 
-    A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
-    old one.
+    Another call replaces the engine, after ``shutdown()`` and a new ``init()``.
 
     Args:
-        engine: Reaches the other ranks.
-        tell: Tells the launcher.
+        engine: Connects the ranks.
+        report_failure: Notifies the launcher.
     """
     global _current
     if not isinstance(engine.transport, MpiTransport):
         return
     if _current is None:
-        sys.excepthook = functools.partial(_on_exception, sys.excepthook, tell)
+        sys.excepthook = functools.partial(_on_exception, sys.excepthook, report_failure)
         atexit.register(_leave, ExitCodeWatch())
         os.register_at_fork(after_in_child=_forget)
     elif _current.closed and isinstance(_current.transport, MpiTransport):
@@ -58,39 +54,35 @@ def install(engine: Engine, tell: Tell = lambda cause, error: None) -> None:
 
 
 def _forget() -> None:
-    """Take the hooks out of a forked child, whose end is no rank's."""
+    """Disable the hooks in a forked child, which is not a rank."""
     global _current
     _current = None
 
 
 def _on_exception(
     previous: Callable[..., object],
-    tell: Tell,
+    report_failure: ReportFailure,
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    collectives = _current
-    cause = _behind(error, collectives)
-    tell(cause, error)
+    engine = _current
+    # TensorFlow wraps errors of operations in its own.
+    last = engine.last_error if engine is not None else None
+    cause = last if last is not None and str(last) in str(error) else error
+    report_failure(cause, error)
     previous(kind, error, trace)
-    if collectives is None or collectives.closed:
+    if engine is None or engine.closed:
         return
-    # By its first number, as the launcher calls it: others may have been lost.
-    who = f"rank {collectives.member} of {len(collectives.numbers)}"
+    # The launcher uses initial ranks.
+    name = f"rank {engine.member} of {len(engine.numbers)}"
     follows = isinstance(cause, PeerFailedError)
-    what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
-    logger.error("%s %s", who, what)
-    collectives.fail(f"{type(cause).__name__}: {cause}{error_location(trace)}")
+    text = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
+    logger.error("%s %s", name, text)
+    engine.fail(f"{type(cause).__name__}: {cause}{error_location(trace)}")
     if follows:
         time.sleep(FOLLOWER_PAUSE_S)
     _end_within(EXIT_DEADLINE_S)
-
-
-def _behind(error: BaseException, collectives: Engine | None) -> BaseException:
-    """The error between ranks that TensorFlow has turned into one of its own, if so."""
-    last = collectives.last_error if collectives is not None else None
-    return last if last is not None and str(last) in str(error) else error
 
 
 def _end_within(seconds: float) -> None:
@@ -109,40 +101,39 @@ def _leave(watch: ExitCodeWatch) -> None:
 
 
 class ExitCodeWatch:
-    """Learns the code that is given to ``sys.exit``, which Python tells no function at exit.
+    """Records the code passed to ``sys.exit``, which Python does not pass to exit functions.
 
-    Without it a rank that ends with an exit code of its own while the others are busy would wait
-    for them as after a clean end, instead of ending the job.
+    A rank that exits with an error code while the others are busy must end the job, and not wait
+    for them.
 
-    A program ends by a ``SystemExit`` that nobody catches, which the interpreter then asks for its
-    ``code``. That is the one reader without a caller in Python: what a program catches, looks at
-    and continues from is not taken for its end. A program that raises ``SystemExit`` itself is not
-    seen, as classes that are built in can't be changed.
+    If nothing catches a ``SystemExit``, the interpreter reads its ``code``. This is the only read
+    without a Python caller, so code that a program catches and inspects does not count. Programs
+    that raise ``SystemExit`` themselves are not detected.
 
     Attributes:
-        code: 0 until the interpreter has asked.
+        code: The exit code; 0 until the interpreter has read it.
     """
 
     def __init__(self) -> None:
         self.code = 0
-        self._before = sys.exit
+        self._original = sys.exit
         sys.exit = self._exit
 
     def close(self) -> None:
-        """Leave Python as it was."""
-        sys.exit = self._before
+        """Restore ``sys.exit``."""
+        sys.exit = self._original
 
     def _exit(self, status: object = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status), as ``sys.exit`` of Python does."""
         raise _Exit(self, status)
 
-    def note(self, code: object) -> None:
-        """Note the code the interpreter asks for; what is no number it prints, and ends with 1."""
+    def record(self, code: object) -> None:
+        """Record the code as the interpreter interprets it: 1 for anything but integers."""
         self.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 
 class _Exit(SystemExit):
-    """Tells the watch when the interpreter reads its code."""
+    """A ``SystemExit`` that notifies the watch when the interpreter reads its code."""
 
     def __init__(self, watch: ExitCodeWatch, *status: object) -> None:
         super().__init__(*status)
@@ -151,8 +142,10 @@ class _Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        if _nobody_calls():
-            self._watch.note(self._code)
+        try:
+            sys._getframe(1)
+        except ValueError:  # no Python code calls this property
+            self._watch.record(self._code)
         return self._code
 
     @code.setter
@@ -165,12 +158,3 @@ class _Exit(SystemExit):
 
 _Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
 _Exit.__module__ = SystemExit.__module__
-
-
-def _nobody_calls() -> bool:
-    """Whether no code in Python reads the attribute, this function and the property aside."""
-    try:
-        sys._getframe(2)
-    except ValueError:
-        return True
-    return False

@@ -1,8 +1,8 @@
-"""A failure detector: ranks learn that one can't go on, while they wait for something else.
+"""Failure detection: a rank that waits for others learns that one of them has failed or died.
 
-Messages travel on a communicator of their own. A rank that waits in a collective looks for them
-every few milliseconds; nothing is sent while all is well. Where ranks may be lost, this is also
-where it is noticed that one died. The communicator outlives that: ranks keep their first numbers.
+Messages use a separate communicator. A waiting rank checks for them every few milliseconds; without
+failures none are sent. In elastic jobs, the deaths of ranks are noticed here as well. The
+communicator is kept after a death, so it uses initial ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ __all__ = ["FailureDetector", "RanksLost", "is_loss"]
 
 logger = logging.getLogger(__package__)
 
-FAILED, SEEN, LEFT, ASK, TELL, STOPPED = 1, 2, 3, 4, 5, 6
+FAILED, SEEN, LEFT, ASK, ANSWER, STOPPED = 1, 2, 3, 4, 5, 6
 
 FAREWELL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 3.0
-# For the others to come to their end, after a program has ended with an exit code of its own.
+# How long a program that exits with an error code waits for the other ranks to exit.
 EXIT_TIMEOUT_S = 1.0
 POLL_S = 0.002
-# Open MPI looks for news of ranks that died only now and then when it is called, and passes them
-# on from rank to rank in the same way.
-LOOKS = 16
+# Open MPI processes news of dead ranks, and forwards it to other ranks, only in some of its calls.
+PROBES = 16
 
 
 class RanksLost(Exception):
-    """The operation has to stop because a rank died; the engine catches it."""
+    """The current operation must stop because a rank died; recovery catches this."""
 
 
 def is_loss(mpi: ModuleType, error: Any) -> bool:
-    """Whether an ``MPI.Exception`` says that a rank died, or that another rank has seen one die."""
+    """Return whether an ``MPI.Exception`` means that a rank died, here or elsewhere."""
     return error.Get_error_class() in (
         mpi.ERR_PROC_FAILED,
         mpi.ERR_PROC_FAILED_PENDING,
@@ -47,17 +46,17 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
 
 
 class FailureDetector:
-    """One rank's view of the others' troubles.
+    """Exchanges failures and positions with the other ranks.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: A communicator of all ranks, used by nothing else.
-        timeout_s: After that long ``leave`` says whom it waits for.
-        operations: How many operations this rank has begun.
-        survives: Whether the others go on when a rank dies.
-        numbers: By which errors call the ranks, where these are some of the job's.
-        detectors: The failure detectors of all engines of this process, to which this one is added:
-            who waits in one engine answers what is asked in another.
+        comm: A communicator of all ranks for this object only.
+        timeout_s: Seconds after which ``leave`` logs the missing ranks.
+        operations: Returns the number of operations that this rank has started.
+        survives: Whether the other ranks continue when a rank dies.
+        numbers: The job's ranks for errors, if this connects a subset.
+        detectors: The detectors of all engines of this process, to which this one is added: a rank
+            that waits in one engine answers the questions of all.
     """
 
     def __init__(
@@ -81,117 +80,103 @@ class FailureDetector:
         self.detectors: list[FailureDetector] = [] if detectors is None else detectors
         self.detectors.append(self)
         self._others = [r for r in range(self.size) if r != self.rank]
-        # All that died, whether or not they have been left behind already.
+        # All dead ranks, even if the others have already continued without them.
         self.lost: set[int] = set()
         self._generation = 0
-        # Until which generation each rank has stopped its operations.
+        # The generation in which each rank has stopped its operations.
         self._stopped: dict[int, int] = {}
         self._failure: tuple[int, str] | None = None
-        self._failed_myself = False
+        self._this_rank_failed = False
         self._seen: set[int] = set()
-        # With how many operations each had taken part in: the last ones end at different times.
+        # The number of operations of each rank that has exited, which may differ.
         self._left: dict[int, int] = {}
-        self._told: dict[int, str] = {}
+        self._positions: dict[int, str] = {}
         self._silent: set[int] = set()
         self._pending: list[tuple[Any, np.ndarray]] = []
 
     def close(self) -> None:
-        """Take this one out of use; all ranks do."""
+        """Free the communicator; collective."""
         self.detectors.remove(self)
         self._comm.Free()
 
-    def numbers_of(self, *ranks: int) -> str:
-        """The numbers by which errors call these ranks."""
-        return ", ".join(str(self._numbers[rank]) for rank in ranks)
-
     @property
     def failed(self) -> bool:
-        """Whether this rank or another has failed."""
-        return self._failed_myself or self._failure is not None
+        """Whether any rank has failed."""
+        return self._this_rank_failed or self._failure is not None
 
     def check(self, waiting_in: str, needs_all: bool = False) -> None:
-        """Look for messages.
+        """Process messages.
 
         Args:
-            waiting_in: Where this rank is.
-            needs_all: Whether that is no operation: no rank may leave meanwhile, and who waits
-                looks at ``lost`` itself.
+            waiting_in: What this rank is waiting in.
+            needs_all: Whether this is a wait for messages rather than an operation: no rank may
+                exit, and the caller checks ``lost`` itself.
 
         Raises:
-            PeerFailedError: A rank has failed, or has left while this one needs it.
-            RanksLost: A rank died, and this one has not stopped its operation for that yet.
+            PeerFailedError: A rank has failed, or has exited although this one needs it.
+            RanksLost: A rank died, and this one has not yet stopped its operation.
         """
         for detector in self.detectors:
             detector._receive(waiting_in)
-        me = self.numbers_of(self.rank)
+        own = self._names(self.rank)
         if self._failure is not None:
             rank, reason = self._failure
             raise PeerFailedError(
-                f"rank {self.numbers_of(rank)} failed: {reason}. Rank {me} was waiting for it in "
+                f"rank {self._names(rank)} failed: {reason}. Rank {own} was waiting for it in "
                 f"{waiting_in} and stops too."
             )
-        if self.interrupted and not needs_all and not self._have_stopped(self.rank):
+        if self.interrupted and not needs_all and not self._has_stopped(self.rank):
             raise RanksLost
-        here = self._operations()
-        gone = sorted(
-            rank for rank, operations in self._left.items() if needs_all or operations < here
+        started = self._operations()
+        exited = sorted(
+            rank for rank, operations in self._left.items() if needs_all or operations < started
         )
-        if gone:
+        if exited:
             raise PeerFailedError(
-                f"rank {self.numbers_of(*gone)} ended its program while rank {me} "
+                f"rank {self._names(*exited)} ended its program while rank {own} "
                 f"waits for it in {waiting_in}. Every rank must make the same calls; look for an "
                 "early exit, or for a step that only some ranks take."
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Ask where the other ranks are, and raise.
+        """Ask for the positions of the other ranks, and raise.
 
         Raises:
             CollectiveTimeoutError: Always; it names the ranks that did not arrive.
         """
-        missing = self._ask(waiting_in)
+        missing = self._ask_positions(waiting_in)
         self._silent = set(missing)
-        told = [
-            f"rank {self.numbers_of(rank)} waits in {text}"
-            for rank, text in sorted(self._told.items())
+        positions = [
+            f"rank {self._names(rank)} waits in {text}"
+            for rank, text in sorted(self._positions.items())
         ]
         if missing:
-            told.append(
-                f"rank {self.numbers_of(*missing)} waits in no collective: busy with something "
-                "that the others are not doing, or hung"
+            positions.append(
+                f"rank {self._names(*missing)} waits in no collective: it is busy with something "
+                "that the others are not doing, or hangs"
             )
         raise CollectiveTimeoutError(
-            f"rank {self.numbers_of(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
-            f"{'; '.join(told)}. If the work may take that long, raise HVDTRAIN_TIMEOUT_S."
+            f"rank {self._names(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
+            f"{'; '.join(positions)}. If the work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
 
     def warn_of_wait(self, waiting_in: str, waited_s: float) -> None:
         """Log which ranks this one has been waiting for."""
-        missing = self.numbers_of(*self._ask(waiting_in)) or "another rank"
+        missing = self._names(*self._ask_positions(waiting_in)) or "another rank"
         logger.warning(
-            f"rank {self.numbers_of(self.rank)} has waited {waited_s:.0f} s in {waiting_in} for "
+            f"rank {self._names(self.rank)} has waited {waited_s:.0f} s in {waiting_in} for "
             f"rank {missing}"
         )
 
-    def _ask(self, waiting_in: str) -> list[int]:
-        """Ask where the other ranks are; return those that don't answer in time."""
-        self._told.clear()
-        self._send_all(ASK, "")
-        deadline = time.monotonic() + ASK_TIMEOUT_S
-        while len(self._told) < len(self._others) and time.monotonic() < deadline:
-            self.check(waiting_in)
-            time.sleep(POLL_S)
-        return [rank for rank in self._others if rank not in self._told]
-
-    def note_lost(
+    def record_loss(
         self, error: Exception, comm: Any = None, members: Sequence[int] | None = None
     ) -> None:
-        """Learn who died; looking for messages is an error until that is acknowledged.
+        """Acknowledge dead ranks; MPI probes raise until then.
 
         Args:
-            error: What MPI raised; raised again where it says nothing of the kind.
-            comm: Where it came up; the detector's own if not given.
-            members: The first numbers of the ranks of ``comm``.
+            error: The error from MPI. It is raised again if it has another cause.
+            comm: The communicator of the error; the detector's own by default.
+            members: The initial ranks of ``comm``.
         """
         if not self._survives or not is_loss(self._mpi, error):
             raise error
@@ -202,82 +187,80 @@ class FailureDetector:
 
     @property
     def interrupted(self) -> bool:
-        """Whether ranks of this generation are lost, or have stopped because of that."""
-        return any(rank in self.lost or self._have_stopped(rank) for rank in self._others)
+        """Whether ranks of this generation died, or have stopped because of that."""
+        return any(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     @property
-    def all_have_stopped(self) -> bool:
-        """Whether no rank that is left is inside an operation of this generation."""
-        return all(rank in self.lost or self._have_stopped(rank) for rank in self._others)
+    def all_stopped(self) -> bool:
+        """Whether no living rank is inside an operation of this generation."""
+        return all(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     def stop(self) -> None:
-        """Tell the others that this rank has stopped because one was lost."""
+        """Notify the others that this rank has stopped because of a loss."""
         self._stopped[self.rank] = self._generation
         self._send_all(STOPPED, str(self._generation))
 
-    def go_on(self, members: Sequence[int], generation: int) -> None:
-        """Forget the ranks that are not among ``members``; they have been left behind."""
+    def resume(self, members: Sequence[int], generation: int) -> None:
+        """Continue with the remaining ranks."""
         self._generation = generation
         self._others = [rank for rank in members if rank != self.rank]
         self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}
 
     def fail(self, reason: str) -> bool:
-        """Tell all ranks that this one failed, and wait a little until they have seen it.
+        """Notify all ranks that this one failed, and wait shortly until they know.
 
-        Where ranks survive others, one that ended unheard would pass for dead, and they would go
-        on: then this waits as long as for any operation.
+        In elastic jobs, a rank that exits before the others know would count as lost, and they
+        would continue, so this waits as long as an operation.
 
         Returns:
-            Whether no rank can be left that doesn't know.
+            Whether all ranks know.
         """
-        if self._failed_myself:
-            return True
-        if self.tell_failure(reason):
+        if self._this_rank_failed or self.announce_failure(reason):
             return True
         listening = set(self._others) - self._silent
 
-        def heard() -> bool:
+        def all_know() -> bool:
             return self._seen | self._left.keys() | self.lost >= listening
 
         timeout_s = self._timeout_s if self._survives else FAREWELL_TIMEOUT_S
-        return self._wait_for(heard, timeout_s) and not self._silent
+        return self._wait_for(all_know, timeout_s) and not self._silent
 
-    def tell_failure(self, reason: str) -> bool:
-        """Tell all ranks; where one has failed before, that this was seen, and return True."""
-        self._failed_myself = True
+    def announce_failure(self, reason: str) -> bool:
+        """Notify all ranks of a failure; return True if another rank had failed before."""
+        self._this_rank_failed = True
         self._receive("")
         if self._failure is not None:
-            # This failure only follows from the first one.
-            self._tell_seen()
+            # This failure is a consequence of the first one.
+            self._acknowledge()
             return True
         self._send_all(FAILED, reason)
         return False
 
-    def tell_end(self) -> None:
-        """Tell all ranks that this one takes part in nothing any more."""
+    def announce_end(self) -> None:
+        """Notify all ranks that this one has exited."""
         self._send_all(LEFT, str(self._operations()))
 
     def leave(
         self, rejoin: Callable[[], None] = lambda: None, failing_code: int | None = None
     ) -> bool:
-        """Wait at the end of the program until all ranks are there, however long that takes.
+        """Wait at the end of the program until all ranks are there, without a time-out.
 
-        Ending before would end them: mpirun takes a rank that has not finalised MPI for a failed
-        one. A rank that is gone for good ends the whole job anyway, or is left behind.
+        Exiting earlier would end the others: mpirun treats a rank that has not finalized MPI as
+        failed. A dead rank ends the job anyway, unless the job is elastic.
 
         Args:
-            rejoin: Leaves lost ranks behind, together with the others, once all have stopped.
-            failing_code: With which the program ends; then the others are waited for only a moment,
-                as its end is to end the job.
+            rejoin: Drops lost ranks, together with the others, once all have stopped.
+            failing_code: The error code of the program, if any. The others get a short time to
+                exit, as the end of this rank will end the job.
 
         Returns:
-            Whether all ranks came to their end well, so that MPI may be finalised.
+            Whether all ranks exited normally, so that MPI may be finalized.
         """
         if self.failed:
-            if not self._failed_myself:
-                self._tell_seen()
+            if not self._this_rank_failed:
+                self._acknowledge()
             return False
-        self.tell_end()
+        self.announce_end()
 
         def settled() -> bool:
             return self._all_left() or self._failure is not None or self.interrupted
@@ -286,47 +269,59 @@ class FailureDetector:
             if not self._wait_for(settled, EXIT_TIMEOUT_S):
                 logger.error(
                     f"rank {self.rank} of {self.size} ends with exit code {failing_code}, before "
-                    f"rank {self._still_there()}"
+                    f"rank {self._running()}"
                 )
             return self._all_left() and not self.lost and not self.failed
         while not self._all_left() and self._failure is None:
             if not self.interrupted:
-                self._wait_at_the_end(settled)
+                self._wait_at_exit(settled)
                 continue
             self.stop()
-            self._wait_at_the_end(
-                lambda: self._all_left() or self._failure is not None or self.all_have_stopped
+            self._wait_at_exit(
+                lambda: self._all_left() or self._failure is not None or self.all_stopped
             )
-            if self.all_have_stopped and not self._all_left():
+            if self.all_stopped and not self._all_left():
                 rejoin()
         if self._failure is not None:
-            self._tell_seen()
+            self._acknowledge()
         return not self.lost and not self.failed
 
-    def _tell_seen(self) -> None:
-        # All: several may have failed at once, and each of them waits for word of every rank.
+    def _names(self, *ranks: int) -> str:
+        return ", ".join(str(self._numbers[rank]) for rank in ranks)
+
+    def _ask_positions(self, waiting_in: str) -> list[int]:
+        """Ask what the other ranks are waiting in; return ranks that don't answer."""
+        self._positions.clear()
+        self._send_all(ASK, "")
+        deadline = time.monotonic() + ASK_TIMEOUT_S
+        while len(self._positions) < len(self._others) and time.monotonic() < deadline:
+            self.check(waiting_in)
+            time.sleep(POLL_S)
+        return [rank for rank in self._others if rank not in self._positions]
+
+    def _acknowledge(self) -> None:
+        # To all ranks: several may have failed at once, and each waits for all others.
         self._send_all(SEEN, "")
 
     def _all_left(self) -> bool:
         return all(rank in self._left or rank in self.lost for rank in self._others)
 
-    def _wait_at_the_end(self, done: Callable[[], bool]) -> None:
-        """Wait without end, and say from time to time for whom."""
+    def _wait_at_exit(self, done: Callable[[], bool]) -> None:
+        """Wait indefinitely and log the missing ranks periodically."""
         while not self._wait_for(done, self._timeout_s):
             logger.warning(
-                f"rank {self.rank} has ended its program and waits for rank {self._still_there()}"
+                f"rank {self.rank} has ended its program and waits for rank {self._running()}"
             )
 
-    def _still_there(self) -> str:
-        """The ranks that have neither ended their program nor died."""
-        missing = [r for r in self._others if r not in self._left and r not in self.lost]
-        return ", ".join(map(str, missing))
+    def _running(self) -> str:
+        """Return the ranks that have neither exited nor died."""
+        return ", ".join(str(r) for r in self._others if r not in self._left and r not in self.lost)
 
-    def _have_stopped(self, rank: int) -> bool:
+    def _has_stopped(self, rank: int) -> bool:
         return self._stopped.get(rank, -1) >= self._generation
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``done`` is true; returns whether it came true within the time."""
+        """Process messages until ``done`` returns true; return whether it did in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._receive("the end of the program")
@@ -337,34 +332,34 @@ class FailureDetector:
 
     def _receive(self, waiting_in: str) -> None:
         status = self._mpi.Status()
-        looks = LOOKS if self._survives else 1
-        while looks:
+        probes = PROBES if self._survives else 1
+        while probes:
             try:
                 message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
                 if message is None:
-                    looks -= 1
+                    probes -= 1
                     continue
                 buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                 message.Recv([buffer, self._mpi.BYTE])
             except self._mpi.Exception as error:
-                self.note_lost(error)
+                self.record_loss(error)
                 continue
-            # A text that was too long may end within a character.
+            # A truncated text may end within a character.
             text = buffer.tobytes().decode(errors="replace")
             self._handle(status.Get_source(), status.Get_tag(), text, waiting_in)
 
     def _handle(self, source: int, tag: int, text: str, waiting_in: str) -> None:
         if tag == FAILED:
             self._failure = self._failure or (source, text)
-            self._seen.add(source)  # who fails itself need not be told
+            self._seen.add(source)  # a failed rank needs no notification
         elif tag == SEEN:
             self._seen.add(source)
         elif tag == LEFT:
             self._left[source] = int(text)
         elif tag == ASK and waiting_in:
-            self._send(source, TELL, waiting_in)
-        elif tag == TELL:
-            self._told[source] = text
+            self._send(source, ANSWER, waiting_in)
+        elif tag == ANSWER:
+            self._positions[source] = text
         elif tag == STOPPED:
             self._stopped[source] = int(text)
 
@@ -373,18 +368,18 @@ class FailureDetector:
             self._send(rank, tag, text)
 
     def _send(self, rank: int, tag: int, text: str) -> None:
-        # A message has to fit the eager protocol: nobody may be there to receive it.
+        # Messages must fit the eager protocol, as the other rank may not receive them.
         data = np.frombuffer(text.encode()[:2000] or b" ", np.uint8)
         self._pending = [entry for entry in self._pending if not self._is_over(entry[0])]
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
             self._pending.append((request, data))
         except self._mpi.Exception as error:
-            self.note_lost(error)
+            self.record_loss(error)
 
     def _is_over(self, request: Any) -> bool:
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
-            self.note_lost(error)
+            self.record_loss(error)
             return True

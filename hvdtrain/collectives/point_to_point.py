@@ -1,4 +1,4 @@
-"""Messages from one rank to another, beside the collectives; every wait has an end."""
+"""Point-to-point messages between ranks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ __all__ = ["PendingMessage", "PointToPoint"]
 
 
 class PendingMessage(NamedTuple):
-    """A message on its way from or to a rank."""
+    """A message in transfer from or to a rank."""
 
     request: Any
     rank: int
 
 
 class PointToPoint:
-    """Point-to-point messages of bytes.
+    """Messages of bytes, sent from the memory of the caller without serialization.
 
-    Ranks are the first numbers of the engine's. Nothing is serialised, and what is sent travels
-    from the caller's own memory. A rank that leaves while another waits here is an error there:
-    an operation has to come after the last message.
+    Ranks are initial ranks. If a rank exits while another one waits here, the waiting rank raises
+    an error, so ranks must call an operation of the engine after their last message.
 
-    Where ranks may be lost, a dead one concerns only who has a message for it, or waits for one.
+    In elastic jobs, a dead rank only affects ranks that exchange messages with it.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: A communicator of all ranks, used by nothing else.
-        members: Their first numbers.
-        detector: Looked at while waiting is long.
-        timeout_s: After that many seconds waiting is an error.
+        comm: A communicator for this object only.
+        members: The initial ranks of ``comm``.
+        detector: Checked during long waits.
+        timeout_s: Seconds until a wait fails.
         spins: See ``SpinWait``.
     """
 
@@ -56,7 +55,7 @@ class PointToPoint:
         self._members = tuple(members)
         self._places = {member: place for place, member in enumerate(members)}
         self._detector = detector
-        # MPI may still write to the buffers of what was begun with a rank that died.
+        # MPI may still write to the buffers of unfinished messages.
         self._abandoned: list[PendingMessage] = []
         self._spin_wait = SpinWait(detector, timeout_s, spins, needs_all=True)
         self._endless = SpinWait(detector, math.inf, spins, needs_all=True)
@@ -64,32 +63,32 @@ class PointToPoint:
 
     @property
     def waiting_in(self) -> str:
-        """The text of what this rank waits for, or ""; another thread may ask."""
+        """What this rank is waiting in, or ""; other threads may ask."""
         return self._inside
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that died, as far as is known here."""
+        """The known dead ranks."""
         return self._detector.lost
 
     def start_send(self, data: np.ndarray, to: int, tag: int) -> list[PendingMessage]:
-        """Begin to send; ``data`` must stay as it is until ``wait`` has returned.
+        """Start to send; ``data`` must not change until ``wait`` has returned.
 
         Args:
-            data: Contiguous, of any type.
-            to: The rank.
-            tag: Must be the same where it is received.
+            data: A contiguous array of any dtype.
+            to: The receiver.
+            tag: The tag, for which the receiver must ask.
 
         Returns:
-            For ``wait``.
+            The messages for ``wait``.
 
         Raises:
-            PeerLostError: The rank died.
+            PeerLostError: The receiver died.
         """
         return self._start(self._comm.Isend, data, to, tag)
 
     def start_receive(self, buffer: np.ndarray, source: int, tag: int) -> list[PendingMessage]:
-        """Begin to receive as many bytes as ``buffer`` has; else as ``start_send``."""
+        """Start to receive a message of the size of ``buffer``; see ``start_send``."""
         return self._start(self._comm.Irecv, buffer, source, tag)
 
     def wait(
@@ -100,29 +99,29 @@ class PointToPoint:
         endless: bool = False,
         unless: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Return when all of them are done.
+        """Wait until all messages are transferred.
 
         Args:
-            pending: What ``start_send`` and ``start_receive`` returned.
-            waiting_in: For errors, and for whoever asks.
-            endless: Wait as long as no rank fails, because the other side gives up in time.
-            unless: Whether to give them up instead of waiting on; asked often.
+            pending: Results of ``start_send`` and ``start_receive``.
+            waiting_in: What this rank is waiting in, for errors and ``waiting_in``.
+            endless: Wait without a time-out, if the other side has one.
+            unless: Return early once this is true; called often.
 
         Raises:
-            PeerLostError: A rank died that one of them comes from, or goes to.
-            PeerFailedError: Another rank failed or left meanwhile.
-            CollectiveTimeoutError: The time is over.
+            PeerLostError: The sender or receiver of a message died.
+            PeerFailedError: Another rank failed or exited.
+            CollectiveTimeoutError: The wait took too long.
         """
-        left = list(pending)
+        unfinished = list(pending)
         spin_wait = self._endless if endless else self._spin_wait
 
-        def over() -> bool:
-            return unless() or self._are_over(left, waiting_in)
+        def done() -> bool:
+            return unless() or self._remove_finished(unfinished, waiting_in)
 
         try:
-            self._wait_until(over, spin_wait, waiting_in)
+            self._wait_until(done, spin_wait, waiting_in)
         finally:
-            self._abandoned += left
+            self._abandoned += unfinished
 
     def receive_any(
         self,
@@ -132,39 +131,38 @@ class PointToPoint:
         *,
         unless: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Wait for a message from whichever rank; returns which.
+        """Receive a message from any rank; return its sender, or None if the sender died.
 
         Args:
-            buffer: Takes it; as many bytes as it has.
+            buffer: The array for the message, of the same size.
             tag: The tag of the message.
-            waiting_in: For errors, and for whoever asks.
-            unless: Whether to return None instead of waiting on; asked often. So it does where
-                the sender dies.
+            waiting_in: What this rank is waiting in, for errors and ``waiting_in``.
+            unless: Return None once this is true; called often.
 
         Raises:
-            PeerFailedError: Another rank failed or left meanwhile.
-            CollectiveTimeoutError: None came in time.
+            PeerFailedError: Another rank failed or exited.
+            CollectiveTimeoutError: No message came in time.
         """
         status = self._mpi.Status()
-        found: list[Any] = []
+        messages: list[Any] = []
 
-        def came() -> bool:
+        def done() -> bool:
             try:
                 message = self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status)
             except self._mpi.Exception as error:
-                self._note_lost(error)
+                self._record_loss(error)
                 message = None
             if message is not None:
-                found.append(message)
-            return bool(found) or unless()
+                messages.append(message)
+            return bool(messages) or unless()
 
-        self._wait_until(came, self._spin_wait, waiting_in)
-        if not found:
+        self._wait_until(done, self._spin_wait, waiting_in)
+        if not messages:
             return None
         try:
-            found[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
+            messages[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
         except self._mpi.Exception as error:
-            self._note_lost(error)
+            self._record_loss(error)
             return None
         return self._members[status.Get_source()]
 
@@ -175,42 +173,42 @@ class PointToPoint:
         try:
             requests = [start([part, byte], place, tag) for part in messages_of(data)]
         except self._mpi.Exception as error:
-            self._note_lost(error)
-            raise self.loss_of(rank, "exchanged messages with it") from None
+            self._record_loss(error)
+            raise self.peer_lost_error(rank, "exchanged messages with it") from None
         return [PendingMessage(request, rank) for request in requests]
 
-    def _are_over(self, pending: list[PendingMessage], waiting_in: str) -> bool:
-        """Take away those that are done, from the last on; returns whether none is left."""
+    def _remove_finished(self, pending: list[PendingMessage], waiting_in: str) -> bool:
+        """Remove finished messages from the end of a list; return whether it is empty."""
         while pending:
             request, rank = pending[-1]
             try:
                 done = request.Test()
             except self._mpi.Exception as error:
-                self._note_lost(error)
-                # From here on MPI takes the request for one that is done.
+                self._record_loss(error)
+                # MPI now reports the request as done.
                 self.lost.add(rank)
                 done = False
             if not done and rank in self.lost:
-                raise self.loss_of(rank, f"waited for it in {waiting_in}")
+                raise self.peer_lost_error(rank, f"waited for it in {waiting_in}")
             if not done:
                 return False
             pending.pop()
         return True
 
-    def _note_lost(self, error: Exception) -> None:
-        self._detector.note_lost(error, self._comm, self._members)
+    def _record_loss(self, error: Exception) -> None:
+        self._detector.record_loss(error, self._comm, self._members)
 
-    def loss_of(self, rank: int, doing: str) -> PeerLostError:
-        """The error of a rank that can't do without another.
+    def peer_lost_error(self, rank: int, doing: str) -> PeerLostError:
+        """Return the error of a rank that can't continue without another.
 
         Args:
-            rank: The one that died.
-            doing: What this rank did meanwhile.
+            rank: The dead rank.
+            doing: What this rank was doing, in the past tense.
         """
-        me = self._detector.rank
+        own = self._detector.rank
         return PeerLostError(
-            f"rank {rank} died while rank {me} {doing}. Rank {me} can't go on without it. Start "
-            "the job again; with hvdtrain.Checkpoint it goes on from the newest checkpoint.",
+            f"rank {rank} died while rank {own} {doing}. Rank {own} can't continue without it. "
+            "Start the job again; with hvdtrain.Checkpoint it resumes from the newest checkpoint.",
             rank,
         )
 

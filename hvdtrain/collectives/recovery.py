@@ -1,24 +1,23 @@
-"""Going on without ranks that died, from inside the operation in which they are missed.
+"""Recovery from the death of ranks, inside the operation in which it is noticed.
 
-An operation ends on a rank in two steps. First the rank holds its result; then it waits until all
-hold theirs, and only then does it return. So whatever moment a rank dies at, those that are left
-are in one of two cases, and all come to know in which:
+An operation ends in two steps: a rank gets its result, then it waits until all ranks have theirs,
+and only then returns. So whenever a rank dies, the remaining ranks are in one of two cases, and
+agree on which:
 
-- Every one of them holds its result. The operation is complete: whoever is still in it returns
-  what it holds.
-- One of them doesn't. Then none has returned from the operation either, and all that are left do
-  it again, as if they alone had called it.
+- All of them have their result. The operation is complete, and ranks that are still in it return
+  their result.
+- One of them does not. Then no rank has returned, and all of them repeat the operation, as if they
+  alone had called it.
 
-Nothing has to be kept or handed over, and it holds for operations whose results differ by rank.
-Nor can a rank be more than one operation ahead of another: it begins the next one only when all
-hold the result of this one.
+No state needs to be saved or transferred, and results may differ by rank. No rank can be more than
+one operation ahead, as it starts the next operation only once all have the result of this one.
 
-How they come to know. Who misses a rank revokes the communicators, which ends all waiting on
-them, and tells the others that it has stopped. That takes as long as one of them computes outside
-of any operation; failures are looked for meanwhile. When all have stopped they shrink the
-communicator (ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"),
-tell each other where they stand, and set up what depends on who they are. Should another rank die
-during that, they agree to begin again.
+To agree, a rank that misses another revokes the communicators, which interrupts all waits on them,
+and notifies the others that it has stopped. This takes as long as one of them computes outside of
+any operation; failures are still detected. Once all have stopped, they shrink the communicator
+(ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"), exchange their
+states, and set up everything that depends on the ranks. If another rank dies in the meantime, they
+start over.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -43,33 +42,36 @@ from hvdtrain.errors import (
     TooFewRanksError,
 )
 
-__all__ = ["Recovery", "RecoveryDecision", "RecoveryState", "Survivor", "decide_recovery"]
+__all__ = ["Recovery", "RecoveryDecision", "RecoveryState", "decide_recovery"]
 
-# An error that doesn't say that a rank died may come before the news of it.
+# Errors with another cause may arrive before the news of a death.
 NEWS_S = 2.0
 
 Result = TypeVar("Result")
 
 
 class RecoveryState(NamedTuple):
-    """The state of a rank when it stopped: where it was, and which result it held.
+    """The state of a rank when it stopped.
 
-    ``member`` is its first number; ``operation`` the one that it is in, or was in last; ``held``
-    the last one whose result it holds; ``source`` the member without which the operation can't
-    be done, or -1.
+    Attributes:
+        member: Its initial rank.
+        operation: The number of its current or latest operation.
+        completed: The latest operation whose result it has.
+        source: The initial rank without which the operation is impossible, or -1.
     """
 
     member: int
     operation: int
-    held: int
+    completed: int
     source: int
 
 
 class RecoveryDecision(NamedTuple):
-    """The decision on what becomes of the operations that a loss has interrupted.
+    """The common decision of the remaining ranks.
 
-    Up to ``complete`` every rank has its result. ``orphaned`` is the operation, if it is not 0,
-    that can't be done any more.
+    Attributes:
+        complete: The latest operation whose result all ranks have.
+        orphaned: The operation that has become impossible, or 0.
     """
 
     complete: int
@@ -77,58 +79,39 @@ class RecoveryDecision(NamedTuple):
 
 
 def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
-    """Decide from where all ranks that are left stand; the same on all of them.
+    """Decide from the states of all remaining ranks; the result is the same on all of them.
 
     Raises:
-        CollectiveError: A rank is further than it can be.
+        CollectiveError: The ranks are not in step.
     """
-    complete = min(state.held for state in states)
+    complete = min(state.completed for state in states)
     interrupted = complete + 1
     if any(state.operation > interrupted for state in states):
         raise CollectiveError(
-            f"After a rank was lost the others are not in step: {list(states)}. Expected all in "
-            f"operation {interrupted} or before it; this is an error of hvdtrain."
+            f"Ranks are not in step after a loss: all should be in operation {interrupted} or "
+            f"before, got {list(states)}. This is a bug in hvdtrain."
         )
     members = {state.member for state in states}
     sources = {state.source for state in states if state.operation == interrupted}
     return RecoveryDecision(complete, interrupted if sources - members - {-1} else 0)
 
 
-class Survivor(Protocol):
-    """The part of a transport that recovery needs."""
-
-    comm: Any
-    ranks: Any
-
-    def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up all that depends on who the ranks are; collective over ``comm``."""
-        ...
-
-    def confirm(self, call: Call) -> None:
-        """Return when every rank holds its result of the operation."""
-        ...
-
-    def revoke(self) -> None:
-        """End whatever any rank waits for on the transport's communicators."""
-        ...
-
-
 class Recovery:
-    """Carries out the operations of one transport, however many ranks are lost in them.
+    """Runs the operations of a transport, and repeats them after losses.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        transport: Moves the bytes of the operations.
-        detector: Tells of ranks that died, and stopped.
+        transport: The ``MpiTransport``.
+        detector: Reports dead and stopped ranks.
         spin_wait: Waits for the others to stop.
-        min_np: Fewer ranks than that are too few.
-        timeout_s: How long the others may take to set up things anew.
+        min_np: With fewer ranks, ``too_few`` is set.
+        timeout_s: Seconds to wait for the others to reconnect.
     """
 
     def __init__(
         self,
         mpi: ModuleType,
-        transport: Survivor,
+        transport: Any,
         detector: FailureDetector,
         spin_wait: SpinWait,
         min_np: int,
@@ -140,62 +123,60 @@ class Recovery:
         self._spin_wait = spin_wait
         self._min_np = min_np
         self._timeout_s = timeout_s
-        self._held = 0
+        self._completed = 0
         self._decision = RecoveryDecision(0, 0)
 
-    def carry_out(
-        self, operation: int, call: Call, attempt: Callable[[], Result], source: int
-    ) -> Result:
-        """Make the attempt until it has succeeded on all ranks that are left.
+    def run(self, operation: int, call: Call, attempt: Callable[[], Result], source: int) -> Result:
+        """Repeat an operation until it has succeeded on all remaining ranks.
 
         Args:
             operation: Its number, from 1.
-            call: For errors.
-            attempt: Carries it out among the ranks that there are then.
-            source: The member without which it can't be done, or -1.
+            call: Its description.
+            attempt: Runs it once with the current ranks.
+            source: The initial rank without which it is impossible, or -1.
 
         Raises:
-            RanksLostError: On all ranks alike, if ``source`` was lost.
+            RanksLostError: On all ranks, if ``source`` was lost.
         """
-        # MPI may still write to the buffers of an attempt that failed. The frames of its error
-        # hold them until another attempt has seen all of the others' messages.
-        abandoned: list[BaseException] = []
+        # MPI may still write to the buffers of a failed attempt. The frames of its error keep them
+        # alive until a later attempt has received all messages of the others.
+        errors: list[BaseException] = []
         try:
             while operation != self._decision.orphaned:
                 try:
                     members = self._transport.ranks.members
-                    result = _result_of(attempt)
-                    self._held = operation
+                    result = _catch_common(attempt)
+                    self._completed = operation
                     self._transport.ranks.contributed = members
                     self._transport.confirm(call)
-                    return _given(result)
+                    return _raise_common(result)
                 except (self._mpi.Exception, RanksLost) as error:
-                    abandoned.append(error)
-                    self._see_loss(error, call)
+                    errors.append(error)
+                    self._check_is_loss(error, call)
                     self._stop(call)
                     self._reconnect(
-                        RecoveryState(self._detector.rank, operation, self._held, source)
+                        RecoveryState(self._detector.rank, operation, self._completed, source)
                     )
                 if operation <= self._decision.complete:
-                    return _given(result)
-            self._held = operation
+                    return _raise_common(result)
+            self._completed = operation
         finally:
-            abandoned.clear()
+            errors.clear()
         raise RanksLostError(
-            f"The rank whose value {call.text} gives to all died before all had it. Call it again "
-            "with a rank that has the value; or, where any rank's would do, pass replicated=True."
+            f"The root of {call.text} died before all ranks had its value. Call it again with a "
+            "rank that has the value, or pass replicated=True if all ranks have it."
         )
 
     def rejoin(self) -> None:
-        """Leave lost ranks behind once all have stopped, outside of any operation."""
+        """Drop lost ranks once all have stopped, outside of any operation."""
         self._transport.revoke()
-        # A program that is ending can't start threads.
+        # A program that is exiting can't start threads.
         self._reconnect(
-            RecoveryState(self._detector.rank, self._held, self._held, -1), threaded=False
+            RecoveryState(self._detector.rank, self._completed, self._completed, -1), threaded=False
         )
 
-    def _see_loss(self, error: Any, call: Call) -> None:
-        """Return when the error comes of a lost rank; raise it otherwise."""
+    def _check_is_loss(self, error: Any, call: Call) -> None:
+        """Raise an error unless it is the consequence of a loss."""
         if isinstance(error, RanksLost) or is_loss(self._mpi, error):
             return
         deadline = time.monotonic() + NEWS_S
@@ -208,48 +189,46 @@ class Recovery:
         raise error
 
     def _stop(self, call: Call) -> None:
-        """Stop, and wait until all others have."""
+        """Stop, and wait until all others have stopped."""
         self._transport.revoke()
         self._detector.stop()
-        self._spin_wait.until(lambda: self._detector.all_have_stopped, call.short_text)
+        self._spin_wait.until(lambda: self._detector.all_stopped, call.short_text)
 
     def _reconnect(self, state: RecoveryState, threaded: bool = True) -> None:
-        """Set up the transport for the ranks that are left; all of them do it at the same time."""
+        """Set up the transport for the remaining ranks; collective."""
         states: list[RecoveryState] = []
 
-        def act() -> None:
+        def shrink() -> None:
             states.extend(self._shrink(state))
 
         if threaded:
-            self._within_time(act)
+            self._run_with_timeout(shrink)
         else:
-            act()
+            shrink()
         ranks = self._transport.ranks
         ranks.generation += 1
-        self._detector.go_on(ranks.members, ranks.generation)
+        self._detector.resume(ranks.members, ranks.generation)
         self._decision = decide_recovery(states)
         left = len(ranks.members)
         if left < self._min_np:
             lost = sorted(set(range(self._detector.size)) - set(ranks.members))
             ranks.too_few = TooFewRanksError(
                 f"{left} of {self._detector.size} ranks are left, rank {', '.join(map(str, lost))} "
-                f"died, and training should go on with at least {self._min_np} "
-                "(HVDTRAIN_MIN_NP, hvdtrain run --min-np). Start it again where there are enough."
+                f"died, and training needs at least {self._min_np} (HVDTRAIN_MIN_NP, hvdtrain run "
+                "--min-np). Start it again with enough ranks."
             )
 
     def _shrink(self, state: RecoveryState) -> list[RecoveryState]:
-        """Connect the ranks that are left; returns where all of them stand."""
+        """Connect the remaining ranks; return their states."""
         comm = self._transport.comm
         while True:
             fresh = comm.Shrink()
             states: list[RecoveryState] = []
             try:
-                mine = np.array(state, np.int64)
-                everyone = np.empty((fresh.Get_size(), mine.size), np.int64)
+                own = np.array(state, np.int64)
+                everyone = np.empty((fresh.Get_size(), own.size), np.int64)
                 exchange = DirectExchange(self._mpi, fresh, self._mpi.Request.Waitall)
-                exchange.allgather(
-                    as_bytes(mine), as_bytes(everyone), [mine.nbytes] * len(everyone)
-                )
+                exchange.allgather(as_bytes(own), as_bytes(everyone), [own.nbytes] * len(everyone))
                 states = [RecoveryState(*map(int, row)) for row in everyone]
                 self._transport.connect(fresh, [other.member for other in states])
                 done = True
@@ -260,19 +239,19 @@ class Recovery:
                 return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
-        """Whether it is done on all ranks; they get the same answer, whoever dies meanwhile."""
+        """Return whether all ranks are done; the same answer on all ranks, even after a death."""
         try:
             return bool(comm.Agree(int(done)))
         except self._mpi.Exception:
             return False
 
-    def _within_time(self, act: Callable[[], None]) -> None:
-        """Act in a thread, as MPI offers no other way to stop waiting."""
+    def _run_with_timeout(self, function: Callable[[], None]) -> None:
+        """Run a function in a thread, as calls of MPI can't be interrupted."""
         raised: list[BaseException] = []
 
         def run() -> None:
             try:
-                act()
+                function()
             except BaseException as error:
                 raised.append(error)
 
@@ -281,22 +260,22 @@ class Recovery:
         thread.join(self._timeout_s)
         if thread.is_alive():
             raise CollectiveTimeoutError(
-                f"A rank was lost, and the others did not find together within "
-                f"{self._timeout_s:g} s. If the hosts are that slow, raise HVDTRAIN_TIMEOUT_S."
+                f"After a rank was lost, the others did not reconnect within {self._timeout_s:g} "
+                "s. If the hosts are that slow, raise HVDTRAIN_TIMEOUT_S."
             )
         if raised:
             raise raised[0]
 
 
-def _result_of(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
-    """Return errors of all ranks as a result, too: all ranks are to have it, or none."""
+def _catch_common(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
+    """Return errors that all ranks raise as results: all ranks must get them, or none."""
     try:
         return attempt()
     except (MismatchError, RanksRaised) as error:
         return error
 
 
-def _given(result: Result | MismatchError | RanksRaised) -> Result:
+def _raise_common(result: Result | MismatchError | RanksRaised) -> Result:
     if isinstance(result, (MismatchError, RanksRaised)):
         raise result
     return result

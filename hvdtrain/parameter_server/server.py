@@ -177,7 +177,7 @@ class Server:
     def _drop_worker(self, rank: int) -> None:
         self._lost.add(rank)
         if rank == self._chief or rank not in self.workers:
-            raise self.messages.loss_of(rank, "served the workers")
+            raise self.messages.peer_lost_error(rank, "served the workers")
         self._liveness.disconnect(rank)
         self._waiting.pop(rank, None)
         self._snapshot.drop_worker(rank)

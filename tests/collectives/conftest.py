@@ -1,4 +1,4 @@
-"""The engine that a test runs on."""
+"""Fixtures for engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.collectives.engines import EngineCase, Subject, shared_engine
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest, rank_count: int) -> Subject:
-    """The engine of the item's case, shared with other tests; they must leave it usable."""
+    """Return the shared engine of the case, which must stay usable."""
     return Subject(shared_engine(request.param), request.param)
 
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, rank_count: int) -> EngineCase:
-    """A case for a test that builds, and breaks, an engine of its own."""
+    """Return the case for a test that creates a new engine."""
     return request.param

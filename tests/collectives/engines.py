@@ -1,7 +1,7 @@
-"""The engines that the contract is tested on, and what tests need to compare ranks.
+"""The engines for the contract tests, and helpers to compare ranks.
 
-Engines are built from MPI itself, without ``hvdtrain.init()``, which would bring TensorFlow. Hosts
-are pretended: an engine takes the communicator of the ranks that share memory.
+Engines are created without ``hvdtrain.init()``, which would import TensorFlow. Hosts are simulated:
+an engine takes the communicator of the ranks that share memory.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ DTYPES = [
     )
 ]
 
-# Chunks so small that a test's arrays need many, and so large that MPI's shares of them take the
-# way of large messages.
+# Small enough for several chunks per test array, and large enough for large messages.
 MANY_CHUNKS = 4096
 LARGE_CHUNKS = 1 << 16
 
 
-# Over which everything takes three rounds in small segments, and one round as far as it can.
+# Links for three rounds in small segments, and for one round if possible.
 SLOW = Link(latency_s=0.0, bytes_per_s=1e6)
 FAR = Link(latency_s=1.0, bytes_per_s=1e9)
 
@@ -67,10 +66,12 @@ FAR = Link(latency_s=1.0, bytes_per_s=1e9)
 class EngineCase:
     """An engine to test.
 
-    ``hosts`` holds the pretended host of each rank; with ``arena`` results lie in memory that all
-    ranks see, however small they are. ``slots`` makes the memory of a host as small as it can be,
-    and ``link`` is what a link between hosts is taken for, rather than what it is. With ``many``
-    ranks agree as if there were too many to tell each other.
+    Attributes:
+        hosts: The simulated host of each rank.
+        arena: Use the arena for results of any size.
+        slots: Number of slots in shared memory.
+        link: The assumed link between hosts.
+        many: Agree as if there were too many ranks for direct messages.
     """
 
     kind: str
@@ -113,7 +114,7 @@ CASES = [
 
 
 def on_engines(cases: Sequence[EngineCase], fixture: str = "case") -> pytest.MarkDecorator:
-    """Run a test once for each case, on as many ranks as it has; ``fixture`` gets the case."""
+    """Run a test for each case on its number of ranks; ``fixture`` gets the case."""
     return pytest.mark.parametrize(
         ("rank_count", fixture),
         [(len(case.hosts), case) for case in cases],
@@ -127,9 +128,9 @@ EVERY_ENGINE = on_engines(CASES, "subject")
 
 @functools.cache
 def mpi_of_job() -> ModuleType:
-    """MPI, which tests may use besides the engines."""
+    """Return MPI for use in tests."""
     mpi = start_mpi(read_topology(os.environ))
-    # Sees to it that the processes of the job finalise MPI together when they end.
+    # Finalizes MPI on all processes together at their end.
     transport = MpiTransport(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0)
     exit_hooks.install(Engine(transport))
     return mpi
@@ -141,7 +142,7 @@ def _peers() -> Any:
 
 
 def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
-    """The engine of ``case``; collective over all ranks of the job."""
+    """Create the engine of a case; collective over all ranks of the job."""
     if case.kind == "single":
         return single_engine()
     comm = mpi_of_job().COMM_WORLD
@@ -153,7 +154,7 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if case.link is not None:
             patch.setattr(transport, "_measure_link", lambda comm: case.link)
-            # Arrays of tests are small.
+            # Test arrays are small.
             patch.setattr(tuning, "LEAST_SEGMENT_BYTES", 4096)
             patch.setattr(tuning, "LEAST_MESSAGE_BYTES", 4096)
         if case.many:
@@ -165,12 +166,12 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
 
 @functools.cache
 def shared_engine(case: EngineCase) -> Any:
-    """One engine of each kind, for all tests that leave it whole."""
+    """Return the engine shared by all tests that leave it usable."""
     return new_engine(case)
 
 
 def everyone(size: int, obj: Any) -> list[Any]:
-    """The objects of all ranks, by MPI itself and not by what is tested."""
+    """Gather objects of all ranks with MPI instead of the code under test."""
     return [obj] if size == 1 else _peers().allgather(obj)
 
 
@@ -182,13 +183,13 @@ class Subject:
     case: EngineCase
 
     def assert_alike(self, arrays: Sequence[np.ndarray]) -> None:
-        """All ranks hold the same types, shapes and bytes."""
-        mine = [(array.dtype.name, array.shape, array.tobytes()) for array in arrays]
-        for theirs in everyone(self.engine.size, mine):
-            assert theirs == mine
+        """Check that all ranks have the same dtypes, shapes and bytes."""
+        own = [(array.dtype.name, array.shape, array.tobytes()) for array in arrays]
+        for other in everyone(self.engine.size, own):
+            assert other == own
 
     def shapes(self, dtype: np.dtype) -> list[tuple[int, ...]]:
-        """Shapes that fill chunks exactly, by one less and one more, and some not at all."""
+        """Return shapes around the size of a chunk, and small and empty ones."""
         chunk = self.case.chunk_bytes // accumulator_dtype(dtype).itemsize
         if self.case.chunk_bytes > MANY_CHUNKS and dtype != np.float32:
             chunk = 5000
@@ -197,7 +198,7 @@ class Subject:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """What ``rank`` contributes: small whole numbers, whose sums and products are exact."""
+    """Return the contribution of a rank: small integers with exact sums and products."""
     numbers = np.random.default_rng([rank, *shape]).integers(1, 4, shape)
     return (numbers > 2).astype(dtype) if dtype.kind == "b" else numbers.astype(dtype)
 
@@ -205,7 +206,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def expected(
     op: str, size: int, shape: tuple[int, ...], make: Callable[..., np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
-    """What ``op`` makes of the contributions ``make(rank, shape, dtype)``."""
+    """Return the expected result for the contributions ``make(rank, shape, dtype)``."""
     every = np.stack([make(rank, shape, dtype) for rank in range(size)])
     wide = every.astype(accumulator_dtype(dtype))
     if op in ("sum", "average"):

@@ -1,10 +1,10 @@
-"""A program whose ranks die: operations of all kinds, and an account of what each gave.
+"""A program in which ranks die during operations of all kinds.
 
     mpirun -np 4 python -m tests.collectives.survivors '{"kind": "mpi", "deaths": ...}'
 
-Rank r contributes the bit 1 << r everywhere, so that a result tells who had a part in it. Each rank
-that comes to the end writes a JSON file into the plan's folder: for every operation the members it
-was done with, and a digest of the result where that is the same on all ranks.
+Rank r contributes the bit 1 << r, so that a result shows which ranks contributed. Each surviving
+rank writes a JSON file to the plan's folder, with the members of every operation, and the digest of
+its result if it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tests.collectives.engines import FAR
 __all__ = ["Death", "Plan"]
 
 ROWS = 12
-# Above the bits of the ranks: which row it is.
+# The row number is above the bits of the ranks.
 ROW = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """How a rank dies.
+    """The death of a rank: after a time, or at a call of a method.
 
-    ``after_s`` after it began; or when the method ``where`` of its engine, or of what the engine
-    is made of, is called for the ``call``-th time.
+    The method ``where`` belongs to the engine, its transport, or a part of that; the rank dies when
+    it is called for the ``call``-th time.
     """
 
     rank: int
@@ -58,10 +58,10 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the program does.
+    """The operations and deaths of a run.
 
-    ``kind`` is that of the engine, or "arena": shared memory with all results in its arena;
-    ``hosts`` holds the pretended host of each rank.
+    ``kind`` is the transport, or "arena" for shared memory with all results in the arena; ``hosts``
+    holds the simulated host of each rank.
     """
 
     folder: str
@@ -76,7 +76,6 @@ class Plan:
     timeout_s: float = 60.0
 
     def to_json(self) -> str:
-        """What ``from_json`` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -87,7 +86,7 @@ class Plan:
 
 
 def main(plan: Plan) -> None:
-    """Run this rank's part."""
+    """Run the plan on this rank."""
     mpi = start_mpi(read_topology(os.environ))
     comm = mpi.COMM_WORLD
     host = comm.Split(plan.hosts[comm.Get_rank()], comm.Get_rank())
@@ -95,37 +94,36 @@ def main(plan: Plan) -> None:
     transport: Any = kind(mpi, comm, host, plan.chunk_bytes, plan.timeout_s, plan.min_np)
     if plan.kind == "arena":
         transport.least_in_arena = 0
-    # What fits into a chunk takes one round.
+    # Small arrays take one round.
     transport._measure_link = lambda comm: FAR
     engine = Engine(transport)
     exit_hooks.install(engine)
-    # Open MPI crashes where a rank dies while others still set up a communicator.
+    # Open MPI crashes if a rank dies while others still set up a communicator.
     engine.barrier()
-    me = engine.rank
+    member = engine.rank
     for death in plan.deaths:
-        if death.rank == me:
+        if death.rank == member:
             _prepare(death, engine)
-    done: list[Any] = []
+    results: list[Any] = []
     longest_s = 0.0
     for number in range(plan.operations):
-        begun = time.monotonic()
+        start_s = time.monotonic()
         name, operation = _OPERATIONS[number % len(_OPERATIONS)]
-        members, digest = operation(engine, me, number, plan)
-        if members is not None and name != "average":  # that is two operations
+        members, digest = operation(engine, member, number, plan)
+        if members is not None and name != "average":  # two operations
             assert members == list(engine.contributed), (name, members, engine.contributed)
-        done.append([name, members, digest])
-        longest_s = max(longest_s, time.monotonic() - begun)
+        results.append([name, members, digest])
+        longest_s = max(longest_s, time.monotonic() - start_s)
         time.sleep(plan.pause_s)
-    account = {
-        "me": me,
-        "done": done,
+    report = {
+        "member": member,
+        "results": results,
         "members": engine.members,
         "rank": engine.rank,
         "generation": engine.generation,
-        "too_few": str(engine.too_few) if engine.too_few else None,
         "longest_s": longest_s,
     }
-    Path(plan.folder, f"{me}.json").write_text(json.dumps(account))
+    Path(plan.folder, f"{member}.json").write_text(json.dumps(report))
 
 
 def _prepare(death: Death, engine: Any) -> None:
@@ -141,7 +139,7 @@ def _prepare(death: Death, engine: Any) -> None:
         *(getattr(transport, "_cross", None), transport._direct, transport._small),
         engine,
     )
-    # Of the class, as recovery makes some of the objects anew.
+    # Patch the class, as recovery recreates some of the objects.
     owner = next(type(part) for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0
@@ -165,68 +163,68 @@ def _bits(mask: int) -> list[int]:
     return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
 
 
-def _allreduce(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], str]:
-    result = engine.allreduce(np.full(plan.items, 1 << me, np.int64), name=f"number {number}")
+def _allreduce(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], str]:
+    result = engine.allreduce(np.full(plan.items, 1 << member, np.int64), name=f"number {number}")
     assert (result == result[0]).all()
     return _bits(int(result[0])), _digest(result)
 
 
-def _average(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], str]:
-    mine = np.full(plan.items, 1 << me, np.float32)
-    total, average = engine.grouped_allreduce([mine], name="sum"), None
-    average = engine.grouped_allreduce([mine, mine[:7]], "average", require_finite=True)
+def _average(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], str]:
+    array = np.full(plan.items, 1 << member, np.float32)
+    total = engine.grouped_allreduce([array], name="sum")
+    average = engine.grouped_allreduce([array, array[:7]], "average", require_finite=True)
     members = _bits(int(total[0][0]))
     assert len({float(value) for part in average for value in part}) == 1
-    # The second operation may have been done by fewer.
+    # A rank may have died after the first operation.
     kept = engine.contributed
     expected = np.float32(sum(1 << rank for rank in kept)) * np.float32(1 / len(kept))
     assert average[0][0] == expected, (average[0][0], kept)
     return members, _digest(average[0])
 
 
-def _allgather(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], str]:
-    result = engine.allgather(np.full((me + 1, 5), me), name=f"number {number}")
+def _allgather(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], str]:
+    result = engine.allgather(np.full((member + 1, 5), member), name=f"number {number}")
     members = list(dict.fromkeys(result[:, 0].tolist()))
     assert result[:, 0].tolist() == [rank for rank in members for _ in range(rank + 1)]
     return members, _digest(result)
 
 
-def _objects(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], str]:
-    everyone = engine.allgather_object({"me": me, "text": "x" * me * 100})
-    return [entry["me"] for entry in everyone], _digest(
+def _objects(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], str]:
+    everyone = engine.allgather_object({"member": member, "text": "x" * member * 100})
+    return [entry["member"] for entry in everyone], _digest(
         np.frombuffer(repr(everyone).encode("utf8"), "u1")
     )
 
 
-def _broadcast(engine: Any, me: int, number: int, plan: Plan) -> tuple[None, str]:
+def _broadcast(engine: Any, member: int, number: int, plan: Plan) -> tuple[None, str]:
     return None, _digest(engine.broadcast(np.full(plan.items, 7.0 + number), replicated=True))
 
 
-def _broadcast_object(engine: Any, me: int, number: int, plan: Plan) -> tuple[None, str]:
+def _broadcast_object(engine: Any, member: int, number: int, plan: Plan) -> tuple[None, str]:
     return None, engine.broadcast_object(f"of {number}", replicated=True)
 
 
-def _reduce_scatter(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], None]:
-    rows = (np.arange(ROWS)[:, None] * ROW + (1 << me)) * np.ones((ROWS, 50), np.int64)
-    mine = engine.reduce_scatter(rows.astype(np.int64))
-    members = _bits(int(mine[0, 0]) % ROW)
+def _reduce_scatter(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], None]:
+    rows = (np.arange(ROWS)[:, None] * ROW + (1 << member)) * np.ones((ROWS, 50), np.int64)
+    result = engine.reduce_scatter(rows.astype(np.int64))
+    members = _bits(int(result[0, 0]) % ROW)
     share = ROWS // len(members)
-    first = members.index(me) * share
+    first = members.index(member) * share
     expected = [row * len(members) for row in range(first, first + share)]
-    assert (mine[:, 0] // ROW).tolist() == expected, (mine[:, 0] // ROW, members)
+    assert (result[:, 0] // ROW).tolist() == expected, (result[:, 0] // ROW, members)
     return members, None
 
 
-def _alltoall(engine: Any, me: int, number: int, plan: Plan) -> tuple[list[int], None]:
+def _alltoall(engine: Any, member: int, number: int, plan: Plan) -> tuple[list[int], None]:
     members = engine.members
-    rows = [[me, member] for member in members for _ in range(2)]
+    rows = [[member, other] for other in members for _ in range(2)]
     received, counts = engine.alltoall(np.array(rows), [2] * len(members))
-    assert (received[:, 1] == me).all()
+    assert (received[:, 1] == member).all()
     assert set(counts) == {2}
     return received[::2, 0].tolist(), None
 
 
-def _barrier(engine: Any, me: int, number: int, plan: Plan) -> tuple[None, None]:
+def _barrier(engine: Any, member: int, number: int, plan: Plan) -> tuple[None, None]:
     engine.barrier(name=f"number {number}")
     return None, None
 

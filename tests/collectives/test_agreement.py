@@ -1,7 +1,6 @@
-"""Ranks that don't do the same: an error on every rank that says who did what, never a hang.
+"""Errors on all ranks after mismatches, failures, exits and hangs.
 
-Each test breaks an engine of its own, in processes that live on. How processes end after such an
-error is in ``test_exits.py``.
+Each test uses a new engine. ``test_exit_hooks.py`` tests how processes end.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ TWO_CALLS = {
 @on_engines(CASES)
 @pytest.mark.parametrize("calls", TWO_CALLS.values(), ids=TWO_CALLS)
 def test_different_calls(case: EngineCase, calls) -> None:
-    """The last rank does something else; all name it, and go on afterwards."""
+    """All ranks raise the same error and may continue."""
     engine = new_engine(case)
     last = engine.size - 1
     engine.allreduce(np.ones(3))
@@ -100,8 +99,8 @@ def test_different_calls(case: EngineCase, calls) -> None:
 
 
 @on_engines([CASES[0]])
-def test_message_shows_a_difference_far_behind(case: EngineCase) -> None:
-    """Of two hundred shapes only one differs."""
+def test_long_mismatches_show_the_difference(case: EngineCase) -> None:
+    """One of two hundred shapes differs."""
     engine = new_engine(case)
     arrays = [np.ones((1, index)) for index in range(200)]
     arrays[150] = np.ones((1, 7 + engine.rank))
@@ -127,7 +126,7 @@ WAYS_TO_WAIT = {
 def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
     engine = new_engine(case)
     last = engine.size - 1
-    begun = time.monotonic()
+    start_s = time.monotonic()
     if engine.rank == last:
         engine.fail("ValueError: no such file (train.py:12)")
     else:
@@ -136,15 +135,15 @@ def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
         text = str(error.value)
         assert text.startswith(f"rank {last} failed: ValueError: no such file (train.py:12). ")
         assert f"Rank {engine.rank} was waiting for it in {operation}(epoch)" in text
-        engine.fail("PeerFailedError")  # as at the end of the process
+        engine.fail("PeerFailedError")  # as an exit hook does
         with pytest.raises(PeerFailedError, match="no such file"):
             engine.allreduce(np.ones(1))
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - start_s < 4
 
 
 @on_engines([CASES[1]])
-def test_reason_too_long_for_a_message(case: EngineCase) -> None:
-    """It is cut, also where that falls within a character."""
+def test_long_reasons_are_truncated(case: EngineCase) -> None:
+    """Even within a character."""
     engine = new_engine(case)
     if engine.rank == 0:
         engine.fail("x" + "é" * 5000)
@@ -155,51 +154,51 @@ def test_reason_too_long_for_a_message(case: EngineCase) -> None:
 
 
 @on_engines(CASES)
-def test_rank_that_leaves_early(case: EngineCase) -> None:
+def test_a_rank_exits_early(case: EngineCase) -> None:
     engine = new_engine(case)
     last = engine.size - 1
     engine.barrier()
     if engine.rank == last:
-        assert not engine.transport.detector.leave(), "MPI must not be finalised"
+        assert not engine.transport.detector.leave(), "MPI must not be finalized"
         return
     reason = rf"rank {last} ended its program.*epoch.*same calls"
     with pytest.raises(PeerFailedError, match=reason) as error:
         engine.barrier(name="epoch")
-    engine.fail(str(error.value))  # another rank may hear of this before it sees for itself
+    engine.fail(str(error.value))  # another rank may receive this first
 
 
 @pytest.mark.ranks(2)
-def test_rank_that_leaves_after_the_last_operation() -> None:
-    """Others may still be busy with it; only who needs more of that rank has to stop."""
+def test_a_rank_exits_after_the_last_operation() -> None:
+    """Other ranks may still be in that operation."""
     mpi = mpi_of_job()
     comm = mpi.COMM_WORLD.Dup()
-    begun = 5
-    mine = FailureDetector(mpi, comm, 30.0, lambda: begun)
-    if mine.rank == 1:
-        assert not mine.leave()
+    started = 5
+    detector = FailureDetector(mpi, comm, 30.0, lambda: started)
+    if detector.rank == 1:
+        assert not detector.leave()
         return
     deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
-        mine.check("operation 5")
-    begun = 6
+        detector.check("operation 5")
+    started = 6
     with pytest.raises(PeerFailedError, match=r"rank 1 ended its program.* in operation 6"):
-        mine.check("operation 6")
-    mine.fail("done")
+        detector.check("operation 6")
+    detector.fail("done")
 
 
-class _DeafAtFirst:
-    """A communicator on which the first look for a message finds none."""
+class _EmptyAtFirst:
+    """A communicator whose first probe finds no message."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._looked = False
+        self._probed = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
     def Improbe(self, *arguments: Any) -> Any:
-        looked, self._looked = self._looked, True
-        return self._comm.Improbe(*arguments) if looked else None
+        probed, self._probed = self._probed, True
+        return self._comm.Improbe(*arguments) if probed else None
 
 
 def _wait(detector: FailureDetector) -> None:
@@ -208,33 +207,33 @@ def _wait(detector: FailureDetector) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_fail_at_once_are_all_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one answers both, of which it may have heard of one alone as it ends."""
+def test_simultaneous_failures_are_all_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third rank may know of only one of them when it exits."""
     monkeypatch.setattr(failure_detector, "FAREWELL_TIMEOUT_S", 20.0)
     mpi = mpi_of_job()
     comm = mpi.COMM_WORLD.Dup()
     if comm.rank < 2:
-        mine = FailureDetector(mpi, _DeafAtFirst(comm), 30.0, lambda: 0)
-        assert mine.fail("here")
+        detector = FailureDetector(mpi, _EmptyAtFirst(comm), 30.0, lambda: 0)
+        assert detector.fail("here")
         return
-    mine = FailureDetector(mpi, comm, 30.0, lambda: 0)
+    detector = FailureDetector(mpi, comm, 30.0, lambda: 0)
     with pytest.raises(PeerFailedError, match=r"rank [01] failed: here"):
-        _wait(mine)
-    assert mine.fail("follows")
+        _wait(detector)
+    assert detector.fail("follows")
 
 
 @on_engines(CASES)
-def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_rank_is_a_timeout(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     last = engine.size - 1
     if engine.rank == last:
         everyone(engine.size, "hung")
         return
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as error:
         engine.allreduce(np.ones(3), name="epoch")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start_s < 5
     text = str(error.value)
     assert text.startswith(f"rank {engine.rank} waited 0.5 s in allreduce(epoch)")
     assert f"rank {last} waits in no collective" in text
@@ -245,15 +244,15 @@ def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyP
 
 
 @on_engines(CASES[:2])
-def test_slow_rank_is_waited_for(case: EngineCase) -> None:
+def test_a_slow_rank_is_no_timeout(case: EngineCase) -> None:
     engine = new_engine(case, timeout_s=20)
     time.sleep(0.6 * (engine.rank == 0))
     assert engine.allreduce(np.ones(3)).tolist() == [engine.size] * 3
 
 
 @on_engines(CASES[:2])
-def test_interrupted_operation(case: EngineCase) -> None:
-    """Who catches Ctrl-C and goes on would be an operation behind, and add up wrong numbers."""
+def test_an_engine_refuses_operations_after_an_interrupt(case: EngineCase) -> None:
+    """A rank that continued would be one operation behind the others."""
     engine = new_engine(case)
     engine.barrier()
     if engine.rank > 0:
@@ -282,8 +281,7 @@ def test_use_after_close(case: EngineCase) -> None:
 
 
 @on_engines(CASES[:2])
-def test_two_threads(case: EngineCase) -> None:
-    """The second waits until the first is through."""
+def test_operations_of_two_threads_run_one_after_the_other(case: EngineCase) -> None:
     engine = new_engine(case)
     results = []
     if engine.rank == 0:
@@ -304,7 +302,7 @@ def test_two_threads(case: EngineCase) -> None:
 @pytest.mark.parametrize("chunk_bytes", [1, 63, 100, 4097])
 @pytest.mark.parametrize("kind", ["mpi", "shared_memory"])
 @pytest.mark.ranks(2)
-def test_any_size_of_chunks(kind: str, chunk_bytes: int) -> None:
+def test_unusual_chunk_sizes(kind: str, chunk_bytes: int) -> None:
     engine = new_engine(EngineCase(kind=kind, hosts=(0, 0), chunk_bytes=chunk_bytes))
     for dtype in ("float64", "float16", "int8"):
         array = np.arange(97).astype(dtype)

@@ -1,4 +1,4 @@
-"""Operations of every engine that pass data on as it is: nothing lost, nothing changed."""
+"""Exchange of arrays and objects with every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = EVERY_ENGINE
 
 
 class Answer:
-    """Something that only pickle can hold."""
+    """An object for pickle only."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -26,7 +26,7 @@ class Answer:
 
 
 def _noise(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Any bytes at all, NaNs among them; valid ones for bool."""
+    """Return random bytes, including NaNs; valid ones for bool."""
     generator = np.random.default_rng([rank, *shape, dtype.itemsize])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
@@ -38,7 +38,7 @@ def _same(left: np.ndarray, right: np.ndarray) -> bool:
     return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
 
 
-def test_allgather_of_different_lengths(subject: Subject) -> None:
+def test_allgather(subject: Subject) -> None:
     engine = subject.engine
     lengths = {
         "different": [2 * rank + 1 for rank in range(engine.size)],
@@ -56,10 +56,10 @@ def test_allgather_of_different_lengths(subject: Subject) -> None:
         kept = mine.copy()
         result = engine.allgather(mine, name="rows")
         assert _same(result, np.concatenate(every))
-        assert _same(mine, kept), "the input was changed"
+        assert _same(mine, kept), "modified input"
 
 
-def test_broadcast_from_each_root(subject: Subject) -> None:
+def test_broadcast(subject: Subject) -> None:
     engine = subject.engine
     for root in range(engine.size):
         for dtype in DTYPES:
@@ -70,7 +70,7 @@ def test_broadcast_from_each_root(subject: Subject) -> None:
                 kept = mine.copy()
                 result = engine.broadcast(mine, root, name="weights")
                 assert _same(result, _noise(root, shape, dtype))
-                assert _same(mine, kept), "the input was changed"
+                assert _same(mine, kept), "modified input"
                 assert not np.shares_memory(result, mine)
 
 
@@ -94,7 +94,7 @@ def test_alltoall(subject: Subject) -> None:
             assert counts == table[:, rank].tolist()
             assert all(isinstance(count, int) for count in counts)
             assert _same(result, np.concatenate(parts))
-            assert _same(every[rank], kept), "the input was changed"
+            assert _same(every[rank], kept), "modified input"
 
 
 def test_alltoall_without_splits(subject: Subject) -> None:
@@ -109,12 +109,11 @@ def test_alltoall_without_splits(subject: Subject) -> None:
             engine.alltoall(np.ones(engine.size + 1 + engine.size % 2))
 
 
-def test_arguments_that_can_not_be(subject: Subject) -> None:
-    """Refused before anybody waits, and the engine works on."""
+def test_invalid_arguments(subject: Subject) -> None:
     engine = subject.engine
     rows = np.ones((3, 2))
-    nothing = [0] * (engine.size - 1)
-    for splits in ([4, *nothing], [2, *nothing], [3, *nothing, 0], [-1, 4, *nothing[1:]]):
+    zeros = [0] * (engine.size - 1)
+    for splits in ([4, *zeros], [2, *zeros], [3, *zeros, 0], [-1, 4, *zeros[1:]]):
         with pytest.raises(ConfigurationError, match=r"splits must be.*sum of 3 rows"):
             engine.alltoall(rows, splits)
     for root in (-1, engine.size):
@@ -138,11 +137,11 @@ def test_barrier_waits_for_everyone(subject: Subject) -> None:
     for late in range(engine.size):
         engine.barrier(name="start")
         time.sleep(0.05 * (engine.rank == late))
-        # All ranks have the same clock, as they are on one machine.
-        came = time.monotonic()
+        # All ranks use the same clock.
+        entered = time.monotonic()
         engine.barrier(name=f"rank {late} is late")
         left = time.monotonic()
-        assert left >= engine.allgather(np.array([came])).max()
+        assert left >= engine.allgather(np.array([entered])).max()
 
 
 JSON = [None, True, 17, 2.5, "grüße …", [], {}, {"a": [1, {"b": None}]}, "x" * 100_000]
@@ -151,21 +150,15 @@ JSON = [None, True, 17, 2.5, "grüße …", [], {}, {"a": [1, {"b": None}]}, "x"
 def test_objects_as_json(subject: Subject) -> None:
     engine = subject.engine
     for obj in JSON:
-        mine = [engine.rank, obj]
-        every = engine.allgather_object(mine, name="settings")
+        own = [engine.rank, obj]
+        every = engine.allgather_object(own, name="settings")
         assert every == [[rank, obj] for rank in range(engine.size)]
         for root in range(engine.size):
-            sent = mine if engine.rank == root else object()  # only the root's counts
+            sent = own if engine.rank == root else object()  # only the root sends
             assert engine.broadcast_object(sent, root, name="settings") == [root, obj]
 
 
-def test_objects_of_different_sizes(subject: Subject) -> None:
-    engine = subject.engine
-    result = engine.allgather_object("ü" * (1000 * engine.rank))
-    assert result == ["ü" * (1000 * rank) for rank in range(engine.size)]
-
-
-def test_objects_by_pickle(subject: Subject) -> None:
+def test_objects_as_pickle(subject: Subject) -> None:
     engine = subject.engine
     every = engine.allgather_object(Answer(engine.rank), codec="pickle")
     assert every == [Answer(rank) for rank in range(engine.size)]
@@ -175,7 +168,7 @@ def test_objects_by_pickle(subject: Subject) -> None:
     assert received["array"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_json_refuses_what_it_can_not_hold(subject: Subject) -> None:
+def test_objects_that_json_can_not_represent(subject: Subject) -> None:
     engine = subject.engine
     for obj in (Answer(1), {1, 2}, b"bytes", np.float32(1), {(1, 2): 3}):
         kind = type(obj).__name__
@@ -183,11 +176,12 @@ def test_json_refuses_what_it_can_not_hold(subject: Subject) -> None:
             engine.allgather_object(obj)
     with pytest.raises(ConfigurationError, match=r"'json' or 'pickle', got 'xml'"):
         engine.broadcast_object({}, codec="xml")
-    assert engine.allgather_object(1) == [1] * engine.size
+    text = engine.allgather_object("ü" * (1000 * engine.rank))
+    assert text == ["ü" * (1000 * rank) for rank in range(engine.size)]
 
 
-def test_every_operation_in_turn(subject: Subject) -> None:
-    """Operations that use the same memory and communicators don't disturb each other."""
+def test_different_operations_in_sequence(subject: Subject) -> None:
+    """They share memory and communicators."""
     engine = subject.engine
     size, rank = engine.size, engine.rank
     ranks = sum(range(size))

@@ -1,4 +1,4 @@
-"""Operations that something else carries out: agreed on here, and looked after meanwhile."""
+"""Agreement on operations of other libraries, and failure checks during them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ several = on_engines(
 )
 
 
-def _look_until_it_fails(engine) -> None:
+def _check_until_it_fails(engine) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         engine.check_external()
@@ -30,10 +30,10 @@ def _look_until_it_fails(engine) -> None:
 
 
 @several
-def test_it_is_one_operation_after_another(case: EngineCase) -> None:
+def test_external_and_own_operations_in_turn(case: EngineCase) -> None:
     engine = new_engine(case)
-    seen = []
-    engine.observers.append(seen.append)
+    operations = []
+    engine.observers.append(operations.append)
     for step in range(3):
         engine.begin_external("copy", "weights", ("float32", (3,)))
         engine.check_external()
@@ -42,11 +42,15 @@ def test_it_is_one_operation_after_another(case: EngineCase) -> None:
         assert engine.reduced_bytes - before == 1000
         engine.check_external()
         assert engine.allreduce(np.full(3, step)).tolist() == [step * engine.size] * 3
-    assert [done.title for done in seen] == ["copy(weights)", "copy(weights)", "allreduce"] * 3
-    assert all(done.start_s <= done.stop_s for done in seen)
+    assert [done.title for done in operations] == [
+        "copy(weights)",
+        "copy(weights)",
+        "allreduce",
+    ] * 3
+    assert all(done.start_s <= done.stop_s for done in operations)
 
 
-def test_one_process_alone() -> None:
+def test_a_single_process() -> None:
     engine = new_engine(EngineCase(kind="single", hosts=(0,)))
     engine.begin_external("copy", "weights", ())
     engine.check_external()
@@ -55,11 +59,11 @@ def test_one_process_alone() -> None:
         engine.check_external()
     engine.end_external()
     engine.end_external(1000)
-    assert engine.reduced_bytes == 0, "that was none"
+    assert engine.reduced_bytes == 0, "no operation was started"
 
 
 @several
-def test_ranks_that_begin_something_else(case: EngineCase) -> None:
+def test_different_external_operations(case: EngineCase) -> None:
     engine = new_engine(case)
     last = engine.size - 1
     with pytest.raises(MismatchError) as error:
@@ -71,8 +75,7 @@ def test_ranks_that_begin_something_else(case: EngineCase) -> None:
 
 
 @several
-def test_one_that_was_not_ended(case: EngineCase) -> None:
-    """Who goes on after an error in the middle of it is out of step."""
+def test_an_unfinished_operation_is_an_error(case: EngineCase) -> None:
     engine = new_engine(case)
     engine.begin_external("copy", "weights", ())
     with pytest.raises(CollectiveError, match=r"started copy\(more\) after copy\(weig"):
@@ -89,14 +92,14 @@ def test_failure_of_another_rank(case: EngineCase) -> None:
         engine.fail("ValueError: no such file")
         return
     with pytest.raises(PeerFailedError, match=r"no such file.*waiting for it in copy\(weights\)"):
-        _look_until_it_fails(engine)
+        _check_until_it_fails(engine)
     engine.fail("PeerFailedError")
     with pytest.raises(PeerFailedError):
         engine.barrier()
 
 
 @several
-def test_rank_that_does_not_come_to_its_end(case: EngineCase, monkeypatch) -> None:
+def test_a_hung_rank_is_a_timeout(case: EngineCase, monkeypatch) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     engine.begin_external("copy", "weights", ())
@@ -104,7 +107,7 @@ def test_rank_that_does_not_come_to_its_end(case: EngineCase, monkeypatch) -> No
         everyone(engine.size, "hung")
         return
     with pytest.raises(CollectiveTimeoutError, match=r"waited 0.5 s in copy\(weights\).*rank"):
-        _look_until_it_fails(engine)
+        _check_until_it_fails(engine)
     with pytest.raises(HvdtrainError):
         engine.barrier()
     everyone(engine.size, "timed out")

@@ -1,4 +1,4 @@
-"""Ranks that have no data left join, and those that have some go on."""
+"""Ranks without data join while the others continue."""
 
 import numpy as np
 import pytest
@@ -28,24 +28,23 @@ def test_ranks_run_out_of_data_one_after_another(subject, backwards):
         left = order[step + 1 :]
         total = sum(other + 1.0 for other in left)
         for items in (1, 3000):
-            mine = np.full((items, 2), rank + 1.0)
+            array = np.full((items, 2), rank + 1.0)
             np.testing.assert_array_equal(
-                engine.allreduce(mine, name="sum"), np.full((items, 2), total)
+                engine.allreduce(array, name="sum"), np.full((items, 2), total)
             )
-            mean = engine.allreduce(mine, "average", name="mean")
+            mean = engine.allreduce(array, "average", name="mean")
             np.testing.assert_allclose(mean, np.full((items, 2), total / size))
-        found = engine.allgather_object({"rank": rank}, name="who", codec="json")
-        assert found == [{"rank": other} for other in sorted(left)]
+        result = engine.allgather_object({"rank": rank}, name="who", codec="json")
+        assert result == [{"rank": other} for other in sorted(left)]
     assert engine.join() == order[-1]
-    # All are in step again.
     np.testing.assert_array_equal(engine.allgather(np.array([rank])), np.arange(size))
     assert engine.join() == size - 1
 
 
 @EVERY_ENGINE
 @pytest.mark.parametrize("op", OPS)
-def test_one_that_has_joined_changes_no_result(subject, op):
-    """But an average, which goes on dividing by the number of all ranks."""
+def test_joined_ranks_do_not_change_results(subject, op):
+    """Except for the divisor of an average, which is the number of all ranks."""
     engine = subject.engine
     size = engine.size
     left = max(1, size - 1)
@@ -55,20 +54,20 @@ def test_one_that_has_joined_changes_no_result(subject, op):
             if dtype.kind in refused and not is_floating(dtype):
                 continue
             for shape in [(), (7,), (2, 900)]:
-                found = engine.allreduce(values(engine.rank, shape, dtype), op, name="step")
+                result = engine.allreduce(values(engine.rank, shape, dtype), op, name="step")
                 if op == "average":
-                    wanted = expected("sum", left, shape, values, dtype).astype("float64") / size
+                    reference = expected("sum", left, shape, values, dtype).astype("float64") / size
                 else:
-                    wanted = expected(op, left, shape, values, dtype)
-                assert found.dtype == dtype
+                    reference = expected(op, left, shape, values, dtype)
+                assert result.dtype == dtype
                 np.testing.assert_allclose(
-                    found.astype("float64"), wanted.astype("float64"), rtol=5e-3
+                    result.astype("float64"), reference.astype("float64"), rtol=5e-3
                 )
     assert engine.join() in (size - 1, left - 1)
 
 
 @EVERY_ENGINE
-def test_a_gradient_that_is_not_finite_is_an_error_for_whoever_sent_it(subject):
+def test_non_finite_values_are_an_error_for_the_sender(subject):
     engine = subject.engine
     if engine.rank == 0 and engine.size > 1:
         bad = np.zeros(5000, "float32")
@@ -78,14 +77,14 @@ def test_a_gradient_that_is_not_finite_is_an_error_for_whoever_sent_it(subject):
                 with pytest.raises(NonFiniteError):
                     engine.grouped_allreduce(group, name="bad", require_finite=True)
         good = np.ones(5000, "float32")
-        (found,) = engine.grouped_allreduce([good], name="good", require_finite=True)
-        np.testing.assert_array_equal(found, good)
+        (result,) = engine.grouped_allreduce([good], name="good", require_finite=True)
+        np.testing.assert_array_equal(result, good)
     engine.join()
 
 
 @EVERY_NEW_ENGINE
 @pytest.mark.parametrize("what", ["broadcast", "allgather", "barrier"])
-def test_what_takes_all_ranks_is_an_error_for_all(case, what):
+def test_operations_that_need_all_ranks_are_an_error(case, what):
     engine = new_engine(case)
     calls = {
         "broadcast": lambda: engine.broadcast(np.ones(3), 0, name="x"),
@@ -100,7 +99,7 @@ def test_what_takes_all_ranks_is_an_error_for_all(case, what):
 
 
 @EVERY_NEW_ENGINE
-def test_other_ranks_that_differ_among_themselves(case):
+def test_a_mismatch_of_the_other_ranks(case):
     engine = new_engine(case)
     if engine.size == 2:
         return

@@ -1,4 +1,4 @@
-"""What a program sees of lost ranks: results, errors, and how its processes end."""
+"""Programs in elastic jobs after the loss of ranks: results, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.collectives.test_exit_hooks import LIMIT_S, START, _said
+from tests.collectives.test_exit_hooks import LIMIT_S, START, _errors
 from tests.harness.jobs import Completed
 
 Run = Callable[..., Completed]
@@ -22,7 +22,7 @@ EACH_ENGINE = pytest.mark.parametrize("elastic", ["mpi", "shared_memory"], indir
 
 @pytest.fixture
 def elastic(request: pytest.FixtureRequest, run_command, mpirun, tmp_path) -> Run:
-    """Run a script on ranks that survive others; ``show`` is what it prints."""
+    """Run a script on ranks of an elastic job, and print ``show`` on each."""
     engine = getattr(request, "param", "shared_memory")
 
     def run(np: int, body: str, *, show: str = "", env: dict[str, str] | None = None) -> Completed:
@@ -43,7 +43,7 @@ def _printed(done: Completed) -> list[object]:
 
 @EACH_ENGINE
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), 11)", "os.kill(os.getpid(), 9)"])
-def test_lost_rank_costs_no_exit_code(elastic: Run, way: str) -> None:
+def test_the_job_succeeds_after_a_loss(elastic: Run, way: str) -> None:
     body = f"""
         engine.barrier()
         if rank == 1:
@@ -54,13 +54,13 @@ def test_lost_rank_costs_no_exit_code(elastic: Run, way: str) -> None:
     assert _printed(done) == [[0, 0, 2, [2.0] * 3], [2, 1, 2, [2.0] * 3]], done
     assert done.returncode == 0, done
     assert done.seconds < LIMIT_S
-    assert _said(done) == {}
+    assert _errors(done) == {}
 
 
-def test_no_loss(elastic: Run) -> None:
+def test_no_output_without_a_loss(elastic: Run) -> None:
     done = elastic(2, "engine.allreduce(np.ones(3))\nengine.barrier()")
     assert done.returncode == 0, done
-    assert done.stderr == "" or platform.machine() != "x86_64", "MPI warns of what is not used"
+    assert done.stderr == "" or platform.machine() != "x86_64", "warnings of MPI"
 
 
 def test_exit_codes_after_a_loss(elastic: Run) -> None:
@@ -76,8 +76,8 @@ def test_exit_codes_after_a_loss(elastic: Run) -> None:
     assert done.seconds < LIMIT_S
 
 
-def test_loss_while_others_have_ended(elastic: Run) -> None:
-    """The chief waits at its end; the others miss a rank, and it must help them to go on."""
+def test_a_rank_that_has_exited_takes_part_in_recovery(elastic: Run) -> None:
+    """The chief waits at its exit when another rank dies."""
     body = """
         engine.barrier()
         if rank > 0:
@@ -94,7 +94,6 @@ def test_loss_while_others_have_ended(elastic: Run) -> None:
 
 @EACH_ENGINE
 def test_loss_in_the_last_operation(elastic: Run) -> None:
-    """Whoever died held up none of the others in it."""
     body = """
         engine.barrier()
         confirm = engine.transport.confirm
@@ -118,7 +117,7 @@ LATE = """
         engine.transport.{method} = original
         original(*arguments)
         while True:
-            engine.transport.detector.check("the test")  # raises once it sees that rank 1 has died
+            engine.transport.detector.check("the test")  # raises once rank 1 is lost
             time.sleep(0.01)
     if rank == 1:
         threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
@@ -132,22 +131,21 @@ LATE = """
 
 
 @EACH_ENGINE
-def test_loss_seen_after_others_have_gone_on(elastic: Run) -> None:
-    """Rank 2 has its result, and all know; rank 0 is in the next operation already."""
+def test_loss_noticed_after_another_rank_has_returned(elastic: Run) -> None:
+    """Rank 2 has its result, and rank 0 is in the next operation."""
     done = elastic(3, LATE.format(method="confirm"), show="[first.tolist(), second.tolist()]")
     assert _printed(done) == [[[7, 7], [5, 5]]] * 2, done
 
 
 @EACH_ENGINE
-def test_loss_seen_before_all_have_a_result(elastic: Run) -> None:
-    """Rank 2 has none, and so nobody has returned: it is done again without rank 1."""
+def test_loss_noticed_before_all_have_a_result(elastic: Run) -> None:
+    """Rank 2 has no result, so the operation is repeated without rank 1."""
     done = elastic(3, LATE.format(method="allreduce"), show="[first.tolist(), second.tolist()]")
     assert _printed(done) == [[[5, 5], [5, 5]]] * 2, done
 
 
 @EACH_ENGINE
-def test_exception_is_no_loss(elastic: Run) -> None:
-    """A mistake in the program repeats on every rank: nobody goes on without the one."""
+def test_an_exception_ends_all_ranks(elastic: Run) -> None:
     body = """
         engine.barrier()
         if rank == 1:
@@ -159,14 +157,14 @@ def test_exception_is_no_loss(elastic: Run) -> None:
     assert done.returncode == 1, done
     assert done.seconds < LIMIT_S
     assert "not reached" not in done.stdout
-    said = _said(done)
-    assert said[1] == "failed: ValueError: mistake"
+    errors = _errors(done)
+    assert errors[1] == "failed: ValueError: mistake"
     for rank in (0, 2):
-        assert said[rank].startswith("stops: rank 1 failed: ValueError: mistake (")
+        assert errors[rank].startswith("stops: rank 1 failed: ValueError: mistake (")
 
 
 @EACH_ENGINE
-def test_ranks_that_differed_go_on_and_may_be_lost(elastic: Run) -> None:
+def test_loss_after_a_mismatch(elastic: Run) -> None:
     body = """
         from hvdtrain.errors import MismatchError
         for rows in (3, 30_000):
@@ -183,7 +181,7 @@ def test_ranks_that_differed_go_on_and_may_be_lost(elastic: Run) -> None:
 
 
 def test_exception_while_others_are_busy(elastic: Run) -> None:
-    """It waits until they have heard of it; ended before, it would pass for dead."""
+    """A rank that exits before the others know would count as lost."""
     body = """
         engine.barrier()
         if rank == 1:
@@ -195,11 +193,10 @@ def test_exception_while_others_are_busy(elastic: Run) -> None:
     done = elastic(2, body)
     assert done.returncode == 1, done
     assert "not reached" not in done.stdout
-    assert _said(done)[0].startswith("stops: rank 1 failed: ValueError: mistake (")
+    assert _errors(done)[0].startswith("stops: rank 1 failed: ValueError: mistake (")
 
 
-def test_exception_while_others_recover(elastic: Run) -> None:
-    """A rank dies, and the one that the others then wait for fails."""
+def test_exception_during_recovery(elastic: Run) -> None:
     body = """
         engine.barrier()
         if rank == 1:
@@ -213,23 +210,10 @@ def test_exception_while_others_recover(elastic: Run) -> None:
     done = elastic(3, body)
     assert done.returncode == 1, done
     assert done.seconds < LIMIT_S
-    assert _said(done)[0].startswith("stops: rank 2 failed: ValueError: mistake (")
+    assert _errors(done)[0].startswith("stops: rank 2 failed: ValueError: mistake (")
 
 
-def test_hung_rank(elastic: Run) -> None:
-    body = """
-        if rank == 1:
-            time.sleep(40)
-        engine.barrier(name="epoch")
-    """
-    done = elastic(3, body, env={"HVDTRAIN_TIMEOUT_S": "4"})
-    assert done.returncode != 0, done
-    assert done.seconds < LIMIT_S
-    assert "rank 1 waits in no collective" in done.stderr
-
-
-def test_busy_rank_is_waited_for(elastic: Run) -> None:
-    """It doesn't know of the loss before its next operation."""
+def test_recovery_waits_for_a_busy_rank(elastic: Run) -> None:
     body = """
         engine.barrier()
         if rank == 1:
@@ -243,8 +227,8 @@ def test_busy_rank_is_waited_for(elastic: Run) -> None:
     assert done.returncode == 0
 
 
-def test_too_few_ranks(elastic: Run) -> None:
-    """Operations go on, for a last checkpoint; then the program ends with the error."""
+def test_operations_work_with_too_few_ranks(elastic: Run) -> None:
+    """For a last checkpoint, before the program raises the error."""
     body = """
         engine.barrier()
         if rank in (0, 3):
@@ -258,16 +242,16 @@ def test_too_few_ranks(elastic: Run) -> None:
     done = elastic(4, body, env={"HVDTRAIN_MIN_NP": "3"})
     assert _printed(done) == [[1, 2], [1, 2]], done
     assert done.returncode == 1
-    for text in _said(done).values():
+    for text in _errors(done).values():
         assert text.startswith(
-            "stops: 2 of 4 ranks are left, rank 0, 3 died, and training should go on with at "
-            "least 3 (HVDTRAIN_MIN_NP, hvdtrain run --min-np)."
+            "stops: 2 of 4 ranks are left, rank 0, 3 died, and training needs at least 3 "
+            "(HVDTRAIN_MIN_NP, hvdtrain run --min-np)."
         )
 
 
 @EACH_ENGINE
-def test_root_of_a_broadcast_dies(elastic: Run) -> None:
-    """Alike on all: what only it knew is gone, and the engine is as good as before."""
+def test_the_root_of_a_broadcast_dies(elastic: Run) -> None:
+    """All ranks get the same error, and may continue."""
     body = """
         from hvdtrain.errors import RanksLostError
         engine.barrier()
@@ -275,61 +259,39 @@ def test_root_of_a_broadcast_dies(elastic: Run) -> None:
             os.kill(os.getpid(), 9)
         if rank == 1:
             time.sleep(0.7)
-        heard = []
+        received = []
         try:
             engine.broadcast_object("from the chief" if engine.rank == 0 else None, name="state")
         except RanksLostError as error:
-            heard.append(str(error))
-        heard.append(engine.broadcast_object(f"of {rank}", replicated=True))
-        heard.append(engine.broadcast(np.full(2, rank), root=1).tolist())
+            received.append(str(error))
+        received.append(engine.broadcast_object(f"of {rank}", replicated=True))
+        received.append(engine.broadcast(np.full(2, rank), root=1).tolist())
     """
-    done = elastic(3, body, show="heard")
+    done = elastic(3, body, show="received")
     first, second = _printed(done)
     assert first == second
-    assert first[0].startswith("The rank whose value broadcast_object(state) of 0, json gives")
+    assert first[0].startswith("The root of broadcast_object(state) of 0, json died")
     assert first[1:] == ["of 1", [2, 2]]
     assert done.returncode == 0
 
 
 @EACH_ENGINE
-def test_replicated_broadcast(elastic: Run) -> None:
+def test_the_root_of_a_replicated_broadcast_dies(elastic: Run) -> None:
     body = """
         engine.barrier()
         if rank == 0:
             os.kill(os.getpid(), 9)
-        got = [
+        received = [
             engine.broadcast(np.full(2, rank), replicated=True).tolist(),
             engine.broadcast_object(rank, replicated=True),
         ]
     """
-    done = elastic(3, body, show="got")
+    done = elastic(3, body, show="received")
     assert _printed(done) == [[[1, 1], 1]] * 2, done
 
 
-def test_waiting_in(elastic: Run) -> None:
-    """Another thread sees what this one waits in, and nothing while it doesn't."""
-    body = """
-        import threading
-        seen = []
-        engine.barrier()
-        def look():
-            seen.append(engine.waiting_in)
-            time.sleep(0.5)
-            seen.append(engine.waiting_in)
-        if rank == 0:
-            watcher = threading.Thread(target=look)
-            watcher.start()
-        else:
-            time.sleep(1)
-        engine.barrier(name="epoch")
-        seen.append(engine.waiting_in)
-    """
-    done = elastic(2, body, show="seen")
-    assert _printed(done) == [["", "barrier(epoch)", ""], [""]], done
-
-
-def test_not_to_be_had(launch) -> None:
-    """Without `--with-ft ulfm` a lost rank ends the job, and the chief says so at the start."""
+def test_without_ulfm_a_lost_rank_ends_the_job(launch) -> None:
+    """And the chief logs that at the start."""
     body = """
         engine.barrier()
         if rank == 1:

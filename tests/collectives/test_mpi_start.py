@@ -1,4 +1,4 @@
-"""Starting MPI, and noticing that it is not the one that started the ranks."""
+"""Initialization of MPI, and detection of a wrong MPI."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("launcher", CLAIMS)
-def test_launcher_and_mpi_contradict_each_other(launch, launcher: str) -> None:
-    """The launcher counts four; MPI, which belongs to another one, finds itself alone."""
+def test_mpi_contradicts_the_launcher(launch, launcher: str) -> None:
+    """The launcher has four ranks, and MPI one."""
     done = launch(None, SCRIPT.format(extra={}), env=CLAIMS[launcher])
     assert done.returncode == 1
     assert done.seconds < 30
@@ -75,7 +75,7 @@ def test_no_mpi_library(launch) -> None:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(launch) -> None:
+def test_a_missing_rank_is_a_timeout(launch) -> None:
     script = """
     import os, time
     import hvdtrain
@@ -87,10 +87,10 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(launch) -> None:
     assert done.returncode != 0
     assert done.seconds < 60
     assert "Timeout (0:00:02)!" in done.stderr
-    assert "in start_mpi" in done.stderr, "where it waits"
+    assert "in start_mpi" in done.stderr
 
 
-def test_settings_of_the_user_stay(launch) -> None:
+def test_settings_of_the_user_take_precedence(launch) -> None:
     done = launch(1, SCRIPT.format(extra={"OMPI_MCA_btl": "tcp,self"}), env={"OMPI_MCA_btl": None})
     assert "'OMPI_MCA_btl': 'tcp,self'" in done.stdout
     assert "'OMPI_MCA_osc': '^ucx'" in done.stdout
@@ -105,7 +105,7 @@ def test_settings_of_the_user_stay(launch) -> None:
     ],
 )
 def test_messages_without_shared_memory(launch, free_bytes: int, before: str, after: str) -> None:
-    """Open MPI's segment of 16 MiB must fit into a quarter of what is free."""
+    """Open MPI's segment of 16 MiB must fit into a quarter of the free memory."""
     little = (
         f"from hvdtrain.collectives import mpi_start; mpi_start.free_bytes = lambda: {free_bytes}"
     )
@@ -115,8 +115,8 @@ def test_messages_without_shared_memory(launch, free_bytes: int, before: str, af
 
 
 @pytest.mark.ranks(2)
-def test_segments_of_mpi_have_their_space() -> None:
-    """A sparse one would end a rank by SIGBUS where others have filled the file system."""
+def test_segments_of_mpi_are_allocated() -> None:
+    """Writing to a sparse file causes SIGBUS after the file system has become full."""
     mpi_of_job()
     maps = Path("/proc/self/maps").read_text().splitlines()
     files = {Path(line.split(maxsplit=5)[-1]) for line in maps if "sm_segment" in line}
@@ -125,7 +125,7 @@ def test_segments_of_mpi_have_their_space() -> None:
         assert file.stat().st_blocks * 512 >= file.stat().st_size
 
 
-def test_alone_needs_no_mpi(launch) -> None:
+def test_a_single_process_needs_no_mpi(launch) -> None:
     script = """
         import sys
         from hvdtrain.cluster.topology import Topology
@@ -140,14 +140,14 @@ def test_alone_needs_no_mpi(launch) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("asked", "kind"), [("auto", "shared_memory"), ("shared_memory",) * 2, ("mpi",) * 2]
+    ("setting", "kind"), [("auto", "shared_memory"), ("shared_memory",) * 2, ("mpi",) * 2]
 )
-def test_choice_of_engine(asked: str, kind: str) -> None:
-    """With the default settings, and more data than all slots of shared memory hold."""
+def test_choice_of_transport(setting: str, kind: str) -> None:
+    """With default settings, and more data than the slots of shared memory hold."""
     world = mpi_of_job().COMM_WORLD
     rank = world.Get_rank()
     topology = Topology(rank=rank, size=2, local_rank=rank, local_size=2, launcher="openmpi")
-    engine = create(topology, Settings(collectives=asked))
+    engine = create(topology, Settings(collectives=setting))
     assert engine.kind == kind
     assert (engine.rank, engine.size) == (rank, 2)
     assert everyone(2, engine.kind) == [kind] * 2
@@ -175,7 +175,7 @@ def watched():
 
 mpi_start.fence = watched
 mpi_start.start_mpi(topology)
-print("{} came {} left {}\\n".format(topology.rank, *times), end="", flush=True)
+print("{} entered {} left {}\\n".format(topology.rank, *times), end="", flush=True)
 """
 
 
@@ -184,7 +184,7 @@ def test_no_fence_without_mpi() -> None:
 
 
 @pytest.mark.cluster
-def test_all_wait_for_the_last_before_any_sends(cluster: Cluster) -> None:
+def test_the_fence_waits_for_all_ranks(cluster: Cluster) -> None:
     """Two ranks on each of two hosts."""
     script = cluster.folder / "fence.py"
     script.write_text(FENCES)
@@ -192,6 +192,8 @@ def test_all_wait_for_the_last_before_any_sends(cluster: Cluster) -> None:
     argv = ["srun", "--mpi=pmix", "-N2", "-n4", sys.executable, str(script)]
     done = cluster.run(argv, env=env, timeout_s=60)
     assert done.returncode == 0, done
-    ranks = re.findall(r"(\d) came (\S+) left (\S+)", done.stdout)
+    ranks = re.findall(r"(\d) entered (\S+) left (\S+)", done.stdout)
     assert sorted(rank for rank, _, _ in ranks) == list("0123"), done
-    assert max(float(came) for _, came, _ in ranks) <= min(float(left) for _, _, left in ranks)
+    assert max(float(entered) for _, entered, _ in ranks) <= min(
+        float(left) for _, _, left in ranks
+    )

@@ -1,4 +1,4 @@
-"""Messages between single ranks: nothing lost or mistaken for another, and every wait ends."""
+"""Point-to-point messages, and time-outs and failures of waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.collectives.engine import single_engine
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError
 from tests.collectives.engines import EngineCase, everyone, new_engine, shared_engine
-from tests.collectives.test_exit_hooks import LIMIT_S, START, _said
+from tests.collectives.test_exit_hooks import LIMIT_S, START, _errors
 
 TAG, OTHER_TAG = 1, 2
 two_or_three = pytest.mark.ranks(2, 3)
@@ -26,7 +26,6 @@ def _case(size: int) -> EngineCase:
 
 @pytest.fixture
 def engine(rank_count: int) -> Any:
-    """Shared with other tests."""
     return shared_engine(_case(rank_count))
 
 
@@ -39,28 +38,27 @@ def _others(engine: Any) -> list[int]:
 
 
 def _exchange(engine: Any, messages: PointToPoint, shape: tuple[int, ...], dtype: str) -> None:
-    """Everyone to everyone, all at once."""
-    pending, rooms, kept = [], {}, []
+    """Exchange messages between all ranks at the same time."""
+    pending, buffers, kept = [], {}, []
     for other in _others(engine):
-        rooms[other] = np.zeros(shape, dtype)
-        pending += messages.start_receive(rooms[other], other, TAG)
+        buffers[other] = np.zeros(shape, dtype)
+        pending += messages.start_receive(buffers[other], other, TAG)
         kept.append(_noise(10 * engine.rank + other, shape, dtype))
         pending += messages.start_send(kept[-1], other, TAG)
     messages.wait(pending, "the test")
-    for other, room in rooms.items():
-        np.testing.assert_array_equal(room, _noise(10 * other + engine.rank, shape, dtype))
+    for other, buffer in buffers.items():
+        np.testing.assert_array_equal(buffer, _noise(10 * other + engine.rank, shape, dtype))
 
 
 @two_or_three
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64", "bool"])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (2_000_003,)])
-def test_exchange(engine: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Up to several megabytes, which travel only once both sides are there; and nothing at all."""
+def test_messages_of_all_sizes(engine: Any, shape: tuple[int, ...], dtype: str) -> None:
     _exchange(engine, engine.messages(), shape, dtype)
 
 
 @two_or_three
-def test_more_than_one_message_of_mpi_holds(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_are_split_into_messages(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MESSAGE_BYTES", 1 << 10)
     messages = engine.messages()
     assert len(messages.start_send(np.zeros(0), _others(engine)[0], TAG)) == 0
@@ -69,8 +67,7 @@ def test_more_than_one_message_of_mpi_holds(engine: Any, monkeypatch: pytest.Mon
 
 
 @two_or_three
-def test_any_source(engine: Any) -> None:
-    """A message comes with its sender; others of another tag are left where they are."""
+def test_receive_any_returns_the_sender_and_respects_tags(engine: Any) -> None:
     messages = engine.messages()
     count = 20
     if engine.rank:
@@ -84,7 +81,7 @@ def test_any_source(engine: Any) -> None:
     expected = dict.fromkeys(_others(engine), 0)
     for _ in range(count * len(expected)):
         source = messages.receive_any(words, TAG, "the test")
-        assert words.tolist() == [source, expected[source]], "in the order they were sent"
+        assert words.tolist() == [source, expected[source]], "not in the order of sending"
         expected[source] += 1
     assert set(expected.values()) == {count}
     sources = [messages.receive_any(words, OTHER_TAG, "the test") for _ in expected]
@@ -92,8 +89,7 @@ def test_any_source(engine: Any) -> None:
 
 
 @two_or_three
-def test_messages_and_operations_do_not_meet(engine: Any) -> None:
-    """Operations go on while messages lie there, also those of other ``PointToPoint``."""
+def test_channels_and_operations_are_independent(engine: Any) -> None:
     one, two = engine.messages(), engine.messages()
     other = (engine.rank + 1) % engine.size
     before = (engine.rank - 1) % engine.size
@@ -103,15 +99,15 @@ def test_messages_and_operations_do_not_meet(engine: Any) -> None:
     total = engine.allreduce(np.ones(5000), name="gradients")
     np.testing.assert_array_equal(total, np.full(5000, engine.size))
     assert len(engine.allgather(np.arange(3))) == 3 * engine.size
-    rooms = [np.zeros(100, np.int64) for _ in "ab"]
-    two.wait(two.start_receive(rooms[1], before, TAG), "the test")
-    one.wait(one.start_receive(rooms[0], before, TAG), "the test")
+    buffers = [np.zeros(100, np.int64) for _ in "ab"]
+    two.wait(two.start_receive(buffers[1], before, TAG), "the test")
+    one.wait(one.start_receive(buffers[0], before, TAG), "the test")
     one.wait(pending, "the test")
-    assert [set(room.tolist()) for room in rooms] == [{1}, {2}]
+    assert [set(buffer.tolist()) for buffer in buffers] == [{1}, {2}]
 
 
 @two_or_three
-def test_nothing_to_wait_for(engine: Any) -> None:
+def test_empty_waits(engine: Any) -> None:
     messages = engine.messages()
     messages.wait([], "the test")
     messages.wait([], "the test", endless=True)
@@ -121,8 +117,8 @@ def test_nothing_to_wait_for(engine: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["wait", "receive_any"])
-def test_silent_peer(rank_count: int, way: str) -> None:
-    """Whoever waits too long says in what; what comes afterwards is still there to be taken."""
+def test_a_wait_times_out(rank_count: int, way: str) -> None:
+    """A later message can still be received."""
     engine = new_engine(_case(rank_count), timeout_s=0.5)
     messages = engine.messages()
     words = np.array([5.0])
@@ -130,60 +126,57 @@ def test_silent_peer(rank_count: int, way: str) -> None:
         everyone(2, "the other has given up")
         messages.wait(messages.start_send(words, 0, TAG), "the test")
         return
-    room = np.zeros(1)
-    pending = messages.start_receive(room, 1, TAG) if way == "wait" else []
-    told = r"rank 0 waited 0\.5 s in push, for the test: rank 1 waits in no collective"
-    with pytest.raises(CollectiveTimeoutError, match=told):
-        _wait(messages, room, pending, "push, for the test")
+    buffer = np.zeros(1)
+    pending = messages.start_receive(buffer, 1, TAG) if way == "wait" else []
+    text = r"rank 0 waited 0\.5 s in push, for the test: rank 1 waits in no collective"
+    with pytest.raises(CollectiveTimeoutError, match=text):
+        _wait(messages, buffer, pending, "push, for the test")
     everyone(2, "the other has given up")
-    _wait(messages, room, pending, "the test")
-    assert room == words
+    _wait(messages, buffer, pending, "the test")
+    assert buffer == words
 
 
-def _wait(messages: PointToPoint, room: np.ndarray, pending: list[Any], waiting_in: str) -> None:
-    """For what is pending, or for a message from whomever."""
+def _wait(messages: PointToPoint, buffer: np.ndarray, pending: list[Any], waiting_in: str) -> None:
     if pending:
         messages.wait(pending, waiting_in)
     else:
-        messages.receive_any(room, TAG, waiting_in)
+        messages.receive_any(buffer, TAG, waiting_in)
 
 
 @pytest.mark.ranks(2)
-def test_endless_wait(rank_count: int) -> None:
-    """Longer than the time-out, where the other side gives up by itself."""
+def test_an_endless_wait_has_no_timeout(rank_count: int) -> None:
     engine = new_engine(_case(rank_count), timeout_s=0.2)
     messages = engine.messages()
-    words, room = np.array([5.0]), np.zeros(1)
+    words, buffer = np.array([5.0]), np.zeros(1)
     if engine.rank == 1:
         with pytest.raises(CollectiveTimeoutError, match="rank 0 waits in the end, for the test"):
-            messages.receive_any(room, OTHER_TAG, "the test")
+            messages.receive_any(buffer, OTHER_TAG, "the test")
         messages.wait(messages.start_send(words, 0, TAG), "the test")
     else:
-        pending = messages.start_receive(room, 1, TAG)
+        pending = messages.start_receive(buffer, 1, TAG)
         messages.wait(pending, "the end, for the test", endless=True)
-        assert room == words
+        assert buffer == words
 
 
-def test_alone() -> None:
+def test_a_single_process_has_no_messages() -> None:
     with pytest.raises(ConfigurationError, match="Messages need at least two ranks"):
         single_engine().messages()
 
 
 WAITS = {
-    "wait": "messages.wait(messages.start_receive(room, 1, 1), 'the test')",
-    "endless": "messages.wait(messages.start_receive(room, 1, 1), 'the test', endless=True)",
+    "wait": "messages.wait(messages.start_receive(buffer, 1, 1), 'the test')",
+    "endless": "messages.wait(messages.start_receive(buffer, 1, 1), 'the test', endless=True)",
     "large-send": "messages.wait(messages.start_send(np.ones(1 << 20), 1, 1), 'the test')",
-    "any-source": "messages.receive_any(room, 1, 'the test')",
+    "any-source": "messages.receive_any(buffer, 1, 'the test')",
 }
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 @pytest.mark.parametrize("how", ["failed", "ended"])
-def test_peer_that_does_not_come(launch, how: str, wait: str) -> None:
-    """It failed, or its program is over: nobody waits for it until the time is over."""
+def test_a_wait_ends_when_the_peer_fails_or_exits(launch, how: str, wait: str) -> None:
     body = f"""
         messages = engine.messages()
-        room = np.zeros(1)
+        buffer = np.zeros(1)
         if rank == 1:
             time.sleep(0.5)
             {"raise ValueError('mistake')" if how == "failed" else "sys.exit()"}
@@ -194,13 +187,13 @@ def test_peer_that_does_not_come(launch, how: str, wait: str) -> None:
     assert done.returncode == 1, done
     assert done.seconds < LIMIT_S
     assert done.stdout == ""
-    said = _said(done)
+    errors = _errors(done)
     if how == "failed":
-        assert said[1] == "failed: ValueError: mistake"
-        assert said[0].startswith("stops: rank 1 failed: ValueError: mistake (")
-        assert said[0].endswith("Rank 0 was waiting for it in the test and stops too.")
+        assert errors[1] == "failed: ValueError: mistake"
+        assert errors[0].startswith("stops: rank 1 failed: ValueError: mistake (")
+        assert errors[0].endswith("Rank 0 was waiting for it in the test and stops too.")
     else:
-        assert said[0].startswith("stops: rank 1 ended its program while rank 0 waits for it in ")
+        assert errors[0].startswith("stops: rank 1 ended its program while rank 0 waits for it in ")
 
 
 DEATH = """
@@ -209,7 +202,7 @@ DEATH = """
     from hvdtrain.errors import PeerLostError
 
     messages = engine.messages()
-    room, large = np.zeros(1), np.ones(1 << 20)
+    buffer, large = np.zeros(1), np.ones(1 << 20)
     engine.barrier()
 
 
@@ -228,7 +221,7 @@ DEATH = """
 
 @pytest.fixture
 def survivors(run_command, mpirun, forked_python):
-    """Run a program in which rank 2 of three dies; what ranks 0 and 1 said, by rank."""
+    """Run a program in which one of three ranks dies; return the output of the others."""
 
     def run(body: str) -> dict[int, str]:
         script = START + textwrap.dedent(DEATH) + textwrap.dedent(body)
@@ -236,21 +229,21 @@ def survivors(run_command, mpirun, forked_python):
         environment = {"HVDTRAIN_ELASTIC": "1"}
         argv = [argv[0], "--with-ft", "ulfm", *argv[1:]]
         done = run_command(argv, timeout_s=90, env=environment)
-        said = dict(re.findall(r"^(\d) says (.*)$", done.stdout, re.M))
-        assert sorted(said) == ["0", "1"], done
+        output = dict(re.findall(r"^(\d) prints (.*)$", done.stdout, re.M))
+        assert sorted(output) == ["0", "1"], done
         assert done.seconds < LIMIT_S
-        return {int(rank): text for rank, text in said.items()}
+        return {int(rank): text for rank, text in output.items()}
 
     return run
 
 
 @pytest.mark.parametrize("wait", [*WAITS, "another-send", "another-receive"])
-def test_peer_that_died(survivors, wait: str) -> None:
-    """Whoever has a message for it, or waits for one, is told; the others exchange theirs."""
+def test_a_wait_for_a_dead_peer_is_an_error(survivors, wait: str) -> None:
+    """Messages between other ranks still arrive."""
     waits = {name: text.replace("1, 1)", "2, 1)") for name, text in WAITS.items()}
     waits["any-source"] = (
-        "messages.wait(messages.start_receive(room, 2, 1), 'the test') "
-        "if messages.receive_any(room, 1, 'the test', unless=lambda: 2 in messages.lost) is None "
+        "messages.wait(messages.start_receive(buffer, 2, 1), 'the test') "
+        "if messages.receive_any(buffer, 1, 'the test', unless=lambda: 2 in messages.lost) is None "
         "else None"
     )
     again = "(give_up(lambda: {0}), {0})"
@@ -262,45 +255,44 @@ def test_peer_that_died(survivors, wait: str) -> None:
             time.sleep(0.3)
             die()
         if rank == 0:
-            told = give_up(lambda: {wait})
+            result = give_up(lambda: {wait})
         other = 1 - rank
-        pending = messages.start_receive(room, other, 3)
+        pending = messages.start_receive(buffer, other, 3)
         pending += messages.start_send(np.array([10.0 + rank]), other, 3)
         messages.wait(pending, "the other")
         if rank == 1:
-            told = room.tolist()
-        os.write(1, f"{{rank}} says {{told}}\\n".encode())
+            result = buffer.tolist()
+        os.write(1, f"{{rank}} prints {{result}}\\n".encode())
         engine.barrier()
     """
-    said = survivors(body)
-    assert said[1] == "[10.0]"
-    assert said[0].startswith('(2, "rank 2 died while rank 0 '), said[0]
-    assert "Start the job again" in said[0]
+    output = survivors(body)
+    assert output[1] == "[10.0]"
+    assert output[0].startswith('(2, "rank 2 died while rank 0 '), output[0]
+    assert "Start the job again" in output[0]
 
 
-def test_messages_after_a_loss(survivors) -> None:
-    """Those that there were go on, and new ones know ranks by their first numbers."""
-    said = survivors("""
+def test_channels_use_initial_ranks_after_a_loss(survivors) -> None:
+    output = survivors("""
         if rank == 1:
             die()
         engine.barrier()
-        for ways in (messages, engine.messages()):
+        for channel in (messages, engine.messages()):
             other = 2 - rank
-            pending = ways.start_receive(room, other, 3)
-            pending += ways.start_send(np.array([10.0 + rank]), other, 3)
-            ways.wait(pending, "the other")
-            assert room == 10 + other
-            assert ways.lost == {1}
+            pending = channel.start_receive(buffer, other, 3)
+            pending += channel.start_send(np.array([10.0 + rank]), other, 3)
+            channel.wait(pending, "the other")
+            assert buffer == 10 + other
+            assert channel.lost == {1}
             if rank:
-                ways.wait(ways.start_send(large, 0, 4), "the other")
+                channel.wait(channel.start_send(large, 0, 4), "the other")
             else:
-                assert ways.receive_any(large, 4, "the other") == 2
+                assert channel.receive_any(large, 4, "the other") == 2
         memory = engine.share(100)
         assert sorted(memory) == [0, 2]
         memory[rank][:] = rank
         engine.barrier()
         assert (memory[2] == 2).all()
-        os.write(1, f"{rank // 2} says {engine.member}\\n".encode())
+        os.write(1, f"{rank // 2} prints {engine.member}\\n".encode())
         engine.barrier()
     """)
-    assert said == {0: "0", 1: "2"}
+    assert output == {0: "0", 1: "2"}

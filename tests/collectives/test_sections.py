@@ -1,4 +1,4 @@
-"""Sections: an error of one rank takes all ranks out of one, and all may begin the next."""
+"""Sections: all ranks leave one after an error, and may start the next."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WAYS_TO_WAIT = {
 }
 
 
-def in_step(engine) -> None:
-    """Check that all ranks are at the same point, and have begun as many sections."""
+def assert_in_step(engine) -> None:
+    """Check that all ranks are at the same point and in the same section."""
     with engine.section("next"):
         assert engine.allgather_object(engine.sections, name="s") == [engine.sections] * engine.size
         np.testing.assert_array_equal(engine.allreduce(np.ones(40_000)), engine.size)
@@ -36,7 +36,7 @@ def in_step(engine) -> None:
 
 @on_engines(CASES)
 @pytest.mark.parametrize("operation", WAYS_TO_WAIT)
-def test_an_error_of_one_rank_takes_all_out(case: EngineCase, operation: str) -> None:
+def test_all_ranks_leave_after_an_error_of_one(case: EngineCase, operation: str) -> None:
     engine = new_engine(case)
     last = engine.size - 1
     expected = ValueError if engine.rank == last else PeerFailedError
@@ -53,19 +53,19 @@ def test_an_error_of_one_rank_takes_all_out(case: EngineCase, operation: str) ->
         title = "barrier(end of fit)" if operation == "end" else "(epoch)"
         assert str(error.value).startswith(f"rank {last} failed: ValueError: no space left (")
         assert title in str(error.value)
-    in_step(engine)
+    assert_in_step(engine)
 
 
 @on_engines(CASES[:2])
-def test_errors_of_all_ranks_are_their_own(case: EngineCase) -> None:
+def test_each_rank_raises_its_own_error(case: EngineCase) -> None:
     engine = new_engine(case)
     with pytest.raises(ValueError, match=f"^{engine.rank}$"), engine.section("fit"):
         raise ValueError(str(engine.rank))
-    in_step(engine)
+    assert_in_step(engine)
 
 
 @on_engines(CASES[1:])
-def test_errors_of_some_ranks_are_all_named(case: EngineCase) -> None:
+def test_the_errors_of_all_failed_ranks_are_reported(case: EngineCase) -> None:
     engine = new_engine(case)
     expected = r"rank 0 failed: KeyError: 'a'.*; rank 2 failed: KeyError: 'a'"
     with contextlib.suppress(KeyError), engine.section("fit"):
@@ -73,35 +73,35 @@ def test_errors_of_some_ranks_are_all_named(case: EngineCase) -> None:
             raise KeyError("a")
         with pytest.raises(PeerFailedError, match=expected):
             engine.barrier()
-        # Whoever catches it gets it again until the section ends.
+        # The error is raised again until the section ends.
         with pytest.raises(PeerFailedError, match=expected):
             engine.barrier()
         raise KeyError("of the section")
-    in_step(engine)
+    assert_in_step(engine)
 
 
 @on_engines(CASES)
-def test_another_section_is_an_error_of_all(case: EngineCase) -> None:
+def test_different_sections_are_an_error_on_all_ranks(case: EngineCase) -> None:
     engine = new_engine(case)
     name = "evaluate" if engine.rank == 0 else "fit"
     with (
         pytest.raises(MismatchError, match=r"begin\(evaluate\).*begin\(fit\) of model 1"),
         engine.section(name, () if engine.rank == 0 else ("model 1",)),
     ):
-        pytest.fail("it must not begin")
-    in_step(engine)
+        pytest.fail("must not start")
+    assert_in_step(engine)
 
 
 @on_engines(CASES[:2])
-def test_different_calls_take_all_out(case: EngineCase) -> None:
+def test_all_ranks_leave_after_a_mismatch(case: EngineCase) -> None:
     engine = new_engine(case)
     with pytest.raises(MismatchError), engine.section("fit"):
         engine.barrier(name=str(engine.rank))
-    in_step(engine)
+    assert_in_step(engine)
 
 
 @on_engines(CASES[:2])
-def test_sections_within_a_section_end_with_it(case: EngineCase) -> None:
+def test_nested_sections_end_with_the_outer_section(case: EngineCase) -> None:
     engine = new_engine(case)
     expected = ValueError if engine.rank == 0 else PeerFailedError
 
@@ -116,16 +116,18 @@ def test_sections_within_a_section_end_with_it(case: EngineCase) -> None:
 
     with pytest.raises(expected):
         fit()
-    in_step(engine)
+    assert_in_step(engine)
 
 
 @on_engines(CASES[:2])
-@pytest.mark.parametrize("way", ["interrupted", "apart", "exit"])
-def test_where_ranks_cannot_realign_all_get_errors(case: EngineCase, way: str, monkeypatch) -> None:
-    """An operation was left in the middle, or others don't call any within the section."""
+@pytest.mark.parametrize("way", ["interrupted", "abort", "exit"])
+def test_all_ranks_get_errors_if_they_are_out_of_step(
+    case: EngineCase, way: str, monkeypatch
+) -> None:
+    """After an interrupted operation, or a failure in a block without operations."""
     engine = new_engine(case)
     fails = engine.rank == 0
-    error = {"interrupted": KeyboardInterrupt, "apart": ValueError, "exit": SystemExit}[way]
+    error = {"interrupted": KeyboardInterrupt, "abort": ValueError, "exit": SystemExit}[way]
     with contextlib.suppress(error, PeerFailedError), engine.section("fit"):
         if fails and way == "interrupted":
 
@@ -134,7 +136,7 @@ def test_where_ranks_cannot_realign_all_get_errors(case: EngineCase, way: str, m
 
             monkeypatch.setattr(engine.transport, "agree", interrupt)
         elif fails:
-            with engine.abort_on_error() if way == "apart" else contextlib.nullcontext():
+            with engine.abort_on_error() if way == "abort" else contextlib.nullcontext():
                 raise error
         engine.barrier()
     for _ in range(2):
@@ -142,7 +144,7 @@ def test_where_ranks_cannot_realign_all_get_errors(case: EngineCase, way: str, m
             pytest.raises(CollectiveError, match=r"End the program|rank 0 failed"),
             engine.section("next"),
         ):
-            pytest.fail("it must not begin")
+            pytest.fail("must not start")
 
 
 @on_engines(CASES)
@@ -164,7 +166,7 @@ def test_a_wait_without_timeout_has_no_limit(
 
 
 @on_engines(CASES[:1])
-def test_a_failure_ends_patience(case: EngineCase) -> None:
+def test_a_failure_ends_a_wait_without_timeout(case: EngineCase) -> None:
     engine = new_engine(case)
     if engine.rank == 1:
         engine.fail("ValueError: disk full")

@@ -1,4 +1,4 @@
-"""Engines of some of the ranks: the whole contract among them, and the others left alone."""
+"""Engines of some of the ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHARED = [case for case in CASES if case.kind == "shared_memory" and len(case.ho
 
 
 @EVERY_ENGINE
-def test_every_operation(subject):
-    """Each set at its turn, and all together in between."""
+def test_every_operation_of_a_subset(subject):
+    """In turn with operations of all ranks."""
     engine = subject.engine
     rank, size = engine.rank, engine.size
     for ranks in SETS[size]:
@@ -32,12 +32,12 @@ def test_every_operation(subject):
         )
         assert (part.reduced_bytes, engine.reduced_bytes) == (large.nbytes, before + large.nbytes)
         np.testing.assert_array_equal(part.allgather(np.array([rank])), inside)
-        assert part.reduced_bytes == large.nbytes, "nothing was reduced"
+        assert part.reduced_bytes == large.nbytes, "allgather reduces nothing"
         np.testing.assert_array_equal(part.broadcast(np.array(rank), part.size - 1), inside[-1])
         rows = np.full((2 * part.size, 3), float(rank))
         np.testing.assert_array_equal(part.reduce_scatter(rows), np.full((2, 3), sum(inside)))
-        came, counts = part.alltoall(np.full(part.size, rank))
-        np.testing.assert_array_equal(came, inside)
+        received, counts = part.alltoall(np.full(part.size, rank))
+        np.testing.assert_array_equal(received, inside)
         assert counts == [1] * part.size
         assert part.allgather_object({"rank": rank}) == [{"rank": n} for n in inside]
         part.barrier()
@@ -45,14 +45,14 @@ def test_every_operation(subject):
 
 @EVERY_ENGINE
 @pytest.mark.parametrize("ranks", [[], [0, 0], [-1], [9]], ids=str)
-def test_what_is_no_set_of_ranks(subject, ranks):
+def test_invalid_ranks(subject, ranks):
     with pytest.raises(ConfigurationError, match=r"ranks must be .*, got \["):
         subject.engine.subset(ranks)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_a_set_within_a_set(case):
+def test_a_subset_of_a_subset(case):
     engine = new_engine(case)
     outer = engine.subset([1, 2])
     if outer is not None:
@@ -74,7 +74,7 @@ rank = hvdtrain.rank()
 part = world.collectives().subset([1, 2])
 """
 FAILURES = {
-    # What rank 2 does while rank 1 waits for it in the set, and what rank 1 says of that.
+    # The action of rank 2 while rank 1 waits for it, and the error of rank 1.
     "failed": ("raise ValueError('bad batch')", "rank 2 failed: ValueError: bad batch"),
     "left": ("sys.exit(0)", "rank 2 ended its program while rank 1 waits for it in allreduce"),
     "other call": ("part.barrier()", "Ranks made different calls at the same point. rank 1: "),
@@ -84,9 +84,8 @@ FAILURES = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", FAILURES)
-def test_trouble_names_ranks_by_their_numbers_in_the_job(launch, tmp_path, case):
-    """Also where all others wait in something else."""
-    does, said = FAILURES[case]
+def test_errors_use_ranks_of_the_job(launch, tmp_path, case):
+    action, error = FAILURES[case]
     script = tmp_path / "program.py"
     script.write_text(
         HEAD
@@ -97,10 +96,10 @@ elif rank == 1:
     part.allreduce(np.array(1), name="set")
 else:
     time.sleep(0.5)
-    {does}
+    {action}
 """
     )
     env = {"HVDTRAIN_TIMEOUT_S": "4" if case == "elsewhere" else "60"}
     done = launch(3, script, timeout_s=60, env=env)
     assert done.returncode == 1, done
-    assert said in done.stderr
+    assert error in done.stderr

@@ -1,4 +1,4 @@
-"""Ranks that die in operations, between them, and while the others recover: those left go on."""
+"""Recovery from the death of ranks in operations, between them, and during recovery."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.collectives.survivors import Death, Plan
 from tests.harness.jobs import REPOSITORY, Completed
 from tests.testbed.cluster import Cluster
 
-# Far more than recovery takes, for machines that are busy with other things.
+# Far more than recovery takes, for busy machines.
 LIMIT_S = 30.0
 
 TWO_HOSTS = (0, 0, 1, 1)
@@ -33,10 +33,10 @@ ENGINES = [
 def survive(
     run_command, mpirun, forked_python: list[str], tmp_path: Path
 ) -> Callable[..., list[dict[str, Any]]]:
-    """Run a plan; returns what the ranks that came to the end said, after the common checks."""
+    """Run a plan and check the reports of the surviving ranks, which it returns."""
 
-    def run(**asked: Any) -> list[dict[str, Any]]:
-        plan = Plan(folder=str(tmp_path), **asked)
+    def run(**options: Any) -> list[dict[str, Any]]:
+        plan = Plan(folder=str(tmp_path), **options)
         module = [*forked_python, "-m", "tests.collectives.survivors", plan.to_json()]
         argv = mpirun(len(plan.hosts), module)
         for _ in range(2):
@@ -44,57 +44,61 @@ def survive(
             assert done.returncode == 0, done
             if not _mpi_crashed(done):
                 break
-        return accounts(done, plan)
+        return read_reports(done, plan)
 
     return run
 
 
 def _mpi_crashed(done: Completed) -> bool:
-    """Whether a loss came while Open MPI activated a communicator; see docs/elastic.md."""
+    """Return whether a rank died while Open MPI activated a communicator; see docs/elastic.md."""
     return bool(re.search(r"Segmentation fault\n\n.*\n.* in _shrink\n", done.stderr))
 
 
-def accounts(done: Completed, plan: Plan) -> list[dict[str, Any]]:
-    """What each survivor said, by rank; fails where they don't agree."""
+def read_reports(done: Completed, plan: Plan) -> list[dict[str, Any]]:
+    """Return the reports of the survivors by rank, which must agree."""
     files = sorted(Path(plan.folder).glob("*.json"))
-    said = [json.loads(file.read_text()) for file in files]
+    reports = [json.loads(file.read_text()) for file in files]
     mortal = {death.rank for death in plan.deaths}
-    alive = [account["me"] for account in said]
+    alive = [report["member"] for report in reports]
     assert set(range(len(plan.hosts))) - mortal <= set(alive), done
-    first = said[0]
-    for account in said:
-        assert len(account["done"]) == plan.operations
-        assert account["done"] == first["done"], "the ranks have different results"
-        assert account["members"] == first["members"]
-        assert account["generation"] == first["generation"]
-        assert account["rank"] == account["members"].index(account["me"])
-    left = set(range(len(plan.hosts)))
-    for name, members, _ in first["done"]:
+    first = reports[0]
+    for report in reports:
+        assert len(report["results"]) == plan.operations
+        assert report["results"] == first["results"], "the ranks have different results"
+        assert report["members"] == first["members"]
+        assert report["generation"] == first["generation"]
+        assert report["rank"] == report["members"].index(report["member"])
+    remaining = set(range(len(plan.hosts)))
+    for name, members, _ in first["results"]:
         if members is not None:
-            assert set(members) <= left, f"a dead rank had a part in {name}"
+            assert set(members) <= remaining, f"a dead rank contributed to {name}"
             assert members == sorted(members)
-            left = set(members)
-    assert left >= set(first["members"]) >= set(alive)
-    return said
+            remaining = set(members)
+    assert remaining >= set(first["members"]) >= set(alive)
+    return reports
 
 
-def _dead(said: Sequence[dict[str, Any]], size: int) -> set[int]:
-    return set(range(size)) - set(said[0]["members"])
+def _dead(reports: Sequence[dict[str, Any]], size: int) -> set[int]:
+    return set(range(size)) - set(reports[0]["members"])
 
 
 @pytest.mark.parametrize(("kind", "hosts"), ENGINES)
 @pytest.mark.parametrize("turn", range(3))
-def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> None:
-    """Two ranks die at random moments, one of them the chief."""
+def test_two_ranks_die_at_random_times(
+    survive, kind: str, hosts: tuple[int, ...], turn: int
+) -> None:
+    """One of them is the chief."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
     deaths = tuple(
         Death(rank=rank, after_s=chance.uniform(0.0, 0.4)) for rank in (0, chance.choice((1, 2, 3)))
     )
-    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=900)
-    longest_s = max(account["longest_s"] for account in said)
-    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
+    reports = survive(kind=kind, hosts=hosts, deaths=deaths, operations=900)
+    longest_s = max(report["longest_s"] for report in reports)
+    print(
+        f"{longest_s * 1000:.0f} ms in the longest operation, {reports[0]['generation']} recoveries"
+    )
     assert longest_s < LIMIT_S
 
 
@@ -104,20 +108,26 @@ STAGES = {
         *("_scatter", "_combine", "_gather", "finish"),
         *("broadcast_bytes", "_reduce_rows", "alltoall_bytes", "_operate"),
     ),
-    "one-host": ("agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
-    "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
+    "one-host": ("agree", "_pack", "_reduce", "_unpack", "_check_finite", "_signal", "confirm"),
+    "arena": ("_pack", "_reduce", "_find_buffers", "_check_finite", "_unpack"),
     "two-hosts": (
-        *("agree", "_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "confirm"),
+        *("agree", "_pack", "_reduce", "_send", "_receive", "_unpack", "_check_finite", "confirm"),
         *("_scatter", "_combine", "_gather"),
     ),
-    "small": ("_all_made_it", "_cross_small", "_tell_host", "_hear_hosts", "_copy_out"),
+    "small": (
+        "_digests_match",
+        "_cross_small",
+        "_publish_agreement",
+        "_await_agreement",
+        "_copy_out",
+    ),
 }
 HOSTS = {"two-hosts": TWO_HOSTS, "small": (0, 0, 1, 2)}
 
 
-# One operation passes these many times.
+# Called many times in an operation.
 OF_CHUNKS = {
-    *("_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "_signal"),
+    *("_pack", "_reduce", "_send", "_receive", "_unpack", "_check_finite", "_signal"),
     *("_scatter", "_combine", "_gather", "finish"),
 }
 
@@ -138,31 +148,31 @@ def _stages() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "hosts", "stage", "chunk_bytes"), _stages())
-def test_each_stage(
+def test_ranks_die_in_each_stage(
     survive, kind: str, hosts: tuple[int, ...], stage: str, chunk_bytes: int
 ) -> None:
-    """The last rank dies on the way in, the chief some operations later."""
+    """The last rank dies first, the chief some operations later."""
     later = 20 if stage in OF_CHUNKS else 6
     deaths = (
         Death(rank=len(hosts) - 1, where=stage, call=2),
         Death(rank=0, where=stage, call=later),
     )
-    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60, chunk_bytes=chunk_bytes)
-    assert _dead(said, len(hosts)) == {0, len(hosts) - 1}
-    assert said[0]["generation"] == 2
+    reports = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60, chunk_bytes=chunk_bytes)
+    assert _dead(reports, len(hosts)) == {0, len(hosts) - 1}
+    assert reports[0]["generation"] == 2
 
 
 @pytest.mark.parametrize("call", [2, 4])
-def test_the_chief_dies_before_it_gives_its_part(survive, call: int) -> None:
-    """Where all of them are small Open MPI gathers them at the chief, and misses its death."""
+def test_the_chief_dies_before_it_contributes(survive, call: int) -> None:
+    """Open MPI's own gather of small data at the chief would miss its death."""
     deaths = (Death(rank=0, where="gather_bytes", call=call),)
-    said = survive(kind="mpi", hosts=(0, 0, 0, 0), deaths=deaths, operations=20)
-    assert _dead(said, 4) == {0}
+    reports = survive(kind="mpi", hosts=(0, 0, 0, 0), deaths=deaths, operations=20)
+    assert _dead(reports, 4) == {0}
 
 
-# The steps that every engine does in its own way; the others are the same code for all.
+# Steps that differ between transports; the other steps share their code.
 OWN_STEPS = ("revoke", "connect", "rest")
-STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "go_on")
+STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "resume")
 
 
 @pytest.mark.parametrize(
@@ -173,38 +183,41 @@ STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "g
         for step in (STEPS if engine.id == "two-hosts" else OWN_STEPS)
     ],
 )
-def test_death_in_recovery(survive, kind: str, hosts: tuple[int, ...], step: str) -> None:
-    """While the ranks go on without the second, the chief dies as well."""
+def test_the_chief_dies_during_recovery(
+    survive, kind: str, hosts: tuple[int, ...], step: str
+) -> None:
     second = Death(rank=0, where=step)
     if step == "rest":
-        second = Death(rank=0, where="carry_out", call=11)
-    deaths = (Death(rank=1, where="carry_out", call=10), second)
-    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=40)
-    assert _dead(said, len(hosts)) == {0, 1}
-    assert said[0]["generation"] in (1, 2)
+        second = Death(rank=0, where="run", call=11)
+    deaths = (Death(rank=1, where="run", call=10), second)
+    reports = survive(kind=kind, hosts=hosts, deaths=deaths, operations=40)
+    assert _dead(reports, len(hosts)) == {0, 1}
+    assert reports[0]["generation"] in (1, 2)
 
 
 @pytest.mark.parametrize("kind", ["mpi", "shared_memory"])
-def test_on_two_hosts(cluster: Cluster, kind: str) -> None:
-    """Over a network, where one of the dead leaves a host with a single rank."""
+def test_ranks_die_on_two_hosts(cluster: Cluster, kind: str) -> None:
+    """One death leaves a host with a single rank."""
     deaths = (Death(rank=3, after_s=0.3), Death(rank=0, after_s=0.6))
-    said = _survive_on_two_hosts(cluster, kind=kind, deaths=deaths, operations=900)
-    longest_s = max(account["longest_s"] for account in said)
-    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
+    reports = _survive_on_two_hosts(cluster, kind=kind, deaths=deaths, operations=900)
+    longest_s = max(report["longest_s"] for report in reports)
+    print(
+        f"{longest_s * 1000:.0f} ms in the longest operation, {reports[0]['generation']} recoveries"
+    )
     assert longest_s < LIMIT_S
 
 
 @pytest.mark.parametrize("part", [1, 6])
-def test_within_an_allreduce_between_hosts(cluster: Cluster, part: int) -> None:
-    """In the middle of it, and in its last part, which has none after it."""
+def test_a_rank_dies_within_an_allreduce_between_hosts(cluster: Cluster, part: int) -> None:
+    """In the middle, and in the last segment."""
     deaths = (Death(rank=3, where="_scatter", call=part),)
-    said = _survive_on_two_hosts(cluster, kind="mpi", deaths=deaths, operations=40)
-    assert _dead(said, 4) == {3}
+    reports = _survive_on_two_hosts(cluster, kind="mpi", deaths=deaths, operations=40)
+    assert _dead(reports, 4) == {3}
 
 
-def _survive_on_two_hosts(cluster: Cluster, **asked: Any) -> list[dict[str, Any]]:
+def _survive_on_two_hosts(cluster: Cluster, **options: Any) -> list[dict[str, Any]]:
     folder = tempfile.mkdtemp(dir=cluster.folder)
-    plan = Plan(folder=folder, hosts=TWO_HOSTS, **asked)
+    plan = Plan(folder=folder, hosts=TWO_HOSTS, **options)
     hostfile = cluster.folder / "two"
     hostfile.write_text("node1 slots=2\nnode2 slots=2\n")
     mpirun = [f"{sys.prefix}/bin/mpirun", "--with-ft", "ulfm", "--prefix", sys.prefix]
@@ -219,4 +232,4 @@ def _survive_on_two_hosts(cluster: Cluster, **asked: Any) -> list[dict[str, Any]
     }
     done = cluster.run([*mpirun, *where, *passed_on, *program], env=environ, timeout_s=100)
     assert done.returncode == 0, done
-    return accounts(done, plan)
+    return read_reports(done, plan)

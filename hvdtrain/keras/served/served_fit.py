@@ -89,7 +89,7 @@ class ServedJob:
         members = self.membership.members
         for rank in (self.roles.workers[0], *self.roles.servers):
             if rank not in members:
-                raise self.messages.loss_of(rank, "began to train")
+                raise self.messages.peer_lost_error(rank, "began to train")
         if self.membership.too_few is not None:
             raise self.membership.too_few
         return tuple(worker for worker in self.roles.workers if worker in members)

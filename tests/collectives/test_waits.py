@@ -1,4 +1,4 @@
-"""A rank that stops: within a call of MPI, which MPI waits out for ever, and before its data."""
+"""Stopped ranks, inside MPI calls without a time-out and elsewhere."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ hvdtrain.init()
 engine = world.collectives()
 engine.allreduce(np.ones(3))
 if hvdtrain.rank() == 1:
-    # All have met for the operation by then.
+    # After all ranks have started the operation.
     {where} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 {operation}
-print("went on")
+print("continued")
 """
 
 
 def _stopped_in(launch, where: str, operation: str) -> Completed:
-    """How a job of two ranks ended of which one stopped where ``where`` is called."""
+    """Run two ranks, of which one stops when ``where`` is called."""
     script = SCRIPT.format(where=where, operation=operation)
     environ = {"HVDTRAIN_TIMEOUT_S": "2", "HVDTRAIN_COLLECTIVES": "mpi"}
     done: Completed = launch(2, script, env=environ, timeout_s=90)
     assert done.returncode != 0
-    assert "went on" not in done.stdout
+    assert "continued" not in done.stdout
     return done
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
-def test_who_waits_for_data_gives_up_by_itself(launch) -> None:
+def test_a_wait_for_data_times_out(launch) -> None:
     operation = 'engine.allreduce(np.ones(100_000), name="gradients")'
     done = _stopped_in(launch, "engine.transport._direct._scatter", operation)
     assert "CollectiveTimeoutError: rank 0 waited 2 s in allreduce(gradients)" in done.stderr
@@ -44,7 +44,7 @@ def test_who_waits_for_data_gives_up_by_itself(launch) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
-def test_the_others_do_not_wait_for_ever(launch) -> None:
+def test_the_watchdog_ends_a_hung_mpi_call(launch) -> None:
     done = _stopped_in(launch, "engine.transport.messages", "engine.messages()")
-    told = "hvdtrain: rank 0 of 2 failed: CollectiveTimeoutError: it was 12 s inside MPI in"
-    assert f"{told} messages" in done.stderr
+    error = "hvdtrain: rank 0 of 2 failed: CollectiveTimeoutError: it was 12 s inside MPI in"
+    assert f"{error} messages" in done.stderr
