@@ -1,4 +1,4 @@
-"""The shape of the package: who imports whom, what is public, what importing costs."""
+"""The structure of the package: imports, public names, module-level state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.harness.jobs import REPOSITORY
 PACKAGE = REPOSITORY / "hvdtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
-# above. The launching side (agent, remote, launch) and the training side (collectives and on) never
-# meet; bench, check and cli use both.
+# The parts of hvdtrain, and the parts above it that each may import. The launching side (agent,
+# remote, launch) and the training side (from collectives on) are independent; bench, check and cli
+# use both.
 _BASE = {"config", "errors", "exit_codes", "log", "text", "version"}
 _RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "faces": {"horovod", "keras", "gradients", "lazy", *_RANKS},
 }
 
-# Modules that hold no code: under the names that users import they offer what others define.
+# Modules without code, which offer names of other modules under the paths that users import.
 FACES = {
     "hvdtrain",
     "hvdtrain.keras",
@@ -93,7 +93,7 @@ def _tree(path: Path) -> ast.Module:
 
 @functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a module; each is looked through by many tests."""
+    """Return all nodes of a module, cached for many tests."""
     return tuple(ast.walk(_tree(path)))
 
 
@@ -111,32 +111,31 @@ def _part(module: str) -> str:
 
 @functools.cache
 def _known_modules(module: str) -> frozenset[str]:
-    """The modules of hvdtrain that one names, also within strings and where it imports late.
+    """Return the modules of hvdtrain that a module imports, also late, or names in strings.
 
-    An f-string that begins like the names of modules in a package, and has the rest from elsewhere,
-    names all of them.
+    An f-string that starts like the names of modules in a package counts for all of them.
     """
     path = NAMES[module]
-    found = set(_imports(path))
+    names = set(_imports(path))
     for node in _nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            names.add(node.value)
         elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
             start = str(node.values[0].value)
             if start.startswith("hvdtrain.") and start != "hvdtrain.":
-                found |= {name for name in NAMES if name.startswith(start)}
-    # What an import names is a module, or something in one.
-    of = (name if name in NAMES else name.rpartition(".")[0] for name in found)
-    return frozenset(name for name in of if name in NAMES)
+                names |= {name for name in NAMES if name.startswith(start)}
+    # An import names a module or an attribute of one.
+    modules = (name if name in NAMES else name.rpartition(".")[0] for name in names)
+    return frozenset(module for module in modules if module in NAMES)
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The dotted names that a module imports, at any depth of its code."""
+    """Yield the dotted names that a module imports, including in functions."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: write the import with its full name"
+            assert node.level == 0, f"{path}:{node.lineno}: use an absolute import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -145,12 +144,12 @@ def _name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_imports_go_one_way(module: str) -> None:
+def test_imports_are_allowed(module: str) -> None:
     part = _part(module)
-    assert part in ALLOWED, f"say in ALLOWED what hvdtrain.{part} may import"
+    assert part in ALLOWED, f"list in ALLOWED what hvdtrain.{part} may import"
     for name in _known_modules(module):
         other = _part(name)
-        # The top is asked for what it knows without importing more.
+        # The package itself imports nothing else.
         if name != "hvdtrain":
             assert other in ALLOWED[part] | {part}, f"{module} must not import {name}"
     for name in _imports(NAMES[module]):
@@ -159,22 +158,22 @@ def test_imports_go_one_way(module: str) -> None:
             assert part in THIRD_PARTY[package], f"{module} must not import {name}"
 
 
-def test_what_may_be_imported_was_named_before() -> None:
+def test_allowed_imports_are_above() -> None:
     order = list(ALLOWED)
     for part, others in ALLOWED.items():
-        late = [other for other in others if order.index(other) > order.index(part)]
-        assert not late, f"{part} stands above {late}"
+        below = [other for other in others if order.index(other) > order.index(part)]
+        assert not below, f"{part} is above {below}"
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_imports_have_no_cycles() -> None:
     known = {module: sorted(_known_modules(module) - {"hvdtrain", module}) for module in NAMES}
     done: set[str] = set()
 
-    def follow(module: str, way: tuple[str, ...]) -> None:
-        assert module not in way, " -> ".join([*way[way.index(module) :], module])
+    def follow(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
         if module not in done:
             for other in known[module]:
-                follow(other, (*way, module))
+                follow(other, (*path, module))
             done.add(module)
 
     for module in NAMES:
@@ -182,12 +181,12 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_one_module_starts_mpi() -> None:
-    found = [_name(path) for path in MODULES if "mpi4py.MPI" in set(_imports(path))]
-    assert found == ["hvdtrain/collectives/mpi_start.py"]
+    modules = [_name(path) for path in MODULES if "mpi4py.MPI" in set(_imports(path))]
+    assert modules == ["hvdtrain/collectives/mpi_start.py"]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_all_names_what_is_public(path: Path) -> None:
+def test_all_lists_public_names(path: Path) -> None:
     tree = _tree(path)
     public = {
         node.name
@@ -225,7 +224,7 @@ def _assigned(tree: ast.Module) -> set[str]:
     return names
 
 
-def test_every_public_name_of_the_package_is_there() -> None:
+def test_public_names_of_the_package() -> None:
     for name in hvdtrain.__all__:
         assert getattr(hvdtrain, name) is not None, name
     assert set(hvdtrain.__all__) <= set(dir(hvdtrain))
@@ -233,12 +232,12 @@ def test_every_public_name_of_the_package_is_there() -> None:
         hvdtrain.no_such_name  # noqa: B018
 
 
-def test_modules_hold_their_all() -> None:
+def test_names_in_all_exist() -> None:
     for path in MODULES:
         name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         module = importlib.import_module(name.removesuffix(".__init__"))
         for public in getattr(module, "__all__", []):
-            assert hasattr(module, public), f"{name}.__all__ names {public}"
+            assert hasattr(module, public), f"{name}.__all__ lists {public}"
 
 
 @pytest.mark.parametrize(
@@ -256,9 +255,9 @@ def test_importing_loads_neither_tensorflow_nor_mpi(
     assert (done.returncode, done.stdout) == (0, f"{allowed}\n"), done
 
 
-# How many modules of hvdtrain `hvdtrain run` may load for a recorded job of two ranks on this host,
-# from argv to the exit code. A package whose __init__ holds only a docstring doesn't count.
-MOST_LAUNCHER_MODULES = 40
+# Maximum number of modules that `hvdtrain run` loads for a recorded job of two local ranks, without
+# packages whose __init__ contains only a docstring.
+MAX_LAUNCHER_MODULES = 40
 
 
 def test_hvdtrain_run_loads_few_modules(run_command, tmp_path: Path) -> None:
@@ -271,32 +270,32 @@ print(code, *sorted(sys.modules))
     done = run_command([sys.executable, "-c", program])
     code, *loaded = done.stdout.split()
     assert code == "0", done
-    ours = [name for name in loaded if name in NAMES and len(_tree(NAMES[name]).body) > 1]
-    assert len(ours) <= MOST_LAUNCHER_MODULES, ours
+    modules = [name for name in loaded if name in NAMES and len(_tree(NAMES[name]).body) > 1]
+    assert len(modules) <= MAX_LAUNCHER_MODULES, modules
     packages = {name.partition(".")[0] for name in loaded}
     assert not packages & {"yaml", "psutil", "kubernetes", "tensorflow", "keras", "numpy"}
-    assert not [name for name in ours if name.startswith("hvdtrain.jobs.kubernetes")]
+    assert not [name for name in modules if name.startswith("hvdtrain.jobs.kubernetes")]
     assert (tmp_path / "jobs").exists(), "the job was not recorded"
 
 
-def test_what_hvdtrain_starts_in_python_imports_nothing_from_the_users_folder() -> None:
-    started = 0
+def test_started_pythons_ignore_the_working_directory() -> None:
+    count = 0
     for path in MODULES:
         for node in _nodes(path):
             if not isinstance(node, (ast.List, ast.Tuple)):
                 continue
-            words = [entry.value if isinstance(entry, ast.Constant) else "" for entry in node.elts]
-            for before, word in itertools.pairwise(words):
-                if word in ("-m", "-c"):
-                    started += 1
-                    assert before == "-P", f"{_name(path)}:{node.lineno}: python -P {word}"
-    assert started > 10
+            argv = [entry.value if isinstance(entry, ast.Constant) else "" for entry in node.elts]
+            for before, option in itertools.pairwise(argv):
+                if option in ("-m", "-c"):
+                    count += 1
+                    assert before == "-P", f"{_name(path)}:{node.lineno}: python -P {option}"
+    assert count > 10
     script = (REPOSITORY / "slurm" / "train.sh").read_text()
     assert set(re.findall(r'"\$PYTHON" (-\w.*?) ', script)) == {"-P"}
 
 
 @pytest.mark.slow
-def test_importing_leaves_environment_and_signals_alone(run_command) -> None:
+def test_importing_changes_neither_environment_nor_signals(run_command) -> None:
     program = """
 import os, signal
 before = dict(os.environ), [signal.getsignal(n) for n in signal.valid_signals()]
@@ -304,7 +303,7 @@ import hvdtrain, hvdtrain.keras, hvdtrain.tensorflow
 hvdtrain.distribute
 after = dict(os.environ), [signal.getsignal(n) for n in signal.valid_signals()]
 changed = {k for k in before[0].keys() | after[0].keys() if before[0].get(k) != after[0].get(k)}
-# TensorFlow and Keras write theirs.
+# TensorFlow and Keras set their own.
 print([name for name in sorted(changed) if not name.startswith(("TF_", "TF2_", "KERAS_"))])
 print(before[1] == after[1])
 """
@@ -313,9 +312,9 @@ print(before[1] == after[1])
 
 
 def _state(module: str) -> Iterator[str]:
-    """Names of a module that may hold something else later: neither constants nor aliases."""
+    """Yield the variables of a module, without constants and aliases."""
     tree = _tree(NAMES[module])
-    changed = set(_changed(tree))
+    modified = set(_modified(tree))
     for node in tree.body:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -325,19 +324,19 @@ def _state(module: str) -> Iterator[str]:
         )
         for name in names:
             is_constant = name != name.lower() or name.startswith("__")
-            if value is not None and (name in changed or not (fixed or is_constant)):
+            if value is not None and (name in modified or not (fixed or is_constant)):
                 yield f"{module.removeprefix('hvdtrain.')}.{name}"
 
 
-# Methods that change a list, a set or a dict.
-_CHANGING = {
+# Methods that modify a list, set or dict.
+_MODIFYING = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
     *("setdefault", "update"),
 }
 
 
-def _changed(tree: ast.Module) -> Iterator[str]:
-    """Names that functions of a module assign to, or change what they stand for."""
+def _modified(tree: ast.Module) -> Iterator[str]:
+    """Yield module-level names that functions assign or modify."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for function in functions:
         inside = list(ast.walk(function))
@@ -346,13 +345,13 @@ def _changed(tree: ast.Module) -> Iterator[str]:
         for node in inside:
             if isinstance(node, ast.Global):
                 yield from node.names
-            whole: ast.expr | None = None
+            container: ast.expr | None = None
             if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                whole = node.value
+                container = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                whole = node.func.value if node.func.attr in _CHANGING else None
-            if isinstance(whole, ast.Name) and whole.id not in own:
-                yield whole.id
+                container = node.func.value if node.func.attr in _MODIFYING else None
+            if isinstance(container, ast.Name) and container.id not in own:
+                yield container.id
 
 
 def test_the_architecture_lists_module_level_state() -> None:
@@ -364,20 +363,20 @@ def test_the_architecture_lists_module_level_state() -> None:
 
 
 def _replaced(module: str) -> Iterator[str]:
-    """What a module assigns to in what it imports from elsewhere than hvdtrain, as it writes it."""
+    """Yield the attributes of other packages that a module assigns."""
     tree = _tree(NAMES[module])
-    theirs: set[str] = set()
+    foreign: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            theirs |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            foreign |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("hvdtrain"):
-            theirs |= {alias.asname or alias.name for alias in node.names}
+            foreign |= {alias.asname or alias.name for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            written = ast.unparse(node)
-            # Of what a call returns it is an object's own.
-            if "(" not in written and written.partition(".")[0] in theirs:
-                yield written
+            target = ast.unparse(node)
+            # The result of a call is a separate object.
+            if "(" not in target and target.partition(".")[0] in foreign:
+                yield target
 
 
 def test_the_architecture_lists_what_is_changed_in_other_modules() -> None:
@@ -388,8 +387,8 @@ def test_the_architecture_lists_what_is_changed_in_other_modules() -> None:
     assert listed == {name for module in NAMES for name in _replaced(module)}
 
 
-# Private names of Python's own that code may use.
-_OF_PYTHON = {"_asdict", "_exit", "_make", "_replace"}
+# Private names of Python that code may use.
+_PYTHON_NAMES = {"_asdict", "_exit", "_make", "_replace"}
 
 
 def _is_private(name: object) -> bool:
@@ -397,7 +396,7 @@ def _is_private(name: object) -> bool:
 
 
 def _defined(module: str) -> Iterator[str]:
-    """The functions, classes, variables, and attributes of ``self`` that a module defines."""
+    """Yield the functions, classes, variables, and attributes of ``self`` in a module."""
     for node in _nodes(NAMES[module]):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -408,16 +407,16 @@ def _defined(module: str) -> Iterator[str]:
 
 
 def _private_uses(tree: ast.AST, within: str = "") -> Iterator[tuple[int, str, str]]:
-    """Line, private name, and where it stands: of ``self``, of another object, or in a text.
+    """Yield line, private name, and "own" for ``self``, "other" for other objects, or "text".
 
     Args:
-        tree: What to look through.
-        within: The name of the innermost function that ``tree`` is in.
+        tree: The tree to search.
+        within: Name of the innermost function around it.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             owner = ast.unparse(node.value)
-            # An override may go on with what it overrides.
+            # An override may call the original.
             if owner != "super()" or node.attr != within:
                 yield node.lineno, node.attr, "own" if owner in ("self", "cls") else "other"
         elif isinstance(node, ast.Constant) and _is_private(node.value):
@@ -427,32 +426,31 @@ def _private_uses(tree: ast.AST, within: str = "") -> Iterator[tuple[int, str, s
 
 
 def _uses_in(modules: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Module and line, private name, and where it stands, as ``_private_uses`` tells it."""
+    """Yield module and line, private name, and kind, as ``_private_uses`` does."""
     for module in modules:
         for line, name, where in _private_uses(_tree(NAMES[module])):
             yield f"{module}:{line}", name, where
 
 
-def test_private_names_of_keras_and_tensorflow_stand_in_private_api() -> None:
-    """Only by their names: what an object is, the text of a program doesn't tell.
+def test_private_names_of_keras_and_tensorflow_are_in_private_api() -> None:
+    """Check by name, as the code doesn't show the type of an object.
 
-    A private name counts as one of Keras or TensorFlow if ``private_api`` uses it and doesn't
-    define it, or if nothing in hvdtrain defines it. Elsewhere it may be a method that a class
-    overrides, also where that goes on with ``super()``, and an attribute of ``self`` in a class
-    that is mixed into one of theirs; but of no other object, and in no text.
+    A private name is foreign if ``private_api`` uses it without defining it, or if nothing in
+    hvdtrain defines it. Elsewhere it may be an overridden method, also called through ``super()``,
+    or an attribute of ``self`` in a mixin; but not an attribute of another object or a string.
     """
     api = [module for module in NAMES if module.startswith("hvdtrain.private_api.")]
-    theirs = {name for _, name, _ in _uses_in(api)} - {n for m in api for n in _defined(m)}
-    ours = {n for m in NAMES for n in _defined(m)} - theirs | _OF_PYTHON
+    foreign = {name for _, name, _ in _uses_in(api)} - {n for m in api for n in _defined(m)}
+    own = {n for m in NAMES for n in _defined(m)} - foreign | _PYTHON_NAMES
     users = [
         module
         for module in NAMES
         if module not in FACES and _part(module) in _OF_TENSORFLOW - {"private_api"}
     ]
-    found = [
+    uses = [
         f"{place} {name}"
-        for place, name, where in _uses_in(users)
-        if (name in theirs if where == "text" else name not in ours)
-        and not (where == "own" and name in theirs)
+        for place, name, kind in _uses_in(users)
+        if (name in foreign if kind == "text" else name not in own)
+        and not (kind == "own" and name in foreign)
     ]
-    assert not found, "what is private to Keras and TensorFlow goes through hvdtrain.private_api"
+    assert not uses, "use private names of Keras and TensorFlow through hvdtrain.private_api"
