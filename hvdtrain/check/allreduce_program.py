@@ -6,19 +6,19 @@ It does without TensorFlow, whose import would take most of the time.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import sys
 
 import numpy as np
 
+from hvdtrain.bench.results import format_seconds
 from hvdtrain.bench.timing import bus_bandwidth, time_in_turn
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, exit_hooks
 from hvdtrain.config import read_settings
 from hvdtrain.monitor import report
 
-__all__ = ["main"]
+__all__ = ["format_allreduce", "main"]
 
 NBYTES = 4_000_000
 REPETITIONS = 3
@@ -27,7 +27,7 @@ TIMEOUT_S = 90.0
 
 
 def main() -> None:
-    """Run the allreduce; the chief prints the result after the mark in the first argument."""
+    """Run the allreduce; the chief prints the first argument, and the times if sums are correct."""
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     topology = read_topology(os.environ)
     engine = create(topology, read_settings(os.environ))
@@ -49,17 +49,20 @@ def main() -> None:
         repetitions=REPETITIONS,
     )
     if topology.is_chief:
-        best_s = times["large"].best_s
-        result = {
-            "ranks": ranks,
-            "engine": engine.kind,
-            "is_correct": all_correct,
-            "nbytes": large.nbytes,
-            "best_s": best_s,
-            "latency_s": times["small"].best_s,
-            "bus_bandwidth": bus_bandwidth(large.nbytes, best_s, ranks),
-        }
-        print(sys.argv[1] + json.dumps(result), flush=True)
+        text = format_allreduce(
+            engine.kind, ranks, large.nbytes, times["large"].best_s, times["small"].best_s
+        )
+        print(sys.argv[1] + (text if all_correct else ""), flush=True)
+
+
+def format_allreduce(engine: str, ranks: int, nbytes: int, best_s: float, latency_s: float) -> str:
+    """Format the time for ``nbytes``, the bandwidths, and the time for four bytes."""
+    return (
+        f"allreduce over {ranks} ranks ({engine}): {nbytes / 1e6:.1f} MB in "
+        f"{format_seconds(best_s)}, {nbytes / best_s / 1e9:.2f} GB/s "
+        f"(bus {bus_bandwidth(nbytes, best_s, ranks) / 1e9:.2f} GB/s); "
+        f"4 bytes in {format_seconds(latency_s)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""The report of ``hvdtrain check``: a table of hosts, common versions, and problems."""
+"""The report of ``hvdtrain check``: problems, a table of hosts, and common versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hvdtrain.check.host_checks import CHECKS, MPI, VERSIONS, check_gpus
 from hvdtrain.remote.problem import (
@@ -17,41 +16,21 @@ from hvdtrain.remote.problem import (
 from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
 from hvdtrain.text import format_table
 
-__all__ = ["CheckReport", "format_report", "make_report"]
+__all__ = ["find_problems", "format_report"]
 
 _HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
 _LEFT = (0, 1, 5, 7)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckReport:
-    """The state of a cluster.
-
-    Attributes:
-        rows: Table rows, one per host.
-        versions: One line with the versions that all hosts share.
-        problems: Problems, errors first.
-    """
-
-    rows: tuple[tuple[str, ...], ...]
-    versions: str
-    problems: tuple[Problem, ...]
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there are no errors; warnings are acceptable."""
-        return not any(problem.is_error for problem in self.problems)
-
-
-def make_report(
+def find_problems(
     launcher: Answer,
     answers: Sequence[Answer],
     *,
     method: Method,
     python: str,
     use_gpus: bool = True,
-) -> CheckReport:
-    """Compare the answers of all hosts with the launcher's and with each other.
+) -> list[Problem]:
+    """Compare the hosts with the launcher and with each other; return errors, then warnings.
 
     Args:
         launcher: The launcher's own answer.
@@ -63,18 +42,14 @@ def make_report(
     problems = [*failure_problems(answers, method=method, python=python)]
     for check in (*CHECKS, *([check_gpus] if use_gpus else [])):
         problems += check(launcher, answers)
-    problems.sort(key=lambda problem: not problem.is_error)
-    return CheckReport(
-        rows=tuple(_row(answer, problems) for answer in answers),
-        versions=_versions(launcher, answers),
-        problems=tuple(problems),
-    )
+    return sorted(problems, key=lambda problem: not problem.is_error)
 
 
-def format_report(report: CheckReport) -> str:
-    """Format the table, the versions and the problems."""
-    parts = [format_table(_HEAD, report.rows, left=_LEFT), report.versions]
-    return "\n\n".join(filter(None, [*parts, *map(format_problem, report.problems)]))
+def format_report(launcher: Answer, answers: Sequence[Answer], problems: Sequence[Problem]) -> str:
+    """Format the table of hosts, their common versions, and the problems."""
+    table = format_table(_HEAD, [_row(answer, problems) for answer in answers], left=_LEFT)
+    parts = [table, _versions(launcher, answers), *map(format_problem, problems)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.check.check_report import format_report, make_report
+from hvdtrain.check.check_report import find_problems, format_report
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import ConfigurationError
@@ -94,7 +94,7 @@ def _check_namespace(arguments: argparse.Namespace) -> int:
 def _check_hosts(
     arguments: argparse.Namespace, method: Method, ranks: Mapping[str, int], ssh: Sequence[str]
 ) -> int:
-    from hvdtrain.check.survey import format_allreduce, measure_allreduce, probe_hosts
+    from hvdtrain.check.survey import measure_allreduce, probe_hosts
 
     launcher, answers = probe_hosts(ranks, os.environ, method=method, ssh=ssh)
     if launcher.facts is None:
@@ -104,17 +104,18 @@ def _check_hosts(
     if method == "local" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]
     use_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    report = make_report(launcher, answers, method=method, python=sys.executable, use_gpus=use_gpus)
-    print(format_report(report), flush=True)
-    problems = list(report.problems)
+    problems = find_problems(
+        launcher, answers, method=method, python=sys.executable, use_gpus=use_gpus
+    )
+    print(format_report(launcher, answers, problems), flush=True)
+    is_ready = not any(problem.is_error for problem in problems)
     total = sum(ranks.values())
-    if report.is_ready and not arguments.no_allreduce and total > 1:
+    if is_ready and not arguments.no_allreduce and total > 1:
         result = measure_allreduce(total, arguments.hosts, arguments.hostfile, os.environ, answers)
         if isinstance(result, Problem):
             problems.append(result)
-            print("\n" + format_problem(result))
-        else:
-            print("\n" + format_allreduce(result))
+            result = format_problem(result)
+        print(f"\n{result}")
     return _conclude(problems)
 
 

@@ -15,10 +15,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.bench.results import format_seconds
 from hvdtrain.cluster.hosts import is_this_host, own_addresses
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
@@ -38,13 +36,7 @@ from hvdtrain.remote.remote_probe import (
     ssh_probe,
 )
 
-__all__ = [
-    "AllreduceResult",
-    "allreduce_problem",
-    "format_allreduce",
-    "measure_allreduce",
-    "probe_hosts",
-]
+__all__ = ["allreduce_problem", "measure_allreduce", "probe_hosts"]
 
 # A probe ends after 16 s.
 ANSWER_TIMEOUT_S = 40.0
@@ -57,29 +49,6 @@ _NOT_STARTED: dict[Method, FailureKind] = {
     "ssh": "ssh failed",
     "srun": "srun failed",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllreduceResult:
-    """The result of an allreduce.
-
-    Attributes:
-        ranks: Number of ranks.
-        engine: Transport of the engine.
-        is_correct: Whether all ranks got the correct sum.
-        nbytes: Size of the array.
-        best_s: Shortest time in seconds.
-        latency_s: Shortest time in seconds for four bytes.
-        bus_bandwidth: Bandwidth in bytes per second as defined by nccl-tests.
-    """
-
-    ranks: int
-    engine: str
-    is_correct: bool
-    nbytes: int
-    best_s: float
-    latency_s: float
-    bus_bandwidth: float
 
 
 def probe_hosts(
@@ -137,8 +106,11 @@ def measure_allreduce(
     hostfile: str | None,
     environ: Mapping[str, str],
     answers: Sequence[Answer],
-) -> AllreduceResult | Problem:
+) -> str | Problem:
     """Start the ranks like ``hvdtrain run``, and time an allreduce over them.
+
+    Returns:
+        One line with the times, or a problem.
 
     Raises:
         ConfigurationError: The ranks don't fit on the hosts.
@@ -168,24 +140,12 @@ def measure_allreduce(
     _, found, text = stdout.getvalue().partition(mark)
     if code != 0 or not found:
         return allreduce_problem(code or ExitCode.CANNOT_START, stderr.getvalue(), answers)
-    result = AllreduceResult(**json.loads(text.splitlines()[0]))
-    if result.is_correct:
-        return result
+    if line := text.splitlines()[0]:
+        return line
     return Problem(
         summary=f"an allreduce over {ranks} ranks returned wrong sums",
         expected="the correct sum on every rank",
         remedy="find the faulty host by leaving out one at a time: hvdtrain check -H a,b",
-    )
-
-
-def format_allreduce(result: AllreduceResult) -> str:
-    """Format a correct result as one line."""
-    return (
-        f"allreduce over {result.ranks} ranks ({result.engine}): "
-        f"{result.nbytes / 1e6:.1f} MB in {format_seconds(result.best_s)}, "
-        f"{result.nbytes / result.best_s / 1e9:.2f} GB/s "
-        f"(bus {result.bus_bandwidth / 1e9:.2f} GB/s); "
-        f"4 bytes in {format_seconds(result.latency_s)}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvdtrain.check.check_report import make_report
+from hvdtrain.check.check_report import find_problems
 from hvdtrain.remote.host_probe import HostFacts
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method
@@ -50,11 +50,9 @@ def lost(name: str, kind: FailureKind, message: str = "") -> Answer:
 
 
 def problems(*answers: Answer, method: Method = "ssh", **launcher: Any) -> list[Problem]:
-    report = make_report(answer("a", **launcher), answers, method=method, python=PYTHON)
-    return list(report.problems)
+    return find_problems(answer("a", **launcher), answers, method=method, python=PYTHON)
 
 
 def the_problem(*answers: Answer, method: Method = "ssh", **launcher: Any) -> Problem:
-    all_problems = problems(*answers, method=method, **launcher)
-    assert len(all_problems) == 1, all_problems
-    return all_problems[0]
+    (problem,) = problems(*answers, method=method, **launcher)
+    return problem

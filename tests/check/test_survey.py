@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from hvdtrain.check.survey import AllreduceResult, allreduce_problem, format_allreduce
+from hvdtrain.check.allreduce_program import format_allreduce
+from hvdtrain.check.survey import allreduce_problem
 from hvdtrain.remote.problem import format_problem
 from tests.check.answers import answer
 
 
 def test_format_allreduce() -> None:
-    result = AllreduceResult(
-        ranks=4,
-        engine="mpi",
-        is_correct=True,
-        nbytes=4_000_000,
-        best_s=0.01,
-        latency_s=2.5e-4,
-        bus_bandwidth=6e8,
-    )
-    assert format_allreduce(result) == (
+    assert format_allreduce("mpi", 4, 4_000_000, 0.01, 2.5e-4) == (
         "allreduce over 4 ranks (mpi): 4.0 MB in 10 ms, 0.40 GB/s (bus 0.60 GB/s); 4 bytes in "
         "250 us"
     )
