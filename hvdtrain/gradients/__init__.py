@@ -1,1 +1,1 @@
-"""From the gradients of one rank to their averages over all ranks, in TensorFlow's graphs."""
+"""Averaging of gradients over ranks, eagerly or in TensorFlow graphs."""

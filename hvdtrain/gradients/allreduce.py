@@ -1,7 +1,4 @@
-"""Tensors of all ranks combined: on devices that are connected, otherwise by the engine.
-
-``exchange`` does it as Horovod: differentiably, and without a look at names and values.
-"""
+"""Reduction of tensors over ranks, on connected devices or by the engine on the host."""
 
 from __future__ import annotations
 
@@ -35,25 +32,31 @@ def allreduce(
     before: Callable[[], object] | None = None,
     after: Callable[[bool, np.ndarray], None] | None = None,
 ) -> list[tf.Tensor]:
-    """Combine tensors over all ranks; the one place that chooses between devices and host.
+    """Combine tensors over all ranks, on devices if possible, otherwise on the host.
 
-    ``on_devices`` does it where they are, if it is there and takes them: what goes in is multiplied
-    by ``prescale``, and what comes out by ``postscale``; for ``before`` and ``after`` see
-    ``DeviceCollectives.allreduce``. Otherwise ``on_host`` gets arrays, and does all of this itself.
+    Args:
+        tensors: The contributions of this rank.
+        op: The operation.
+        on_devices: Combines tensors on devices, if available.
+        on_host: Combines arrays; it must apply all other options itself.
+        name: Identifies the operation in errors.
+        prescale: Multiplies the inputs.
+        postscale: Multiplies the results.
+        before: See ``DeviceCollectives.allreduce``.
+        after: See ``DeviceCollectives.allreduce``.
     """
     if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
     results: list[Any] = list(tensors)
-    for places in by_type(tensors):
-        scaled = [_scaled(tensors[place], prescale) for place in places]
+    for indices in by_type(tensors):
+        scaled = [_scale(tensors[index], prescale) for index in indices]
         reduced = on_devices.allreduce(scaled, op, name=name, before=before, after=after)
-        for place, tensor in zip(places, reduced):
-            results[place] = _scaled(tensor, postscale)
+        for index, tensor in zip(indices, reduced):
+            results[index] = _scale(tensor, postscale)
     return results
 
 
-def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """``scale`` of a tensor where it is."""
+def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return tensor
     wide = tensor.dtype if tensor.dtype.size > 2 else tf.float32
@@ -63,17 +66,16 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 def exchange(
     tensors: Sequence[Any], how: ExchangeOptions, ranks: Ranks, name: str | None = None
 ) -> list[Any]:
-    """Combine the tensors of all ranks as they are, differentiably.
+    """Combine tensors like Horovod: differentiably, and without checks of names and values.
 
     Args:
-        tensors: Tensors, variables or ``tf.IndexedSlices``, whose rows are put one after the other:
-            rows that come several times add up.
-        how: The way to combine them.
-        ranks: Which ranks take part.
-        name: Stands in errors; the same on all ranks.
+        tensors: Tensors, variables or ``tf.IndexedSlices``, whose rows are concatenated.
+        how: The options.
+        ranks: The participating ranks.
+        name: Identifies the operation in errors; the same on all ranks.
 
     Raises:
-        NotImplementedError: For ``tf.IndexedSlices`` an op other than sum and average, or factors.
+        NotImplementedError: ``how`` does not support ``tf.IndexedSlices``.
     """
     results: list[Any] = list(tensors)
     dense = [n for n, entry in enumerate(tensors) if not isinstance(entry, tf.IndexedSlices)]
@@ -94,8 +96,8 @@ def exchange(
 def _differentiable_allreduce(
     tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
-    """``allreduce`` with the gradient of the sum of all ranks' losses, as Horovod gives it."""
-    of = f"gradient of {name}"
+    """Combine tensors; the gradient is that of the sum of the losses of all ranks."""
+    gradient_name = f"gradient of {name}"
 
     def on_host(*arrays: np.ndarray) -> Arrays:
         factors = {"prescale": how.prescale, "postscale": how.postscale}
@@ -105,7 +107,7 @@ def _differentiable_allreduce(
     def reduced(*values: tf.Tensor) -> Any:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if how.op in ("sum", "average", "adasum"):
-                return _differentiable_allreduce(upstream, how, ranks, of)
+                return _differentiable_allreduce(upstream, how, ranks, gradient_name)
             factor = how.prescale * how.postscale
             return [
                 run_on_host(share, [up, value], [value.shape])[0] * tf.cast(factor, value.dtype)
@@ -114,7 +116,8 @@ def _differentiable_allreduce(
 
         def share(upstream: np.ndarray, value: np.ndarray) -> Arrays:
             scaled = scale(value, how.prescale)
-            return [_share_of(how.op, upstream, scaled, of, ranks.collectives())]
+            engine = ranks.collectives()
+            return [_gradient_share(how.op, upstream, scaled, gradient_name, engine)]
 
         results = allreduce(
             values,
@@ -130,19 +133,12 @@ def _differentiable_allreduce(
     return list(cast("Any", reduced(*tensors)))
 
 
-def _share_of(
+def _gradient_share(
     op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Engine
 ) -> np.ndarray:
     """Return the gradient of a min, max or product with respect to this rank's value; collective.
 
-    Ranks whose values are alike share what a minimum or maximum is worth.
-
-    Args:
-        op: One of min, max and product.
-        upstream: The gradient of the result; that of all ranks counts.
-        value: What went in, after scaling.
-        name: Stands in errors.
-        collectives: The engine of the operation.
+    Ranks with equal values share the gradient of a minimum or maximum.
     """
     total = collectives.allreduce(upstream, "sum", name=name)
     every = collectives.allgather(value[np.newaxis], name=name)
@@ -159,14 +155,14 @@ def _exchange_rows(
 ) -> tf.IndexedSlices:
     if how.op not in ("sum", "average"):
         raise NotImplementedError(
-            "tf.IndexedSlices can be combined by Sum and Average; received "
-            f"op={how.op.capitalize()}. tf.convert_to_tensor makes a tensor of them."
+            "tf.IndexedSlices support op=Sum and op=Average, got "
+            f"op={how.op.capitalize()}; convert them with tf.convert_to_tensor."
         )
     factors = how.prescale, how.postscale
     if factors != (1.0, 1.0):
         raise NotImplementedError(
-            "tf.IndexedSlices can't be scaled; received prescale_factor and postscale_factor "
-            f"{factors}. Multiply their values yourself."
+            "tf.IndexedSlices don't support prescale_factor and postscale_factor, got "
+            f"{factors}; multiply their values instead."
         )
 
     def gathered(tensor: tf.Tensor, part: str) -> tf.Tensor:

@@ -1,7 +1,4 @@
-"""Reductions of arrays beyond the engines' own.
-
-That is factors, averages of whole numbers, arrays of several types in one go, and Adasum.
-"""
+"""Reductions of arrays with scale factors, averages of integers, mixed dtypes, and Adasum."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ from hvdtrain.collectives.kernels import ReduceOp, is_floating, widen
 __all__ = ["TensorOp", "adasum", "by_type", "reduce_arrays", "scale"]
 
 TensorOp = ReduceOp | Literal["adasum"]
-"""The operations that combine tensors: those of the engines, and Adasum."""
+"""The operations of the engine, and Adasum."""
 
 
 def by_type(values: Sequence[Any]) -> list[list[int]]:
-    """The places of tensors or arrays of one type each, in the order of the first of each."""
-    places: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
-        places.setdefault(value.dtype, []).append(place)
-    return list(places.values())
+    """Group the indices of tensors or arrays by dtype, in the order of first appearance."""
+    indices: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        indices.setdefault(value.dtype, []).append(index)
+    return list(indices.values())
 
 
 def scale(values: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply; half types in float32, and whole numbers in float64, of which the fraction goes."""
+    """Multiply; half types in float32, and integers in float64, rounded towards zero."""
     if factor == 1.0:
         return values
     if is_floating(values.dtype):
@@ -46,38 +43,30 @@ def reduce_arrays(
     postscale: float,
     name: str,
 ) -> list[np.ndarray]:
-    """A grouped allreduce of arrays whose types may differ, the same on every rank.
-
-    ``prescale`` multiplies what goes in, ``postscale`` what comes out; ``name`` stands in errors.
-    """
+    """Reduce arrays of mixed dtypes; scale inputs by ``prescale``, results by ``postscale``."""
     if op == "adasum":
         scaled = [scale(array, prescale) for array in arrays]
         return [scale(array, postscale) for array in _adasum_all(collectives, scaled, name=name)]
     results: list[np.ndarray] = list(arrays)
-    for places in by_type(arrays):
+    for indices in by_type(arrays):
         how: ReduceOp = op
         factor = postscale
-        if op == "average" and not is_floating(arrays[places[0]].dtype):
-            # Whole numbers have no mean of their own type: the fraction of it goes.
+        if op == "average" and not is_floating(arrays[indices[0]].dtype):
+            # Round the mean of integers towards zero.
             how, factor = "sum", postscale / collectives.size
-        scaled = [scale(arrays[place], prescale) for place in places]
+        scaled = [scale(arrays[index], prescale) for index in indices]
         reduced = collectives.grouped_allreduce(scaled, how, name=name)
-        for place, array in zip(places, reduced):
-            results[place] = scale(array, factor)
+        for index, array in zip(indices, reduced):
+            results[index] = scale(array, factor)
     return results
 
 
 def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
-    """Add arrays where they differ in direction, and average them where they agree.
+    """Add orthogonal arrays and average parallel ones; return float64.
 
     Maleki et al. (2020), "Scaling distributed training with adaptive summation", arXiv 2006.02924:
-    a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pairwise in a tree over the ranks.
-
-    Args:
-        contributions: Those of all ranks, as many as a power of two, in rank order.
-
-    Returns:
-        float64, of their shape.
+    combine a and b to (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pairwise in a tree over the
+    ranks, whose number must be a power of two.
     """
     level = [np.asarray(array, np.float64) for array in contributions]
     while len(level) > 1:
@@ -88,21 +77,15 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
 def _adasum_all(
     collectives: Engine, arrays: Sequence[np.ndarray], *, name: str
 ) -> list[np.ndarray]:
-    """``adasum`` of each of some arrays over all ranks.
-
-    Every rank gets the arrays of all others, so this takes as much memory.
-
-    Raises:
-        NotImplementedError: The number of ranks is no power of two, or an array is not floating.
-    """
+    """Compute ``adasum`` of each array over all ranks, in memory for the arrays of all ranks."""
     ranks = collectives.size
     if ranks & (ranks - 1):
         raise NotImplementedError(
-            f"Adasum combines ranks in pairs; received {ranks} ranks, expected a power of two."
+            f"Adasum needs a power of two as the number of ranks, got {ranks}."
         )
     for array in arrays:
         if not is_floating(array.dtype):
-            raise NotImplementedError(f"Adasum is for floating types; received {array.dtype}.")
+            raise NotImplementedError(f"Adasum needs a floating dtype, got {array.dtype}.")
     return [
         adasum(list(collectives.allgather(array[np.newaxis], name=name))).astype(array.dtype)
         for array in arrays
@@ -110,6 +93,6 @@ def _adasum_all(
 
 
 def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    both, of_a, of_b = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
-    # Of a vector that is zero nothing is added, whatever its factor.
-    return (1 - both / (2 * of_a or 1)) * a + (1 - both / (2 * of_b or 1)) * b
+    ab, aa, bb = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    # The factor of a zero vector does not matter.
+    return (1 - ab / (2 * aa or 1)) * a + (1 - ab / (2 * bb or 1)) * b

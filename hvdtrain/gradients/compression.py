@@ -1,4 +1,4 @@
-"""Smaller types in which tensors travel."""
+"""Smaller dtypes for the exchange of tensors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """The cast of a tensor to a smaller type before it is reduced, and back afterwards."""
+    """Casts a tensor to a smaller dtype before it is reduced, and back afterwards."""
 
     dtype: tf.DType | None = None
-    """The floating type to travel in; None for the tensor's own."""
+    """The floating dtype for the exchange, or None for no conversion."""
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """The tensor that travels, and what ``decompress`` needs to know."""
-        travels = cls.dtype if cls.dtype is not None and tensor.dtype.is_floating else tensor.dtype
-        return tf.cast(tensor, travels), tensor.dtype
+        """Return the tensor to exchange, and the context for ``decompress``."""
+        dtype = cls.dtype if cls.dtype is not None and tensor.dtype.is_floating else tensor.dtype
+        return tf.cast(tensor, dtype), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
-        """The tensor in the type that it had before ``compress``."""
+        """Return the tensor in its original dtype."""
         return tf.cast(tensor, ctx)
 
 
@@ -37,9 +37,9 @@ class Compression:
     """The compressors that can be passed as ``compression``.
 
     Attributes:
-        none: Tensors travel as they are.
-        fp16: Floating tensors travel as float16, which holds numbers up to 65504.
-        bf16: Floating tensors travel as bfloat16: the range of float32, with 8 bits of precision.
+        none: No conversion.
+        fp16: Floating tensors are sent as float16, with a range of up to 65504.
+        bf16: Floating tensors are sent as bfloat16: the range of float32, with 8 bits of precision.
     """
 
     none = Compressor

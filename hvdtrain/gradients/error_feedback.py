@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent of a gradient is added to that of the next step.
+"""Error feedback: the unsent part of a gradient is added to the next gradient.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and
@@ -24,10 +24,10 @@ __all__ = ["ErrorFeedback", "Kept", "KeptArray"]
 
 
 class KeptArray:
-    """A float32 array that goes from step to step, as checkpoints take variables; zeros at first.
+    """A float32 array that is kept between steps and saved in checkpoints; initially zeros.
 
     Attributes:
-        value: The array; another one takes its place, and it isn't written to.
+        value: The array, which is replaced and never modified.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -35,7 +35,7 @@ class KeptArray:
         self.dtype = self.value.dtype
 
     def assign(self, value: np.ndarray) -> None:
-        """Keep this one from now on."""
+        """Replace the value."""
         self.value = value
 
 
@@ -43,8 +43,8 @@ class Kept(NamedTuple):
     """The arrays that are kept for one variable.
 
     Attributes:
-        unsent: What this rank has not sent of its gradients.
-        state: What the compressor keeps, alike on all ranks; empty for nothing.
+        unsent: The unsent part of this rank's gradients.
+        state: The state of the compressor, identical on all ranks; may be empty.
     """
 
     unsent: KeptArray
@@ -52,19 +52,15 @@ class Kept(NamedTuple):
 
 
 class ErrorFeedback:
-    """Averages gradients of which a part is sent, and keeps the rest.
-
-    Args:
-        compressor: Chooses that part.
-    """
+    """Averages compressed gradients, and keeps their unsent parts."""
 
     def __init__(self, compressor: PowerSGD) -> None:
         self._compressor = compressor
-        # By what identifies a variable as long as it is there; with it goes what is kept.
+        # By the id of the variable, and removed with it.
         self._kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}
 
     def takes(self, variable: Any, gradient: Any) -> bool:
-        """Whether not all of such a gradient is sent: it must be dense, and of a variable."""
+        """Return whether the gradient of a variable is compressed; it must be dense."""
         return (
             isinstance(variable, (tf.Variable, keras.Variable))
             and isinstance(gradient, tf.Tensor)
@@ -74,27 +70,27 @@ class ErrorFeedback:
         )
 
     def keep(self, variable: Any) -> Kept:
-        """Return what is kept for a variable; zeros from now on if there is nothing yet."""
+        """Return the arrays kept for a variable, which are initially zeros."""
         key = id(variable)
         if key not in self._kept:
             shape = tuple(variable.shape)
             state = KeptArray(self._compressor.state_shape(shape))
-            there = weakref.ref(variable, lambda _: self._kept.pop(key))
-            self._kept[key] = there, Kept(KeptArray(shape), state)
+            reference = weakref.ref(variable, lambda _: self._kept.pop(key))
+            self._kept[key] = reference, Kept(KeptArray(shape), state)
         return self._kept[key][1]
 
     def arrays(self, variables: Sequence[Any]) -> dict[str, KeptArray]:
-        """All that is kept for some variables, by kind and the number of the variable."""
-        found = {}
+        """Return the arrays kept for variables, by kind and index of the variable."""
+        arrays = {}
         for number, variable in enumerate(variables):
             if id(variable) in self._kept:
                 unsent, state = self.keep(variable)
-                found[f"unsent/{number:04d}"] = unsent
+                arrays[f"unsent/{number:04d}"] = unsent
                 if state.value.size:
-                    # That of another rank is of no use.
+                    # Not valid with another PowerSGD rank.
                     shape = "x".join(map(str, state.value.shape))
-                    found[f"factors/{number:04d}/{shape}"] = state
-        return found
+                    arrays[f"factors/{number:04d}/{shape}"] = state
+        return arrays
 
     def average(
         self,
@@ -107,22 +103,22 @@ class ErrorFeedback:
         require_finite: bool,
         name: str,
     ) -> tuple[list[np.ndarray], float]:
-        """Average what is sent of gradients and of what was left of earlier ones; collective.
+        """Average gradients with the unsent parts of earlier ones; collective.
 
         Args:
             collectives: The engine of the ranks.
-            kept: What ``keep`` returned for each gradient's variable.
-            gradients: Those of this rank.
-            op: ``average``, or ``sum`` for as many times that as there are ranks.
-            weight: What this rank counts for.
+            kept: The arrays kept for each variable.
+            gradients: The gradients of this rank.
+            op: ``average`` or ``sum``.
+            weight: The weight of this rank.
             require_finite: Whether NaN and infinity are errors.
-            name: Stands in errors.
+            name: Identifies the operation in errors.
 
         Returns:
-            The averages, and the mean weight of the ranks that are in them.
+            The averages, and the mean weight of the contributing ranks.
 
         Raises:
-            NonFiniteError: An average holds NaN or infinity, on every rank; nothing has changed.
+            NonFiniteError: An average contains NaN or infinity; all ranks keep their arrays.
         """
         arrays = [
             entry.unsent.value + gradient.astype(np.float32, copy=False)
@@ -138,8 +134,8 @@ class ErrorFeedback:
             ]
         finite = [bool(np.isfinite(result).all()) for result in results]
         if require_finite and not all(finite):
-            raise NonFiniteError(f"The result of {name} holds NaN or infinity.")
-        # A step that is not finite leaves what is kept as it was: NaN would never go away.
+            raise NonFiniteError(f"The result of {name} contains NaN or infinity.")
+        # Don't keep NaN, which would never go away.
         for entry, unsent, state, is_finite in zip(kept, sent.unsent, sent.states, finite):
             if is_finite:
                 entry.unsent.assign(unsent)

@@ -1,7 +1,7 @@
-"""Sparse gradients: scaled, and their rows as bytes.
+"""Scaling and serialization of sparse gradients.
 
-One operation moves all that belongs together: with two, a rank might be lost between them, and its
-indices be missing from its values.
+Values, indices and the weight of a rank are exchanged in one operation. With two, a rank might be
+lost in between, and its indices be missing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import tensorflow as tf
 
 __all__ = ["pack_rows", "scaled", "unpack_rows"]
 
-# The index of no row: it stands before the weight of the rank whose rows these are.
+# Index of the row with the weight of the rank.
 _WEIGHT = -1
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Multiply a gradient by a scalar: by 0 to zeros, even if it is not finite.
+    """Multiply a gradient by a scalar; 0 gives zeros, even for NaN and infinity.
 
-    A sparse one stays sparse, as optimizers treat it otherwise.
+    Sparse gradients stay sparse, because optimizers treat them differently.
     """
     factor = tf.cast(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
@@ -31,46 +31,45 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """This rank's rows, their indices, and what the rank counts for.
+    """Serialize rows.
 
     Args:
         values: The rows, of shape (n, ...).
-        indices: Integers, of shape (n,).
-        weight: A scalar of the values' type.
+        indices: Integers of shape (n,).
+        weight: The weight of this rank, a scalar of the dtype of ``values``.
 
     Returns:
-        Bytes, uint8 of shape (n + 1, m).
+        uint8 of shape (n + 1, m).
     """
     width = math.prod(values.shape[1:])
     table = np.empty((len(values) + 1, width), values.dtype)
     table[:-1] = values.reshape(len(values), width)
     table[-1] = weight
-    places = np.append(indices, np.array(_WEIGHT, indices.dtype)).astype(indices.dtype)
-    return np.concatenate([_bytes(table), _bytes(places[:, np.newaxis])], axis=1)
+    labels = np.append(indices, np.array(_WEIGHT, indices.dtype)).astype(indices.dtype)
+    return np.concatenate([_bytes(table), _bytes(labels[:, np.newaxis])], axis=1)
 
 
 def unpack_rows(
     joined: np.ndarray, values: np.ndarray, indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Unpack what several ranks packed, one after another.
+    """Deserialize the concatenated rows of several ranks.
 
     Args:
-        joined: Bytes of shape (rows, m).
-        values: As this rank packed them, for type and shape.
-        indices: As this rank packed them, for the type.
+        joined: uint8 of shape (rows, m).
+        values: The values of this rank, for dtype and shape.
+        indices: The indices of this rank, for the dtype.
 
     Returns:
-        The values of all ranks, their indices, and the weight of each rank.
+        The values and indices of all ranks, and the weight of each rank.
     """
     item = indices.dtype.itemsize
-    places = np.ascontiguousarray(joined[:, -item:]).view(indices.dtype)[:, 0]
+    labels = np.ascontiguousarray(joined[:, -item:]).view(indices.dtype)[:, 0]
     width = math.prod(values.shape[1:])
     table = np.ascontiguousarray(joined[:, :-item]).view(values.dtype).reshape(-1, width)
-    marks = places == _WEIGHT
-    rows = table[~marks].reshape(-1, *values.shape[1:])
-    return rows, places[~marks], table[marks][:, 0].astype(np.float64)
+    is_weight = labels == _WEIGHT
+    rows = table[~is_weight].reshape(-1, *values.shape[1:])
+    return rows, labels[~is_weight], table[is_weight][:, 0].astype(np.float64)
 
 
 def _bytes(table: np.ndarray) -> np.ndarray:
-    """Each row's bytes."""
     return table.view(np.uint8).reshape(len(table), -1)

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients cross between hosts as the product of two narrow matrices.
+"""PowerSGD: gradients are sent between hosts as the product of two narrow matrices.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", arXiv 1905.13727, algorithm 1. A matrix M becomes P Q^T by one step of power
@@ -18,18 +18,18 @@ from hvdtrain.collectives.engine import Engine
 
 __all__ = ["PowerSGD", "SentMeans", "matrix_shape", "orthonormal"]
 
-# A column counts as a combination of earlier ones if less than this share of it remains.
+# A column is a combination of earlier ones if less than this share of it remains.
 _DEPENDENT = 1e-6
 # Rows are multiplied in blocks of this many items, which fit into a core's own cache.
 _BLOCK_ITEMS = 32 << 10
 
 
 class SentMeans(NamedTuple):
-    """The result of averaging some arrays of all ranks.
+    """The result of averaging arrays of all ranks.
 
     Attributes:
-        means: The means of what was sent, bitwise the same on all ranks.
-        unsent: What remains on this rank. Its mean over the ranks is what ``means`` lacks.
+        means: The approximate means, bitwise identical on all ranks.
+        unsent: The residuals of this rank. Their mean over the ranks is the error of ``means``.
         states: The states for the next call.
         weight: The mean of the ranks' weights.
     """
@@ -41,7 +41,7 @@ class SentMeans(NamedTuple):
 
 
 class PowerSGD:
-    """Averages float32 arrays over the ranks approximately, as low-rank matrices.
+    """Approximate averages of float32 arrays over the ranks by low-rank matrices.
 
     NaN and infinity in an array of any rank appear in its mean.
 
@@ -76,8 +76,8 @@ class PowerSGD:
             collectives: The engine of the ranks.
             arrays: float32 arrays of shapes that ``takes`` accepts.
             states: The states that the previous call returned, the same on all ranks.
-            weight: Averaged exactly, over the ranks whose arrays are in the means.
-            name: The name for errors.
+            weight: Averaged exactly, over the ranks that contribute to the means.
+            name: Identifies the operation in errors.
         """
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
         begin = [_warm_start(state) for state in states]
@@ -116,8 +116,8 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def orthonormal(columns: np.ndarray) -> np.ndarray:
     """Return an orthonormal basis of the columns, by Gram-Schmidt in float64.
 
-    A column that depends on earlier ones becomes zeros. NaN and infinity remain. It avoids BLAS,
-    whose rounding depends on the processor: all hosts must get the same bits.
+    Dependent columns become zeros. NaN and infinity remain. BLAS is not used, because its rounding
+    depends on the processor, and all hosts must get the same bits.
     """
     basis = np.array(columns.T, np.float64, order="C")
     for number, column in enumerate(basis):
@@ -140,7 +140,7 @@ def _normalized(columns: np.ndarray) -> np.ndarray:
 
 
 def _warm_start(state: np.ndarray) -> np.ndarray:
-    """Return the Q to start from: columns of zeros are drawn from a fixed seed."""
+    """Replace zero columns by random ones with a fixed seed."""
     known = state.any(axis=0)
     if known.all():
         return state

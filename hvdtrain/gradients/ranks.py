@@ -1,45 +1,45 @@
-"""The ranks that combine tensors, and what they combine them by."""
+"""The ranks that combine tensors, and those that contributed to a step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
-__all__ = ["EngineRanks", "Ranks"]
+__all__ = ["Contributions", "EngineRanks", "Ranks"]
 
 
 class Ranks(Protocol):
-    """Some ranks of the job, which may have another engine after ``shutdown`` and ``init``."""
+    """Some ranks of the job. Their engine changes after ``shutdown`` and ``init``."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Their numbers in the job."""
+        """The ranks in the job."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to combine anything with, and never was."""
+        """Whether this rank has never had others to combine tensors with."""
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Return whether this rank is one of them."""
 
     def collectives(self) -> Engine:
         """Return their current engine."""
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return what combines their tensors where those are; None where nothing does."""
+        """Return the collectives on devices, if any."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineRanks:
-    """All ranks of one engine, this one among them.
+    """All ranks of an engine.
 
     Attributes:
         engine: The engine.
-        on_devices: What combines tensors where they are, if anything does.
+        on_devices: Combines tensors on devices, if available.
     """
 
     engine: Engine
@@ -47,17 +47,50 @@ class EngineRanks:
 
     @property
     def ranks(self) -> Sequence[int]:
+        """All ranks."""
         return range(self.engine.size)
 
     @property
     def alone(self) -> bool:
+        """Whether there is one rank, in a job that is not elastic."""
         return self.engine.size == 1 and not self.engine.survives_losses
 
     def included(self) -> bool:
+        """Return True."""
         return True
 
     def collectives(self) -> Engine:
+        """Return the engine."""
         return self.engine
 
     def device_collectives(self) -> DeviceCollectives | None:
+        """Return the collectives on devices, if any."""
         return self.on_devices
+
+
+class Contributions:
+    """The initial ranks that contributed to each step.
+
+    Filled while steps run, of which a call may have several, and read between calls.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[frozenset[int] | None] = []
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._steps.append(None)
+
+    def add(self, members: Iterable[int]) -> None:
+        """Record the initial ranks that contributed to some gradients of the current step."""
+        if self._steps:
+            before = self._steps[-1]
+            self._steps[-1] = frozenset(members) if before is None else before & set(members)
+
+    def take(self) -> list[frozenset[int] | None]:
+        """Return and clear the initial ranks that contributed to all gradients of each step.
+
+        None for steps without an average, such as all but the last of accumulated steps.
+        """
+        steps, self._steps = self._steps, []
+        return steps

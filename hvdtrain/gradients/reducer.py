@@ -1,8 +1,8 @@
-"""From a list of gradients to their averages over all ranks, inside or outside a tf.function.
+"""Averages of gradients over all ranks, eagerly or in a tf.function.
 
-All ranks build the same graph, so the order of the reductions is known and nothing is negotiated.
-At the first step of a new set of gradients the ranks compare names, shapes and types; after that
-each reduction carries a digest of its shapes, which costs nothing.
+All ranks create the same graph, so the order of reductions needs no negotiation. At the first step
+with a new set of gradients the ranks compare names, shapes and dtypes; later reductions carry a
+digest of their shapes at no cost.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
-from hvdtrain.gradients.contributions import (
-    Contributions,
-    scale_without_lost,
-    without_lost,
-)
 from hvdtrain.gradients.error_feedback import ErrorFeedback
+from hvdtrain.gradients.gradient_checks import (
+    Signature,
+    Signatures,
+    describe_non_finite,
+    name_non_finite,
+    raise_non_finite,
+)
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
-from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
 from hvdtrain.gradients.powersgd import PowerSGD
-from hvdtrain.gradients.ranks import EngineRanks, Ranks
+from hvdtrain.gradients.ranks import Contributions, EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
-from hvdtrain.gradients.signatures import Signature, Signatures
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import variable_name
 
@@ -44,9 +44,10 @@ Gradient = Any  # tf.Tensor, tf.IndexedSlices or None: TensorFlow has no common 
 class GradientReducer:
     """Averages gradients over ranks.
 
-    Args:
-        ranks: Which ranks, and by what they do it.
-        options: What else is to be done with gradients.
+    Attributes:
+        feedback: Keeps the unsent parts of gradients with PowerSGD, otherwise None.
+        contributions: The ranks that contributed to each step.
+        error: The latest error between ranks, which TensorFlow wraps in its own.
     """
 
     def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
@@ -54,25 +55,23 @@ class GradientReducer:
         self._options = options or ReduceOptions()
         rank = self._options.powersgd_rank
         self.feedback = ErrorFeedback(PowerSGD(rank)) if rank else None
-        """The error feedback, for gradients of which a part is sent; None where all is sent."""
         self._local: dict[int, Any] = {}
         self._signatures = Signatures()
-        self._goes_on = False
+        self._tolerates_losses = False
         self.contributions = Contributions()
-        # TensorFlow turns errors of Python functions into its own; here is the original.
         self.error: HvdtrainError | None = None
 
     @classmethod
     def of_job(cls, what: str = "gradient") -> GradientReducer:
-        """Make one over all ranks of the job, by its settings; ``what`` as in ``ReduceOptions``."""
+        """Create the reducer of all ranks of the job with its settings."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
-        form, _, rank = settings.compression.partition(":")
-        # Between the ranks of one host nothing is left out.
+        wire, _, rank = settings.compression.partition(":")
+        # PowerSGD is only used between hosts.
         several_hosts = len(set(world.hosts())) > 1
         options = ReduceOptions(
             non_finite=settings.non_finite,
-            wire="none" if rank else form,
+            wire="none" if rank else wire,
             powersgd_rank=int(rank) if rank and several_hosts else 0,
             what=what,
         )
@@ -84,11 +83,11 @@ class GradientReducer:
         return self._ranks.collectives()
 
     def keep_local(self, variable: Any) -> None:
-        """Leave the gradients of a variable to each rank from now on."""
+        """Exclude the gradients of a variable from averaging."""
         self._local[id(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
-        """Whether the gradients of a variable are left to each rank."""
+        """Return whether the gradients of a variable are excluded from averaging."""
         return id(variable) in self._local
 
     def average(
@@ -98,26 +97,26 @@ class GradientReducer:
         weight: tf.Tensor | None = None,
         op: Literal["average", "sum"] = "average",
     ) -> list[Gradient]:
-        """The mean of each gradient over the ranks, or their sum, or what the options ask for.
+        """Return the average of each gradient over the ranks.
 
         Args:
-            gradients: Tensors, ``IndexedSlices`` (their rows travel, the tables don't) or None;
-                None must be None on every rank, and stays None.
-            variables: The variables that they belong to, or their names for errors.
-            weight: What this rank's gradients have been multiplied with, a scalar whose mean over
-                all ranks is 1. Where ranks were lost it no longer is, and the sums are divided by
-                the sum of the weights. None where every rank counts the same.
-            op: ``"sum"`` to add them up; then without ``weight``.
+            gradients: Tensors, ``tf.IndexedSlices`` (of which only the rows are sent), or None,
+                which must be None on every rank and remains None.
+            variables: Their variables, or names for errors.
+            weight: The scalar with which this rank has multiplied its gradients; its mean over all
+                ranks is 1. After a loss, sums are divided by the sum of the remaining weights. None
+                if all ranks have the same weight.
+            op: ``"sum"`` to add gradients up, without ``weight``.
 
         Raises:
-            MismatchError: Names, shapes, types or None differ between ranks.
-            NonFiniteError: A gradient holds NaN or infinity.
-            TooFewRanksError: Fewer ranks are left than an elastic job needs.
+            MismatchError: Names, shapes, dtypes or None differ between ranks.
+            NonFiniteError: A gradient contains NaN or infinity.
+            TooFewRanksError: Fewer ranks remain than an elastic job needs.
         """
         if not self._ranks.included():
             return list(gradients)
         results = list(map(_tensor, gradients))
-        shared = self._set_local_apart(results, variables)
+        shared = self._prepare_shared(results, variables)
         if self._ranks.alone:
             return results
         sizes = [_known_bytes(gradient) for gradient in results]
@@ -131,7 +130,7 @@ class GradientReducer:
         names = [variable_name(variable) for variable in variables]
         signature = Signature.of(names, results)
         if results and not shared:
-            # See that the other ranks have no gradients either.
+            # Check that the other ranks have no gradients either.
             run_on_host(lambda: self._agree(signature), [], [])
         for group in groups:
             dense = [n for n in group if not isinstance(results[n], tf.IndexedSlices)]
@@ -139,21 +138,27 @@ class GradientReducer:
                 name = signature.names[n]
                 results[n] = self._average_rows(results[n], name, signature, weight, op)
             feedback = self.feedback
-            parts = [n for n in dense if feedback and feedback.takes(variables[n], results[n])]
-            whole = [n for n in dense if n not in parts]
-            for places in by_type([results[n] for n in whole]):
-                same = [whole[place] for place in places]
-                tensors, of = [results[n] for n in same], [names[n] for n in same]
-                _put(results, same, self._average_dense(tensors, of, signature, weight, op))
-            if feedback and parts:
-                # Last, so that a step that an error ends before leaves what is kept as it was.
-                tensors, by = [results[n] for n in parts], [variables[n] for n in parts]
-                averages = self._average_parts(feedback, tensors, by, signature, weight, op)
-                _put(results, parts, averages)
+            low_rank = [n for n in dense if feedback and feedback.takes(variables[n], results[n])]
+            exact = [n for n in dense if n not in low_rank]
+            for indices in by_type([results[n] for n in exact]):
+                same = [exact[index] for index in indices]
+                tensors, labels = [results[n] for n in same], [names[n] for n in same]
+                _put(results, same, self._average_dense(tensors, labels, signature, weight, op))
+            if feedback and low_rank:
+                # Last, so that an earlier error does not change the kept parts.
+                averages = self._average_low_rank(
+                    feedback,
+                    [results[n] for n in low_rank],
+                    [variables[n] for n in low_rank],
+                    signature,
+                    weight,
+                    op,
+                )
+                _put(results, low_rank, averages)
         return results
 
     def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
-        """Combine one small tensor over the ranks; for flags and counts."""
+        """Reduce a small tensor over the ranks, such as a flag or a count."""
         if self._ranks.alone:
             return value
 
@@ -165,16 +170,16 @@ class GradientReducer:
 
     @contextmanager
     def tolerate_lost_ranks(self) -> Iterator[None]:
-        """Within the block too few ranks are no error: whoever trains sees to it between steps."""
-        self._goes_on = True
+        """Don't raise ``TooFewRanksError`` in the block; the training loop checks between steps."""
+        self._tolerates_losses = True
         try:
             yield
         finally:
-            self._goes_on = False
+            self._tolerates_losses = False
 
     @contextmanager
     def allowing_non_finite(self) -> Iterator[None]:
-        """Let NaN and infinity through in steps that are traced within the block."""
+        """Allow NaN and infinity in steps traced in the block."""
         before, self._options = self._options, replace(self._options, non_finite="ignore")
         try:
             yield
@@ -182,24 +187,24 @@ class GradientReducer:
             self._options = before
 
     def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """Return, once, the error between ranks behind TensorFlow's own; None if there is none."""
-        found, self.error = self.error, None
+        """Return and clear the error between ranks that TensorFlow has wrapped, or None."""
+        original, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
-        if found is None and on_devices is not None:
+        if original is None and on_devices is not None:
             return on_devices.cause_of(error)
-        return found
+        return original
 
     @contextmanager
     def remember_error(self) -> Iterator[None]:
-        """Keeps an error of the block for whoever catches TensorFlow's version of it."""
+        """Store an error of the block for ``take_error``."""
         try:
             yield
         except HvdtrainError as error:
             self.error = error
             raise
 
-    def _set_local_apart(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
-        """Scale what is left to each rank; returns the places of what is to be combined."""
+    def _prepare_shared(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
+        """Scale the gradients of local variables; return the indices of all others."""
         shared = []
         for n, (gradient, variable) in enumerate(zip(results, variables)):
             if gradient is None:
@@ -213,15 +218,15 @@ class GradientReducer:
         return shared
 
     def _bucket_bytes(self) -> int:
-        """Return the bytes to combine at a time; 0 for all, which eagerly are there at once."""
+        """Return the bucket size, or 0 for a single bucket."""
         on_devices = self._ranks.device_collectives() is not None
-        # Of a part of them there is little to hide, and each bucket would take rounds of its own.
+        # Eagerly, all gradients are available. PowerSGD leaves little communication to overlap.
         if on_devices or self.feedback is not None or tf.executing_eagerly():
             return 0
         return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
-        """Check that all ranks come with the same gradients; an operation without results."""
+        """Check that all ranks have the same gradients; an operation without results."""
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
         return []
@@ -234,7 +239,7 @@ class GradientReducer:
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> list[tf.Tensor]:
-        """Average tensors of one type."""
+        """Average tensors of one dtype."""
         what = self._options.what
         dtype, name = tensors[0].dtype, signature.call_name(what)
         weights = [] if weight is None else [tf.cast(weight, dtype)]
@@ -249,14 +254,14 @@ class GradientReducer:
                     require_finite=require_finite,
                     wire=self._options.wire,
                 )
-            return without_lost(averages, float(averages[-1]), dtype) if weights else averages
+            return _rescale(averages, float(averages[-1]), dtype) if weights else averages
 
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
                 if not finite:
                     raise_non_finite(self.collectives, describe_non_finite(names, *which), what)
 
-        # On devices no ranks are lost, so that weights add up by themselves.
+        # On devices no ranks are lost, so the mean weight remains 1.
         averages = allreduce(
             [*tensors, *weights],
             op,
@@ -268,7 +273,7 @@ class GradientReducer:
         )
         return averages[: len(tensors)]
 
-    def _average_parts(
+    def _average_low_rank(
         self,
         feedback: ErrorFeedback,
         tensors: Sequence[tf.Tensor],
@@ -277,7 +282,7 @@ class GradientReducer:
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> list[tf.Tensor]:
-        """Average tensors of which a part is sent, of any floating types."""
+        """Average tensors of any floating dtypes with PowerSGD."""
         name = signature.call_name(self._options.what)
         kept = [feedback.keep(variable) for variable in variables]
         names = [variable_name(variable) for variable in variables]
@@ -295,7 +300,7 @@ class GradientReducer:
                     require_finite=self._options.non_finite == "error",
                     name=name,
                 )
-            return without_lost(averages, mean_weight, tf.float32)
+            return _rescale(averages, mean_weight, tf.float32)
 
         return run_on_host(on_host, [*tensors, one], [tensor.shape for tensor in tensors])
 
@@ -316,13 +321,13 @@ class GradientReducer:
                 packed = pack_rows(values, indices, weight)
                 joined = collectives.allgather(packed, name=f"rows of {name}")
                 self.contributions.add(collectives.contributed)
-                rows, where, weights = unpack_rows(joined, values, indices)
+                rows, row_indices, weights = unpack_rows(joined, values, indices)
                 if self._options.non_finite == "error" and not np.isfinite(rows).all():
                     raise_non_finite(collectives, [] if np.isfinite(values).all() else [name])
                 if op == "average":
-                    scale = scale_without_lost(float(np.mean(weights)), dtype) / len(weights)
+                    scale = _weight_correction(float(np.mean(weights)), dtype) / len(weights)
                     rows = rows * rows.dtype.type(scale)
-                return [rows, where]
+                return [rows, row_indices]
 
         values, indices = run_on_host(
             run,
@@ -335,7 +340,7 @@ class GradientReducer:
     def _combining(
         self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
     ) -> Iterator[Engine]:
-        """The engine, for one reduction of these arrays; notes whose are in it, and its errors."""
+        """Yield the engine for one reduction; record contributing ranks and errors."""
         with self.remember_error():
             collectives = self._begin(signature)
             try:
@@ -346,28 +351,46 @@ class GradientReducer:
             self.contributions.add(collectives.contributed)
 
     def _begin(self, signature: Signature) -> Engine:
-        """The engine, when all ranks come with the same gradients and enough of them are left."""
+        """Return the engine once all ranks have the same gradients, if enough ranks remain."""
         collectives = self.collectives
         self._signatures.agree(collectives, signature)
-        if not self._goes_on and collectives.too_few is not None:
+        if not self._tolerates_losses and collectives.too_few is not None:
             raise collectives.too_few
         return collectives
 
 
 def _tensor(gradient: Any) -> Gradient:
-    """A gradient, of which a loop of one's own may have made an array."""
+    """Convert arrays from custom training loops to tensors."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.convert_to_tensor(gradient)
 
 
 def _known_bytes(gradient: Gradient) -> int:
-    """Bytes of a gradient, as far as its shape is known; 0 otherwise."""
+    """Return the size of a dense gradient, or 0 if unknown."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return 0
     return int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
 
 
-def _put(results: list[Gradient], places: Sequence[int], gradients: Sequence[Gradient]) -> None:
-    for place, gradient in zip(places, gradients):
-        results[place] = gradient
+def _put(results: list[Gradient], indices: Sequence[int], gradients: Sequence[Gradient]) -> None:
+    for index, gradient in zip(indices, gradients):
+        results[index] = gradient
+
+
+def _rescale(
+    averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
+) -> list[np.ndarray]:
+    """Correct averages of weighted gradients after a loss."""
+    scale = _weight_correction(mean_weight, dtype)
+    if scale == 1.0:
+        return list(averages)
+    return [average * average.dtype.type(scale) for average in averages]
+
+
+def _weight_correction(mean_weight: float, dtype: tf.DType) -> float:
+    """Return the factor that makes the mean weight 1, or 1 if the difference is rounding."""
+    epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
+    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
+        return 1.0
+    return 1.0 / mean_weight

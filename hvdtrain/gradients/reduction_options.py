@@ -1,4 +1,4 @@
-"""Options of how gradients are combined, beyond what every job does."""
+"""Options for the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.gradients.compression import Compression, Compressor
 __all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
 
 Groups = int | Sequence[Sequence[Any]] | None
-"""A number of groups, or lists of variables; None for one group."""
+"""Number of groups, lists of variables, or None for buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,12 @@ class ExchangeOptions:
     """Options of ``gradients.allreduce.exchange``.
 
     Attributes:
-        op: How they are combined.
-        compression: The type in which they travel.
-        prescale: Multiplies what goes in.
-        postscale: Multiplies what comes out.
-        device_dense: Where the results of tensors are to be.
-        device_sparse: Where the results of ``tf.IndexedSlices`` are to be.
+        op: The operation.
+        compression: The dtype for the exchange.
+        prescale: Multiplies the inputs.
+        postscale: Multiplies the results.
+        device_dense: The device for the results of tensors.
+        device_sparse: The device for the results of ``tf.IndexedSlices``.
     """
 
     op: TensorOp = "average"
@@ -41,20 +41,19 @@ class ReduceOptions:
     """Options of a ``GradientReducer``.
 
     Attributes:
-        non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
-            names rank and variable; ``"ignore"`` lets it through.
-        wire: The form in which float32 crosses between hosts; see ``wire_format``.
-        powersgd_rank: Send gradients of variables as matrices of this rank, by PowerSGD; 0 to send
-            them whole.
-        unchecked: Combine them in this way, as Horovod does: differentiable, and without a look at
-            names and values. None to compare the ranks' variables, and see that values are finite.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        groups: Combine gradients in so many groups, or those of each list of variables together.
+        non_finite: With ``"error"``, NaN or infinity in a gradient is an error on every rank that
+            names rank and variable; with ``"ignore"`` it is not.
+        wire: Format of float32 data between hosts; see ``wire_format``.
+        powersgd_rank: Rank of the matrices for PowerSGD; 0 for no compression.
+        unchecked: Combine gradients like Horovod: differentiably, and without checks of names and
+            values.
+        sparse_as_dense: Convert ``tf.IndexedSlices`` to tensors first.
+        groups: Number of groups, or lists of variables to combine together.
         scale_local: Divide the gradients of local variables by the number of ranks.
-        what: What errors call that which is combined: ``"gradient"``, or ``"weight"``.
+        what: ``"gradient"`` or ``"weight"``, for errors.
 
     Raises:
-        ValueError: ``groups`` is something else.
+        ValueError: ``groups`` is invalid.
     """
 
     non_finite: str = "error"
@@ -70,48 +69,48 @@ class ReduceOptions:
         lists = isinstance(self.groups, Sequence) and not isinstance(self.groups, str)
         if not (self.groups is None or lists or (type(self.groups) is int and self.groups > 0)):
             raise ValueError(
-                f"Received groups={self.groups!r}; expected a number of groups above 0, or a list "
-                "of lists of variables."
+                "groups must be a positive number or a list of lists of variables, got "
+                f"{self.groups!r}."
             )
 
     def divide(
         self,
-        places: Sequence[int],
+        indices: Sequence[int],
         variables: Sequence[Any],
         sizes: Sequence[int],
         bucket_bytes: int,
     ) -> list[list[int]]:
-        """Put the places of those variables that have gradients into groups, none of it empty.
+        """Divide variables with gradients into non-empty groups.
 
-        Where nothing is said of groups they are buckets, of which the last variables, whose
-        gradients come first, make the first.
+        By default, these are buckets that start with the last variables, whose gradients are
+        available first.
 
         Args:
-            places: Where among ``variables`` those are that have gradients.
-            variables: All of them.
-            sizes: Bytes of the gradient at each place; 0 where that isn't known.
-            bucket_bytes: A bucket is complete when it holds so many; 0 for one of all.
+            indices: Indices of the variables with gradients.
+            variables: All variables.
+            sizes: Bytes of each gradient, or 0 if unknown.
+            bucket_bytes: Minimum size of a bucket; 0 for one bucket.
         """
         if self.groups is None:
-            return _buckets(places, sizes, bucket_bytes)
+            return _buckets(indices, sizes, bucket_bytes)
         if isinstance(self.groups, int):
-            count = min(self.groups, len(places))
-            ends = [len(places) * (n + 1) // count for n in range(count)]
-            return [list(places[a:b]) for a, b in zip([0, *ends], ends)]
-        left = {id(variables[n]): n for n in places}
-        groups = [[left.pop(id(v)) for v in group if id(v) in left] for group in self.groups]
-        return [group for group in (*groups, *([n] for n in left.values())) if group]
+            count = min(self.groups, len(indices))
+            ends = [len(indices) * (n + 1) // count for n in range(count)]
+            return [list(indices[a:b]) for a, b in zip([0, *ends], ends)]
+        rest = {id(variables[n]): n for n in indices}
+        groups = [[rest.pop(id(v)) for v in group if id(v) in rest] for group in self.groups]
+        return [group for group in (*groups, *([n] for n in rest.values())) if group]
 
 
-def _buckets(places: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    if not bucket_bytes or not places:
-        return [list(places)] if places else []
+def _buckets(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    if not bucket_bytes or not indices:
+        return [list(indices)] if indices else []
     buckets: list[list[int]] = [[]]
-    held = 0
-    for place in reversed(places):
-        if held >= bucket_bytes:
+    nbytes = 0
+    for index in reversed(indices):
+        if nbytes >= bucket_bytes:
             buckets.append([])
-            held = 0
-        buckets[-1].append(place)
-        held += sizes[place]
+            nbytes = 0
+        buckets[-1].append(index)
+        nbytes += sizes[index]
     return buckets

@@ -1,4 +1,4 @@
-"""A gradient tape for custom training loops, and the broadcast that such a loop begins with."""
+"""The gradient tape and the initial broadcast for custom training loops."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _reducers: MutableMapping[Engine, GradientReducer] = weakref.WeakKeyDictionary()
 class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
 
-    Every rank must call ``gradient`` equally often. The mean gives each rank the same weight; where
-    ranks have different batch sizes, multiply the loss by ``rows * size / rows of all ranks``.
-    Works in a plain tf.function and eagerly, not in one compiled by XLA.
+    Every rank must call ``gradient`` equally often. All ranks have the same weight; with different
+    batch sizes, multiply the loss by ``rows * size / rows of all ranks``. It works eagerly and in a
+    tf.function, but not with XLA compilation.
 
     Example::
 
@@ -41,7 +41,7 @@ class DistributedGradientTape:
     _hvdtrain_reducer: GradientReducer
 
     def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
-        # A tape of TensorFlow as well, with one recording, whichever of the two is asked.
+        # Both tapes share one recording.
         kinds: Any = cls, type(tape)
         distributed: Any = object.__new__(_mixed(*kinds))
         distributed.__dict__ = tape.__dict__
@@ -49,21 +49,21 @@ class DistributedGradientTape:
 
     def __init__(self, tape: tf.GradientTape) -> None:
         check_mode("DistributedGradientTape")
-        # One for all tapes of an engine, so that signatures are compared once.
+        # One reducer for all tapes of an engine, so that signatures are compared once.
         engine = world.collectives()
         if engine not in _reducers:
             _reducers[engine] = GradientReducer.of_job()
         self._hvdtrain_reducer = _reducers[engine]
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
-        """Compute what ``tf.GradientTape.gradient`` does, averaged over the ranks.
+        """Compute gradients like ``tf.GradientTape.gradient``, averaged over the ranks.
 
         Raises:
-            MismatchError: Sources, shapes or types differ between ranks.
-            NonFiniteError: A gradient holds NaN or infinity.
+            MismatchError: Sources, shapes or dtypes differ between ranks.
+            NonFiniteError: A gradient contains NaN or infinity.
         """
-        own: Any = super()
-        gradients = own.gradient(target, sources, **options)
+        plain: Any = super()
+        gradients = plain.gradient(target, sources, **options)
         averages = self._hvdtrain_reducer.average(
             tf.nest.flatten(gradients), tf.nest.flatten(sources)
         )
@@ -72,25 +72,25 @@ class DistributedGradientTape:
 
 @functools.lru_cache
 def _mixed(distributed: type, plain: type) -> type:
-    """Return the class of tapes that are both; one for all tapes, as a loop wraps one a step."""
+    """Return the subclass of both tapes; cached, as a loop creates a tape in each step."""
     bases = (plain,) if issubclass(plain, distributed) else (distributed, plain)
     return type(plain.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
-    """Give every rank the values that ``root`` has; call it before the first step.
+    """Set the variables of all ranks to the values of ``root``; call it before the first step.
 
     Raises:
-        ModelError: Some ranks are parameter servers; or there are no variables, as in a model that
-            is not built yet, so that ranks would begin apart.
+        ModelError: Some ranks are parameter servers, or there are no variables, as in a model that
+            is not built.
     """
     check_mode("broadcast_variables", gradients=False)
     variables = list(variables)
     if not variables:
         raise ModelError(
-            "hvdtrain.broadcast_variables received no variables, as a model has none before it is "
-            "built, and then ranks begin with weights of their own. Begin the model with "
-            "keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), first."
+            "hvdtrain.broadcast_variables got no variables; a model has none before it is built. "
+            "Start the model with keras.Input(shape=…), or call model.build(input_shape) or "
+            "model(x[:1]) first."
         )
     collectives = world.collectives()
     if collectives.size == 1:
@@ -101,23 +101,25 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_mode(what: str, *, gradients: bool = True) -> None:
-    """Check that all ranks train and can average among themselves; ``what`` is the name called.
+    """Check that the mode supports a function.
 
-    ``gradients`` is whether they are what is averaged.
+    Args:
+        what: Name of the function.
+        gradients: Whether it averages gradients.
 
     Raises:
-        ModelError: Some are parameter servers, or ranks are to average weights in their place.
+        ModelError: Some ranks are parameter servers, or ranks average weights, not gradients.
     """
     settings = world.settings()
     if settings.has_servers:
         raise ModelError(
-            f"hvdtrain.{what} is for ranks that all train, and in mode {settings.mode} some are "
-            "parameter servers, which take gradients in model.fit alone. Train with "
-            "hvdtrain.distribute(model) and model.fit, or leave --mode out."
+            f"hvdtrain.{what} does not support mode {settings.mode}, in which some ranks are "
+            "parameter servers that only work with model.fit. Train with "
+            "hvdtrain.distribute(model) and model.fit, or omit --mode."
         )
     if settings.is_local_sgd and gradients:
         raise ModelError(
-            f"hvdtrain.{what} averages gradients in each step, and in mode {settings.mode} ranks "
-            "average weights after many. Train with hvdtrain.distribute(model) and model.fit, or "
-            "leave --mode out."
+            f"hvdtrain.{what} averages gradients in each step, and does not support mode "
+            f"{settings.mode}, in which ranks average weights after many steps. Train with "
+            "hvdtrain.distribute(model) and model.fit, or omit --mode."
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import RanksLostError
-from hvdtrain.gradients.contributions import Contributions
+from hvdtrain.gradients.ranks import Contributions
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.model_parts import overrides

@@ -42,12 +42,12 @@ def test_external_and_own_operations_in_turn(case: EngineCase) -> None:
         assert engine.reduced_bytes - before == 1000
         engine.check_external()
         assert engine.allreduce(np.full(3, step)).tolist() == [step * engine.size] * 3
-    assert [done.title for done in operations] == [
+    assert [operation.title for operation in operations] == [
         "copy(weights)",
         "copy(weights)",
         "allreduce",
     ] * 3
-    assert all(done.start_s <= done.stop_s for done in operations)
+    assert all(operation.start_s <= operation.stop_s for operation in operations)
 
 
 def test_a_single_process() -> None:

@@ -1,4 +1,4 @@
-"""Adasum: what it does to two vectors, and the same over ranks."""
+"""Adasum of two vectors, and over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def vector(rank: int) -> np.ndarray:
     return np.random.default_rng([5, rank]).normal(size=(3, 4))
 
 
-def test_what_agrees_is_averaged_and_what_does_not_is_added():
+def test_parallel_vectors_are_averaged_and_orthogonal_ones_added():
     a, b = np.array([2.0, 0.0]), np.array([0.0, 3.0])
     np.testing.assert_array_equal(adasum([a, b]), [2.0, 3.0])
     np.testing.assert_array_equal(adasum([a, a]), a)
@@ -28,32 +28,31 @@ def test_what_agrees_is_averaged_and_what_does_not_is_added():
 
 @pytest.mark.ranks(1, 2, 4)
 @WAYS
-def test_over_ranks(world, compiled):
-    """In a tree of pairs; each tensor of a group by itself."""
+def test_adasum_over_ranks(world, compiled):
 
     def combine(x: tf.Tensor) -> list[tf.Tensor]:
         return hvd.grouped_allreduce([x, x[:1]], op=hvd.Adasum, postscale_factor=2.0)
 
-    mine = tf.constant(vector(hvd.rank()))
-    found = (tf.function(combine) if compiled else combine)(mine)
+    own = tf.constant(vector(hvd.rank()))
+    results = (tf.function(combine) if compiled else combine)(own)
     every = [vector(rank) for rank in range(hvd.size())]
-    for result, part in zip(found, (every, [one[:1] for one in every])):
+    for result, part in zip(results, (every, [one[:1] for one in every])):
         np.testing.assert_allclose(result, 2 * adasum(part), rtol=1e-12)
 
 
 @pytest.mark.ranks(2)
-def test_every_floating_type(world):
+def test_floating_dtypes(world):
     for dtype in (tf.float16, tf.bfloat16, tf.float32):
-        mine = tf.cast(tf.constant(vector(hvd.rank())), dtype)
-        found = hvd.allreduce(mine, op=hvd.Adasum)
-        assert found.dtype == dtype
+        own = tf.cast(tf.constant(vector(hvd.rank())), dtype)
+        result = hvd.allreduce(own, op=hvd.Adasum)
+        assert result.dtype == dtype
         every = [tf.cast(tf.cast(vector(rank), dtype), tf.float64).numpy() for rank in range(2)]
-        np.testing.assert_allclose(tf.cast(found, tf.float64), adasum(every), rtol=1e-2, atol=1e-2)
-    with pytest.raises(NotImplementedError, match="received int32"):
+        np.testing.assert_allclose(tf.cast(result, tf.float64), adasum(every), rtol=1e-2, atol=1e-2)
+    with pytest.raises(NotImplementedError, match="got int32"):
         hvd.allreduce(tf.constant([1, 2]), op=hvd.Adasum)
 
 
 @pytest.mark.ranks(3)
-def test_a_number_of_ranks_without_pairs(world):
-    with pytest.raises(NotImplementedError, match="received 3 ranks, expected a power of two"):
+def test_three_ranks_are_an_error(world):
+    with pytest.raises(NotImplementedError, match="power of two as the number of ranks, got 3"):
         hvd.allreduce(tf.ones(2), op=hvd.Adasum)

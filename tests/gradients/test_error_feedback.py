@@ -1,4 +1,4 @@
-"""Nothing of a gradient is lost: what was not sent in one step is sent in later ones."""
+"""Unsent parts of gradients are kept and sent in later steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def gradients(count: int, rank: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_all_that_was_sent_and_the_rest_are_the_sum_of_all_gradients(dtype):
+def test_sent_and_kept_parts_add_up_to_all_gradients(dtype):
     feedback, variable = ErrorFeedback(PowerSGD(1)), tf.Variable(tf.zeros(SHAPE))
     kept = feedback.keep(variable)
-    given = [np.asarray(tf.cast(g, dtype)) for g in gradients(20)]
+    inputs = [np.asarray(tf.cast(g, dtype)) for g in gradients(20)]
     sent = np.zeros(SHAPE)
-    for gradient in given:
+    for gradient in inputs:
         (result,), weight = feedback.average(
             single_engine(),
             [kept],
@@ -40,9 +40,9 @@ def test_all_that_was_sent_and_the_rest_are_the_sum_of_all_gradients(dtype):
         )
         assert (result.dtype, result.shape, weight) == (gradient.dtype, SHAPE, 1.0)
         sent += result.astype("float64")
-    total = np.sum(given, axis=0, dtype="float64")
+    total = np.sum(inputs, axis=0, dtype="float64")
     assert np.abs(kept.unsent.value).max() > 1
-    # What half types round is not kept.
+    # Rounding of half types is not kept.
     tolerance = {"float16": 0.05, "bfloat16": 0.5}.get(dtype, 1e-4)
     np.testing.assert_allclose(sent + kept.unsent.value, total, atol=tolerance)
 
@@ -53,8 +53,7 @@ def compressed_reducer(**options: str) -> GradientReducer:
 
 
 @pytest.mark.ranks(2)
-def test_what_can_not_be_sent_in_part_is_sent_whole(world):
-    """Rows of tables, and gradients of what is no variable; in one step with one that can."""
+def test_only_dense_gradients_of_variables_are_compressed(world):
     reducer, rank = compressed_reducer(), job.rank()
     kernel, table = tf.Variable(tf.zeros(SHAPE)), tf.Variable(tf.zeros([40, 30]))
 
@@ -64,24 +63,23 @@ def test_what_can_not_be_sent_in_part_is_sent_whole(world):
         return reducer.average([gradient, rows, gradient], [kernel, table, "tensor"], op=op)
 
     mean = np.mean([gradients(1, r)[0] for r in range(2)], axis=0)
-    part, rows, whole = step(gradients(1, rank)[0], "average")
-    np.testing.assert_allclose(whole, mean, rtol=1e-6)
+    compressed, rows, exact = step(gradients(1, rank)[0], "average")
+    np.testing.assert_allclose(exact, mean, rtol=1e-6)
     np.testing.assert_allclose(tf.math.unsorted_segment_sum(rows.values, rows.indices, 2), mean[:2])
-    first = np.abs(part - mean).max()
+    first = np.abs(compressed - mean).max()
     assert first > 1
     kept = reducer.feedback.arrays([table, kernel])
     assert {key.split("/")[1] for key in kept} == {"0001"}
-    # A graph that is traced later goes on with what this one has left, also as a sum.
+    # A graph traced later uses the kept part, even with another op.
     again = step(np.zeros(SHAPE, np.float32), "sum")[0]
     left = job.collectives().allreduce(reducer.feedback.keep(kernel).unsent.value, "average")
-    np.testing.assert_allclose(part + again / 2 + left, mean, atol=1e-5)
+    np.testing.assert_allclose(compressed + again / 2 + left, mean, atol=1e-5)
     assert len(set(job.collectives().allgather_object(again.numpy().tobytes().hex()))) == 1
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bad", ["kernel", "bias"])
-def test_a_step_that_is_not_finite_leaves_what_was_kept(world, bad):
-    """Also where it is another gradient that is not, which is sent whole."""
+def test_a_non_finite_step_does_not_change_the_kept_part(world, bad):
     reducer = compressed_reducer()
     variables = [tf.Variable(tf.zeros(SHAPE), name="kernel"), "bias"]
     clean = [gradients(1, job.rank())[0], np.ones(3, np.float32)]
@@ -98,7 +96,7 @@ def test_a_step_that_is_not_finite_leaves_what_was_kept(world, bad):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_let_through_is_not_kept(world):
+def test_allowed_non_finite_values_are_not_kept(world):
     reducer, kernel = compressed_reducer(non_finite="ignore"), tf.Variable(tf.zeros(SHAPE))
     values = np.full(SHAPE, np.nan if job.rank() == 0 else 1.0, np.float32)
     assert np.isnan(reducer.average([values], [kernel])[0]).any()

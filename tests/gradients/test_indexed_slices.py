@@ -10,7 +10,7 @@ from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.float16, tf.bfloat16])
 @pytest.mark.parametrize("index", [np.int32, np.int64])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
-def test_rows_of_several_ranks_come_apart_again(dtype, index, shape) -> None:
+def test_unpack_separates_the_rows_of_ranks(dtype, index, shape) -> None:
     kind = dtype.as_numpy_dtype
     ranks = [
         (np.arange(n * np.prod(shape)).reshape(n, *shape).astype(kind), np.arange(n, dtype=index))
@@ -20,8 +20,8 @@ def test_rows_of_several_ranks_come_apart_again(dtype, index, shape) -> None:
         pack_rows(values, indices, np.array(weight, kind))
         for (values, indices), weight in zip(ranks, (1.5, 0.0, 0.5))
     ]
-    for mine in ranks:
-        values, indices, weights = unpack_rows(np.concatenate(packed), *mine)
+    for own in ranks:
+        values, indices, weights = unpack_rows(np.concatenate(packed), *own)
         assert (values.dtype, indices.dtype) == (kind, index)
         np.testing.assert_array_equal(values, np.concatenate([v for v, _ in ranks]))
         np.testing.assert_array_equal(indices, np.concatenate([i for _, i in ranks]))

@@ -1,4 +1,4 @@
-"""PowerSGD alone, and on three ranks of two hosts."""
+"""PowerSGD in one process, and on three ranks of two hosts."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def send(compressor: PowerSGD, matrix: np.ndarray, state: np.ndarray | None = No
         ((3, 3, 64, 128), (576, 128)),
         ((5, 5, 1, 32), (25, 32)),
         ((7, 7, 3, 8), (49, 24)),
-        ((512, 8, 64), (512, 512)),  # from a model's width to attention heads,
-        ((8, 64, 512), (512, 512)),  # and back
+        ((512, 8, 64), (512, 512)),  # from model width to attention heads
+        ((8, 64, 512), (512, 512)),  # from attention heads to model width
         ((4, 0), (4, 0)),
     ],
 )
-def test_axes_are_cut_where_the_sides_are_most_alike(shape, matrix):
+def test_matrices_are_as_square_as_possible(shape, matrix):
     assert matrix_shape(shape) == matrix
 
 
-def test_only_what_becomes_less_than_half_is_taken():
+def test_only_arrays_that_shrink_by_half_are_compressed():
     compressor = PowerSGD(4)
     assert compressor.takes((16, 16))
     assert compressor.takes((3, 3, 64, 128))
@@ -67,7 +67,7 @@ def test_only_what_becomes_less_than_half_is_taken():
 
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e30])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_a_matrix_of_no_higher_rank_is_sent_whole(rank, scale):
+def test_a_matrix_of_low_rank_is_exact(rank, scale):
     matrix = narrow(rank) * np.float32(scale)
     compressor = PowerSGD(3)
     sent = send(compressor, matrix)
@@ -76,8 +76,8 @@ def test_a_matrix_of_no_higher_rank_is_sent_whole(rank, scale):
         sent = send(compressor, matrix, sent.states[0])
 
 
-def test_steps_come_closer_to_the_best_of_its_rank():
-    """As power iteration does, with the Q of the step before."""
+def test_repeated_steps_converge_to_the_best_approximation():
+    """As in power iteration, with the Q of the previous step."""
     matrix = rng.normal(size=(30, 50)).astype("float32")
     u, s, v = np.linalg.svd(matrix)
     best = np.linalg.norm(matrix - (u[:, :3] * s[:3]) @ v[:3])
@@ -90,12 +90,12 @@ def test_steps_come_closer_to_the_best_of_its_rank():
     assert errors[-1] == pytest.approx(best, rel=1e-3)
 
 
-def test_nothing_comes_of_zeros_and_what_follows_them_is_sent():
+def test_a_zero_gradient_does_not_spoil_the_next_steps():
     compressor, matrix = PowerSGD(2), narrow(2)
     empty = send(compressor, np.zeros_like(matrix))
     assert not empty.means[0].any()
     assert not empty.states[0].any()
-    # One of a lower rank leaves columns without use, too.
+    # A matrix of a lower rank leaves unused columns as well.
     for before in (empty, send(compressor, narrow(1))):
         assert np.isfinite(before.states[0]).all()
         sent = send(compressor, matrix, before.states[0])
@@ -103,7 +103,7 @@ def test_nothing_comes_of_zeros_and_what_follows_them_is_sent():
         np.testing.assert_allclose(sent.means[0], matrix, atol=1e-4)
 
 
-def test_a_basis_leaves_out_what_depends_on_it():
+def test_the_basis_omits_dependent_columns():
     one, other = rng.normal(size=(2, 1000)).astype("float32")
     columns = np.stack([one, 3 * one, other, one - 2 * other, 0 * one], axis=1)
     basis = orthonormal(columns)
@@ -128,8 +128,8 @@ def test_sent_and_unsent_parts_add_up_to_the_mean(engine):
             assert mean.any()
             assert (mean.dtype, mean.shape) == (np.float32, whole.shape)
             np.testing.assert_allclose(mean + rest, whole, atol=1e-5)
-        mine = [array.tobytes() for array in (*sent.means, *sent.states)]
-        assert everyone(engine.size, mine) == [mine] * engine.size
+        own = [array.tobytes() for array in (*sent.means, *sent.states)]
+        assert everyone(engine.size, own) == [own] * engine.size
         states = sent.states
 
 

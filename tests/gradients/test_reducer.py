@@ -1,4 +1,4 @@
-"""Gradients of several ranks become their average, or an error that names rank and variable."""
+"""Averages of gradients, and errors that name rank and variable."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def _mean(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _assert_alike(arrays: Sequence[Any]) -> None:
-    mine = [np.asarray(array).tobytes().hex() for array in arrays]
-    assert job.collectives().allgather_object(mine) == [mine] * job.size()
+    own = [np.asarray(array).tobytes().hex() for array in arrays]
+    assert job.collectives().allgather_object(own) == [own] * job.size()
 
 
 @two_or_three
-def test_dense_of_several_types(average: Average, reducer: GradientReducer) -> None:
-    wanted = [
+def test_dense_gradients_of_several_dtypes(average: Average, reducer: GradientReducer) -> None:
+    specs = [
         ((3, 4), "float32"),
         ((), "float64"),
         ((5,), "float16"),
@@ -75,14 +75,14 @@ def test_dense_of_several_types(average: Average, reducer: GradientReducer) -> N
         ((7,), "float64"),
         ((300, 17), "float32"),
     ]
-    gradients = [_gradient(job.rank(), shape, dtype) for shape, dtype in wanted]
-    names = [f"layer/{index}" for index in range(len(wanted))]
+    gradients = [_gradient(job.rank(), shape, dtype) for shape, dtype in specs]
+    names = [f"layer/{index}" for index in range(len(specs))]
     results = average(reducer, gradients, names)
-    for result, (shape, dtype) in zip(results, wanted):
+    for result, (shape, dtype) in zip(results, specs):
         assert (result.shape, result.dtype.name) == (shape, dtype)
         tolerance = {"float16": 1e-3, "bfloat16": 1e-2}.get(dtype, 1e-6)
         if job.size() < 3:
-            tolerance = 0  # halves of small whole numbers
+            tolerance = 0  # halves of small integers
         exact = _mean(shape)
         np.testing.assert_allclose(
             result.numpy().astype("float64"), exact, rtol=tolerance, atol=tolerance
@@ -91,8 +91,7 @@ def test_dense_of_several_types(average: Average, reducer: GradientReducer) -> N
 
 
 @two
-def test_shapes_are_known_while_tracing(reducer: GradientReducer) -> None:
-    """Optimizers ask for them."""
+def test_static_shapes_are_kept_for_optimizers(reducer: GradientReducer) -> None:
     shapes = []
 
     @tf.function(input_signature=[tf.TensorSpec([3, 4]), tf.TensorSpec([None, 2])])
@@ -107,8 +106,8 @@ def test_shapes_are_known_while_tracing(reducer: GradientReducer) -> None:
 
 
 @two_or_three
-def test_rows(average: Average, reducer: GradientReducer) -> None:
-    """Ranks look up different rows, some of them twice, the last rank none at all."""
+def test_sparse_gradients(average: Average, reducer: GradientReducer) -> None:
+    """Different rows on each rank, with duplicates, and none on the last rank."""
     table = (9, 4)
 
     def slices(rank: int) -> tf.IndexedSlices:
@@ -123,14 +122,14 @@ def test_rows(average: Average, reducer: GradientReducer) -> None:
     assert isinstance(rows, tf.IndexedSlices)
     assert rows.indices.dtype == tf.int64
     assert tuple(rows.dense_shape.numpy()) == table
-    assert rows.values.shape[0] == sum(range(3, 3 + job.size() - 1)), "whole tables travelled"
+    assert rows.values.shape[0] == sum(range(3, 3 + job.size() - 1)), "a whole table was sent"
     np.testing.assert_allclose(tf.convert_to_tensor(rows), exact / job.size(), rtol=1e-6)
     np.testing.assert_allclose(other, _mean((2,)), rtol=1e-6)
     _assert_alike([rows.values, rows.indices])
 
 
 @two
-def test_none_stays_none(average: Average, reducer: GradientReducer) -> None:
+def test_none_remains_none(average: Average, reducer: GradientReducer) -> None:
     dense = _gradient(job.rank(), (2,))
     results = average(reducer, [None, dense, None], ["frozen", "kernel", "unused"])
     assert results[0] is None
@@ -141,7 +140,7 @@ def test_none_stays_none(average: Average, reducer: GradientReducer) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_alone_nothing_changes(average: Average, reducer: GradientReducer) -> None:
+def test_a_single_rank_changes_nothing(average: Average, reducer: GradientReducer) -> None:
     gradients = [tf.constant([1.0, np.nan]), None]
     results = average(reducer, gradients, ["a", "b"])
     np.testing.assert_array_equal(results[0], gradients[0])
@@ -149,8 +148,8 @@ def test_alone_nothing_changes(average: Average, reducer: GradientReducer) -> No
 
 
 @two
-def test_results_outlive_later_steps(average: Average, reducer: GradientReducer) -> None:
-    """TensorFlow holds NumPy's memory, which must not be written again meanwhile."""
+def test_later_steps_do_not_overwrite_results(average: Average, reducer: GradientReducer) -> None:
+    """TensorFlow tensors share memory with NumPy arrays."""
     held = []
     for step in range(8):
         gradients = [tf.fill([n], float(step + job.rank())) for n in (5, 3000, 70_000)]
@@ -164,7 +163,7 @@ def test_results_outlive_later_steps(average: Average, reducer: GradientReducer)
 
 
 @two
-def test_steps_use_the_same_memory(reducer: GradientReducer) -> None:
+def test_steps_reuse_memory(reducer: GradientReducer) -> None:
     addresses = set()
     step = tf.function(lambda g: reducer.average([g], ["kernel"])[0])
     gradient = tf.ones([100_000])
@@ -208,8 +207,7 @@ DIFFERENCES = {
 @two
 @pytest.mark.parametrize("alone", [False, True], ids=["with-others", "alone"])
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_difference_names_the_variable(average: Average, difference: str, alone: bool) -> None:
-    """On the last rank one gradient is another; it may be the only one of the model."""
+def test_a_mismatch_names_the_variable(average: Average, difference: str, alone: bool) -> None:
     reducer = GradientReducer(EngineRanks(job.collectives()))
     usual, odd, usual_text, odd_text = DIFFERENCES[difference]
     last = job.size() - 1
@@ -227,13 +225,13 @@ def test_difference_names_the_variable(average: Average, difference: str, alone:
     assert expected in str(error.value)
     assert isinstance(reducer.error, MismatchError)
     assert expected in str(reducer.error)
-    assert job.collectives().allreduce(np.ones(1)) == job.size(), "the ranks are out of step"
+    assert job.collectives().allreduce(np.ones(1)) == job.size(), "ranks are out of step"
 
 
 @two
 @pytest.mark.parametrize("known", [False, True], ids=["new", "seen-before"])
-def test_a_gradient_that_is_none_at_a_later_step_is_named(world, known: bool) -> None:
-    """As only eager execution has it; on an engine of its own, which is broken afterwards."""
+def test_a_gradient_that_becomes_none_is_named(world, known: bool) -> None:
+    """Possible with eager execution."""
     reducer = GradientReducer(
         EngineRanks(new_engine(EngineCase(kind="shared_memory", hosts=(0, 0))))
     )
@@ -248,11 +246,11 @@ def test_a_gradient_that_is_none_at_a_later_step_is_named(world, known: bool) ->
 
 
 @two
-def test_difference_in_names_and_order(average: Average) -> None:
+def test_different_names_or_order(average: Average) -> None:
     kernels = [tf.ones(3), tf.ones(3)]
     last = job.size() - 1
     names = ["b", "a"] if job.rank() == last else ["a", "b"]
-    with pytest.raises((MismatchError, tf.errors.OpError), match="they come in another order"):
+    with pytest.raises((MismatchError, tf.errors.OpError), match="they have a different order"):
         average(GradientReducer(EngineRanks(job.collectives())), kernels, names)
     names = ["a", "c" if job.rank() == last else "b"]
     text = rf"b is dense float32 \(3,\) on rank 0 and absent on rank {last}; c is absent on rank 0"
@@ -266,8 +264,8 @@ def test_difference_in_names_and_order(average: Average) -> None:
 
 
 @two
-def test_difference_among_variables_of_one_name(average: Average) -> None:
-    """TensorFlow calls every variable "Variable:0" that was not given a name."""
+def test_a_mismatch_of_variables_with_the_same_name(average: Average) -> None:
+    """The default name of all variables in TensorFlow is "Variable:0"."""
     last = job.size() - 1
     gradients = [tf.ones(3), tf.ones(4), tf.ones(5)]
     if job.rank() == last:
@@ -278,7 +276,9 @@ def test_difference_among_variables_of_one_name(average: Average) -> None:
 
 
 @two_or_three
-def test_not_finite_names_rank_and_variable(average: Average, reducer: GradientReducer) -> None:
+def test_non_finite_errors_name_rank_and_variable(
+    average: Average, reducer: GradientReducer
+) -> None:
     names = ["conv/kernel", "dense/kernel", "dense/bias", "half"]
     clean = [tf.ones([2, 3]), tf.ones(4), tf.ones(5), tf.ones(2, tf.float16)]
     last = job.size() - 1
@@ -295,14 +295,16 @@ def test_not_finite_names_rank_and_variable(average: Average, reducer: GradientR
             average(reducer, gradients, names)
         assert f"A gradient is not finite: {text} on rank {last}. " in str(error.value)
         assert "HVDTRAIN_NON_FINITE=ignore" in str(error.value)
-        assert "another exception" not in str(error.value), "that of the engine says less"
+        assert "another exception" not in str(error.value), (
+            "the error of the engine is less specific"
+        )
         assert isinstance(reducer.error, NonFiniteError)
         results = average(reducer, clean, names)
-        assert all(np.allclose(result, 1) for result in results), "they can't go on"
+        assert all(np.allclose(result, 1) for result in results), "ranks can't continue"
 
 
 @two
-def test_not_finite_on_several_ranks(average: Average, reducer: GradientReducer) -> None:
+def test_non_finite_gradients_on_several_ranks(average: Average, reducer: GradientReducer) -> None:
     gradients = [tf.fill([3], np.nan if job.rank() != 1 else 1.0), tf.constant([np.inf])]
     with pytest.raises((NonFiniteError, tf.errors.OpError)) as error:
         average(reducer, gradients, ["kernel", "bias"])
@@ -312,7 +314,7 @@ def test_not_finite_on_several_ranks(average: Average, reducer: GradientReducer)
 
 
 @two
-def test_not_finite_rows(average: Average, reducer: GradientReducer) -> None:
+def test_non_finite_sparse_gradients(average: Average, reducer: GradientReducer) -> None:
     bad = np.nan if job.rank() == 0 else 1.0
     slices = tf.IndexedSlices(tf.fill([2, 3], bad), tf.constant([0, 1]), tf.constant([9, 3]))
     with pytest.raises((NonFiniteError, tf.errors.OpError), match=r"table on rank 0\. "):
@@ -326,8 +328,8 @@ def test_overflow_of_the_sum(average: Average, reducer: GradientReducer) -> None
 
 
 @two
-def test_not_finite_can_be_let_through(average: Average, world) -> None:
-    """Loss scaling looks for them itself, and must see the same on every rank."""
+def test_non_finite_values_can_be_allowed(average: Average, world) -> None:
+    """Loss scaling checks for them itself."""
     reducer = GradientReducer(EngineRanks(job.collectives()), ReduceOptions(non_finite="ignore"))
     values = [np.inf, np.nan] if job.rank() == 0 else [1.0, 1.0]
     slices = tf.IndexedSlices(tf.constant([values]), tf.constant([0]), tf.constant([2, 2]))
@@ -338,22 +340,22 @@ def test_not_finite_can_be_let_through(average: Average, world) -> None:
 
 
 @two
-def test_buckets_go_as_gradients_come(reducer: GradientReducer) -> None:
-    """The last first, in so many operations, with the sums of one operation."""
+def test_buckets_give_the_same_sums(reducer: GradientReducer) -> None:
+    """They start with the last gradients."""
     shapes = [(20,), (3, 5), (30,), (1,), (2,)]
     gradients = [_gradient(job.rank(), shape) for shape in shapes]
     names = [f"kernel {n}" for n in range(len(shapes))]
     together = _in_graph(reducer, gradients, names)
     engine = create(read_topology(os.environ), Settings(bucket_bytes=100))
     reducer = GradientReducer(EngineRanks(engine))
-    _eagerly(reducer, gradients, names)  # compares the ranks' gradients
-    seen: list[str] = []
-    engine.observers.append(lambda done: seen.append(done.call))
+    _eagerly(reducer, gradients, names)  # compares signatures
+    calls: list[str] = []
+    engine.observers.append(lambda operation: calls.append(operation.call))
     _eagerly(reducer, gradients, names)
-    assert len(seen) == 1, "nothing is left to compute meanwhile"
-    seen.clear()
+    assert len(calls) == 1, "eager gradients are not bucketed"
+    calls.clear()
     in_buckets = _in_graph(reducer, gradients, names)
-    assert [text.partition(" of ")[2] for text in seen] == [
+    assert [text.partition(" of ")[2] for text in calls] == [
         "average, float32, ((2,), (1,), (30,))",
         "average, float32, ((3, 5), (20,))",
     ]
@@ -367,7 +369,7 @@ def test_buckets_go_as_gradients_come(reducer: GradientReducer) -> None:
 
 
 @two
-def test_small_values_can_be_reduced(reducer: GradientReducer) -> None:
+def test_reduce_small_tensors(reducer: GradientReducer) -> None:
     for run in (lambda f: f, tf.function):
         steps = run(lambda value: reducer.reduce(value, "max", "steps"))(tf.constant(job.rank()))
         assert (steps.dtype, steps.shape, int(steps)) == (tf.int32, (), job.size() - 1)
@@ -377,22 +379,20 @@ def test_small_values_can_be_reduced(reducer: GradientReducer) -> None:
 
 @two
 def test_signatures_are_compared_once(reducer: GradientReducer, monkeypatch) -> None:
-    """Comparing names takes two more rounds, which no step but the first should pay for."""
-    counted = []
+    names = []
     gather = reducer.collectives.allgather_object
     monkeypatch.setattr(
         reducer.collectives,
         "allgather_object",
-        lambda *args, **options: counted.append(options["name"]) or gather(*args, **options),
+        lambda *args, **options: names.append(options["name"]) or gather(*args, **options),
     )
     step = tf.function(lambda g: reducer.average([g], ["kernel"]))
     for _ in range(4):
         step(tf.ones(3))
-    assert counted == ["gradient signatures"]
+    assert names == ["gradient signatures"]
 
 
 def test_failure_of_another_rank_within_a_graph(launch) -> None:
-    """With TensorFlow's own error around it, in processes as users have them."""
     script = """
         import numpy as np, tensorflow as tf
         import hvdtrain

@@ -1,4 +1,4 @@
-"""Custom training loops: N ranks on their shares equal one process on all rows."""
+"""Custom training loops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Gradient = Callable[[tf.GradientTape, tf.Tensor, list[Any]], list[Any]]
 
 
 @pytest.fixture(autouse=True)
-def _initialised(world) -> None:
-    """A tape needs a job."""
+def _initialized(world) -> None:
+    """Call ``hvdtrain.init()``."""
 
 
 def _assert_alike(variables: list[Any]) -> None:
-    mine = [np.asarray(variable).tobytes().hex() for variable in variables]
-    assert job.collectives().allgather_object(mine) == [mine] * job.size()
+    own = [np.asarray(variable).tobytes().hex() for variable in variables]
+    assert job.collectives().allgather_object(own) == [own] * job.size()
 
 
 def _distributed(tape: tf.GradientTape, loss: tf.Tensor, sources: list[Any]) -> list[Any]:
@@ -40,22 +40,22 @@ def _plain(tape: tf.GradientTape, loss: tf.Tensor, sources: list[Any]) -> list[A
 
 
 def _regression(gradient: Gradient, share: slice, compiled: bool) -> list[np.ndarray]:
-    """Two layers in float64, gradient descent with momentum written out."""
+    """Train two layers in float64 by gradient descent with momentum."""
     generator = np.random.default_rng(3)
     x, y = generator.normal(size=(STEPS, ROWS, 5)), generator.normal(size=(STEPS, ROWS, 2))
     weights = [
         tf.Variable(generator.normal(size=shape), name=f"w{index}")
         for index, shape in enumerate([(5, 7), (7,), (7, 2)])
     ]
-    speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
+    velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
 
     def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             hidden = tf.nn.tanh(inputs @ weights[0] + weights[1])
             loss = tf.reduce_mean((hidden @ weights[2] - targets) ** 2)
-        for weight, speed, slope in zip(weights, speeds, gradient(tape, loss, weights)):
-            speed.assign(0.9 * speed - 0.05 * slope)
-            weight.assign_add(speed)
+        for weight, velocity, slope in zip(weights, velocities, gradient(tape, loss, weights)):
+            velocity.assign(0.9 * velocity - 0.05 * slope)
+            weight.assign_add(velocity)
 
     run = tf.function(step) if compiled else step
     for index in range(STEPS):
@@ -63,23 +63,23 @@ def _regression(gradient: Gradient, share: slice, compiled: bool) -> list[np.nda
     return [weight.numpy() for weight in weights]
 
 
-def _my_rows() -> slice:
+def _own_rows() -> slice:
     rows = ROWS // job.size()
     return slice(rows * job.rank(), rows * (job.rank() + 1))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
-def test_loop_equals_one_process(compiled: bool) -> None:
-    mine = _regression(_distributed, _my_rows(), compiled)
+def test_a_loop_on_several_ranks_equals_one_process(compiled: bool) -> None:
+    weights = _regression(_distributed, _own_rows(), compiled)
     reference = _regression(_plain, slice(None), compiled)
-    for weight, right in zip(mine, reference):
+    for weight, right in zip(weights, reference):
         np.testing.assert_allclose(weight, right, rtol=1e-10, atol=1e-12)
-    _assert_alike(mine)
+    _assert_alike(weights)
     if job.size() > 1:
-        alone = _regression(_plain, _my_rows(), compiled)
+        alone = _regression(_plain, _own_rows(), compiled)
         difference = max(np.abs(a - b).max() for a, b in zip(alone, reference))
-        assert difference > 1e-3, "this case would not notice a missing average"
+        assert difference > 1e-3, "the test would not detect a missing average"
 
 
 def _classifier() -> keras.Model:
@@ -92,7 +92,7 @@ def _classifier() -> keras.Model:
             keras.layers.Dense(3),
         ]
     )
-    # A plain SGD would hand Keras' sparse update no momentum to spread.
+    # Adam has sparse updates of its state.
     model.optimizer = keras.optimizers.Adam(0.01)
     model.optimizer.build(model.trainable_variables)
     return model
@@ -117,22 +117,22 @@ def _train_classifier(gradient: Gradient, share: slice) -> list[np.ndarray]:
 
     for index in range(STEPS):
         step(tf.constant(x[index, share]), tf.constant(y[index, share]))
-    assert tf.IndexedSlices in kinds, "the table's gradient became dense"
+    assert tf.IndexedSlices in kinds, "dense gradient of the embedding"
     return [np.asarray(variable) for variable in model.trainable_variables]
 
 
 @pytest.mark.ranks(2)
 def test_keras_optimizer_and_embedding() -> None:
-    mine = _train_classifier(_distributed, _my_rows())
+    weights = _train_classifier(_distributed, _own_rows())
     reference = _train_classifier(_plain, slice(None))
-    for weight, right in zip(mine, reference):
+    for weight, right in zip(weights, reference):
         np.testing.assert_allclose(weight, right, rtol=1e-4, atol=1e-5)
-    _assert_alike(mine)
+    _assert_alike(weights)
 
 
 @pytest.mark.ranks(1)
-def test_no_class_for_each_tape(world) -> None:
-    """A loop wraps a new tape in each step."""
+def test_all_tapes_have_the_same_class(world) -> None:
+    """A loop creates a new tape in each step."""
     for wrap in (DistributedGradientTape, hvd.DistributedGradientTape):
         kinds = {type(wrap(tf.GradientTape())) for _ in range(3)}
         assert len(kinds) == 1
@@ -142,8 +142,7 @@ def test_no_class_for_each_tape(world) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_forms_of_use() -> None:
-    """As a context, with a single source, with nested sources, persistent."""
+def test_contexts_and_nested_sources_and_persistent_tapes() -> None:
     rank_mean = (job.size() - 1) / 2
     factor = float(job.rank())
     a, b = tf.Variable(2.0), tf.Variable(3.0)
@@ -161,7 +160,7 @@ def test_forms_of_use() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_source_without_influence() -> None:
+def test_unconnected_sources() -> None:
     used, unused = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
     with tf.GradientTape(persistent=True) as plain:
         loss = tf.reduce_sum(used) * (1.0 + job.rank())
@@ -176,14 +175,14 @@ def test_source_without_influence() -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_model_without_variables_yet_is_not_broadcast() -> None:
+def test_broadcasting_a_model_that_is_not_built_is_an_error() -> None:
     model = keras.Sequential([keras.layers.Dense(1)])
-    with pytest.raises(ModelError, match=r"received no variables.*model\.build"):
+    with pytest.raises(ModelError, match=r"got no variables.*model\.build"):
         broadcast_variables(model.variables)
 
 
 @pytest.mark.ranks(1, 2)
-def test_broadcast_of_variables() -> None:
+def test_broadcast_variables() -> None:
     for root in range(job.size()):
         variables = [
             tf.Variable(np.full((3, 2), job.rank() + 0.1), name="plain"),

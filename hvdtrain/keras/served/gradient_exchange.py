@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
-from hvdtrain.gradients.non_finite import name_non_finite
+from hvdtrain.gradients.gradient_checks import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.loss_weights import IndependentLossWeights
 from hvdtrain.keras.optimizer_patch import (

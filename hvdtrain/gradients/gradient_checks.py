@@ -1,0 +1,149 @@
+"""Checks across ranks: the same gradients on all ranks, and no NaN or infinity."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.tensorflow.variable_names import renumbered
+
+__all__ = [
+    "Signature",
+    "Signatures",
+    "describe_non_finite",
+    "name_non_finite",
+    "raise_non_finite",
+]
+
+_NONE = "None"
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The description of the gradients of a step, on which the ranks must agree.
+
+    Attributes:
+        names: Names of the variables, renumbered so that they don't differ by rank.
+        kinds: Kind, dtype and shape of each gradient: dense, rows of ``tf.IndexedSlices`` (with the
+            shape of a row), or None.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], gradients: Sequence[Any]) -> Signature:
+        """Describe gradients: tensors, ``tf.IndexedSlices`` or None."""
+        return cls(tuple(renumbered(names)), tuple(map(_kind, gradients)))
+
+    @property
+    def missing(self) -> str:
+        """The variables without a gradient, for the errors of ranks that have one."""
+        names = [name for name, kind in zip(self.names, self.kinds) if kind == _NONE]
+        return f"None for {', '.join(names[:5])}" if names else ""
+
+    def call_name(self, what: str) -> str:
+        """Return the name of the reduction of these gradients for errors."""
+        return f"{what}s, {self.missing}" if self.missing else f"{what}s"
+
+    def kinds_by_name(self) -> dict[str, str]:
+        """Return the kinds of the gradients by unique names."""
+        kinds: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for name, kind in zip(self.names, self.kinds):
+            counts[name] += 1
+            kinds[name if counts[name] == 1 else f"{name}#{counts[name]}"] = kind
+        return kinds
+
+
+class Signatures:
+    """Compares signatures between ranks, each of them once."""
+
+    def __init__(self) -> None:
+        self._agreed: set[Signature] = set()
+
+    def agree(self, collectives: Engine, signature: Signature) -> None:
+        """Check that all ranks have the same gradients; collective, once per signature.
+
+        Raises:
+            MismatchError: The gradients differ.
+        """
+        if signature in self._agreed:
+            return
+        kinds = signature.kinds_by_name()
+        # Exchange digests first: the names of a thousand ranks would be megabytes.
+        digest = hashlib.sha256(repr(list(kinds.items())).encode()).hexdigest()
+        # With run_eagerly, one rank may call this in a later step than the others.
+        digests = collectives.allgather_object(
+            digest, name="gradient signatures", note=signature.missing
+        )
+        if len(set(digests)) > 1:
+            everyone = collectives.allgather_object(kinds, name="gradients that differ")
+            rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
+            raise MismatchError(_mismatch_text(everyone[0], rank, everyone[rank]))
+        self._agreed.add(signature)
+
+
+def _kind(gradient: Any) -> str:
+    if gradient is None:
+        return _NONE
+    if isinstance(gradient, tf.IndexedSlices):
+        return f"rows {gradient.dtype.name} {gradient.values.shape[1:]}"
+    return f"dense {gradient.dtype.name} {gradient.shape}"
+
+
+def _mismatch_text(first: dict[str, str], rank: int, other: dict[str, str]) -> str:
+    differences = [
+        f"{name} is {first.get(name, 'absent')} on rank 0 and {other.get(name, 'absent')} on "
+        f"rank {rank}"
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    ]
+    shown = "; ".join(differences[:5]) or "they have a different order"
+    return (
+        f"The gradients of rank 0 and rank {rank} differ: {shown}. All ranks must train the same "
+        "variables with the same loss."
+    )
+
+
+def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:
+    """Return the names of arrays with NaN or infinity, and which of them."""
+    nan = [bool(np.isnan(array).any()) for array in arrays]
+    return describe_non_finite(names, nan, [not np.isfinite(array).all() for array in arrays])
+
+
+def describe_non_finite(
+    names: Sequence[str], nan: Sequence[bool], infinite: Sequence[bool]
+) -> list[str]:
+    """Return the names for which either flag is set, and which of them."""
+    return [
+        f"{name} ({'NaN' if is_nan else 'infinity'})"
+        for name, is_nan, is_infinite in zip(names, nan, infinite)
+        if is_nan or is_infinite
+    ]
+
+
+def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
+    """Raise the same ``NonFiniteError`` on all ranks; collective.
+
+    Args:
+        collectives: The engine of the ranks.
+        bad: The non-finite gradients of this rank.
+        what: ``"gradient"`` or ``"weight"``.
+    """
+    everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
+    causes = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
+    raise NonFiniteError(
+        f"A {what} is not finite: "
+        + ("; ".join(causes) or "the sum over all ranks overflowed")
+        + ". Lower the learning rate, clip gradients or check the data of that rank; "
+        "HVDTRAIN_NON_FINITE=ignore allows such values."
+    ) from None
