@@ -1,1 +1,1 @@
-"""Checkpoints of a running ``fit``: what they hold, when they are taken, how training resumes."""
+"""Checkpoints of ``fit``: their content, when they are taken, and how training resumes."""

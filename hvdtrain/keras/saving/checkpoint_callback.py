@@ -1,4 +1,4 @@
-"""``hvdtrain.Checkpoint``, the callback that saves and resumes a training, and its setup."""
+"""``hvdtrain.Checkpoint``, the callback that saves and resumes a training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.saving.resume import find
+from hvdtrain.keras.saving.training_progress import find
 from hvdtrain.keras.saving.training_state import TrainingState
 
 __all__ = ["Checkpoint", "begin_session", "find_checkpoint_callback", "open_store"]
@@ -26,35 +26,35 @@ logger = logging.getLogger(__package__)
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves a training while it runs, and resumes it when the program is started again.
+    """Callback to save checkpoints of a training and to resume from the newest one.
 
-    ::
+    The chief writes weights, optimizer, callbacks, the position in the data and the random states
+    of all ranks in the background. The other ranks need no access to the directory. The next
+    ``fit`` with the same directory resumes from the newest intact checkpoint, even within an epoch:
+    with the same number of ranks exactly as if it had not been interrupted, and with another number
+    on the samples of the epoch that are left. Use a separate directory for each ``fit``.
 
-        model.fit(x, y, epochs=10, callbacks=[hvdtrain.Checkpoint("runs/mnist", every_s=60)])
+    After SIGTERM, SIGUSR1 or SIGUSR2 on any rank, all ranks save a checkpoint after the same step
+    and exit with code 75. Start the program again to resume.
 
-    The chief writes weights, optimizer, callbacks, position in the data and the random states of
-    all ranks in the background. The next ``fit`` with the same directory resumes from the newest
-    intact checkpoint, even in the middle of an epoch: with the same number of ranks exactly as if
-    it had never been stopped; with another number of ranks, on the samples of the epoch that had
-    not been seen. The other ranks need no access to the directory. Use one directory for each
-    ``fit`` of a program.
+    Example::
 
-    On SIGTERM, SIGUSR1 or SIGUSR2, on any rank, all ranks save a checkpoint after the same step and
-    end with exit code 75: start the program again to resume.
+        checkpoint = hvdtrain.Checkpoint("runs/mnist", every_s=60)
+        model.fit(x, y, epochs=10, callbacks=[checkpoint])
 
     Args:
-        directory: Folder of the checkpoints.
-        every_steps: Steps between two checkpoints.
-        every_s: Seconds between two checkpoints. Without both of them, save at the end of every
-            epoch; the end of the training is always saved.
-        keep: How many of the newest steps to keep a checkpoint of.
-        export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
-            after which a checkpoint is taken, and when training resumes from one of these.
-        on_error: Reaction to a full disk and the like: ``"warn"`` once and continue, or
-            ``"raise"`` on every rank.
+        directory: Path of the checkpoint directory.
+        every_steps: Number of steps between checkpoints.
+        every_s: Seconds between checkpoints. If neither is given, a checkpoint is saved at the end
+            of every epoch. The end of the training is always saved.
+        keep: Number of steps whose checkpoints are kept.
+        export: Path of a ``.keras`` file to which the model is also saved, at the end of each epoch
+            after which a checkpoint is saved, and when training resumes from such a checkpoint.
+        on_error: ``"warn"`` to log disk errors once and continue, or ``"raise"`` to raise them on
+            every rank.
 
     Raises:
-        ConfigurationError: An argument can't be used.
+        ConfigurationError: An argument is not valid.
     """
 
     def __init__(
@@ -76,60 +76,67 @@ class Checkpoint(keras.callbacks.Callback):
             export=None if export is None else os.fspath(export),
             on_error=on_error,
         )
-        # Does the work, within a ``fit`` of a distributed model.
+        # Set by ``fit`` of a distributed model.
         self.session: CheckpointSession | None = None
 
     @property
-    def _running(self) -> CheckpointSession:
+    def _active_session(self) -> CheckpointSession:
         if self.session is None:
             raise ModelError(
-                "hvdtrain.Checkpoint needs a model that was given to hvdtrain.distribute(model), "
-                "after hvdtrain.init(), even for a single process."
+                "hvdtrain.Checkpoint needs a distributed model; call hvdtrain.init() and "
+                "hvdtrain.distribute(model) first, even for a single process."
             )
         return self.session
 
     @property
-    def _last_epoch(self) -> int:
+    def _epochs(self) -> int:
         return int((self.params or {}).get("epochs", 1))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._running.on_train_begin(self._last_epoch)
+        """Set the first epoch of a resumed training."""
+        self._active_session.on_train_begin(self._epochs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._running.on_batch_end(batch)
+        """Save a checkpoint if it is due."""
+        self._active_session.on_batch_end(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._running.on_epoch_begin(epoch)
+        """Restore the state within an epoch."""
+        self._active_session.on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._running.on_epoch_end(epoch, logs or {}, last=epoch + 1 >= self._last_epoch)
+        """Save a checkpoint if it is due."""
+        self._active_session.on_epoch_end(epoch, logs or {}, last=epoch + 1 >= self._epochs)
 
     def on_test_begin(self, logs: Any = None) -> None:
+        """Copy the state that a validation changes."""
         if self.session is not None:
             self.session.on_test_begin()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save a checkpoint after a signal."""
         if self.session is not None:
             self.session.on_test_batch_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._running.on_train_end()
+        """Wait for the last checkpoint."""
+        self._active_session.on_train_end()
 
 
 def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
-    """Return the ``Checkpoint`` among the callbacks, or None.
+    """Return the ``Checkpoint`` among callbacks, or None.
 
     Raises:
         ModelError: There are several.
     """
-    found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    if len(found) > 1:
-        folders = ", ".join(checkpoint.options.directory for checkpoint in found)
+    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(checkpoints) > 1:
+        folders = ", ".join(checkpoint.options.directory for checkpoint in checkpoints)
         raise ModelError(
-            f"fit received {len(found)} hvdtrain.Checkpoint callbacks ({folders}); expected one. "
-            "Give one of them every_steps, every_s and keep as you need them."
+            f"fit accepts one hvdtrain.Checkpoint callback, got {len(checkpoints)} ({folders}); "
+            "combine their every_steps, every_s and keep."
         )
-    return found[0] if found else None
+    return checkpoints[0] if checkpoints else None
 
 
 def begin_session(
@@ -144,15 +151,12 @@ def begin_session(
     feedback: ErrorFeedback | None,
     join: Callable[[], None],
 ) -> CheckpointSession:
-    """Set up the checkpoints of a ``fit`` in which all ranks make each step together; collective.
+    """Create the checkpoint session of a ``fit`` whose ranks step together; collective.
 
-    Args:
-        averaging: Averages the weights, if ranks update their own in between.
-        feedback: Keeps the unsent parts of gradients, if they are compressed.
-        join: Makes the weights of all ranks equal.
+    The arguments are those of ``TrainingState`` and ``CheckpointSession``.
 
     Raises:
-        CheckpointError: All checkpoints are damaged, or the newest is of another model.
+        CheckpointError: All checkpoints are damaged, or the newest one is of another model.
     """
     state = TrainingState(
         model,
@@ -164,7 +168,7 @@ def begin_session(
         feedback=feedback,
     )
     membership.renew()
-    # Other ranks use theirs only when they become the chief.
+    # Other ranks use theirs only if they become the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
     return CheckpointSession(options, state, membership, store, found, averaging, join)

@@ -1,8 +1,8 @@
-"""When a checkpoint is taken: what a user asked for, steps and seconds, and signals.
+"""When to take a checkpoint: after steps, after seconds, and after signals.
 
-Ranks agree on steps but not on seconds: the chief's clock decides, and a signal may reach any rank.
-So the ranks synchronize, but not after every step: the chief sets the number of steps until the
-next time, so that about ``LOOK_S`` pass.
+The ranks agree on steps, but not on seconds, for which the chief's clock decides, nor on signals,
+which may reach any rank. They therefore synchronize, but not after every step: each time the chief
+chooses the number of steps until the next time, so that about ``LOOK_S`` pass.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["LOOK_S", "CheckpointOptions", "CheckpointSchedule", "PreemptionSignals"]
 
-# A signal waits this long at most, and a step; synchronizing takes about a ten-thousandth of it.
+# The longest delay of a signal, plus one step. Synchronizing takes about 0.01 % of it.
 LOOK_S = 0.5
 MOST_STEPS = 10_000
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# Mere warnings that time is nearly over; they may come again.
+# Warnings before the time limit, which may be repeated.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The arguments of ``hvdtrain.Checkpoint``, checked.
+    """The validated arguments of ``hvdtrain.Checkpoint``.
 
     Raises:
-        ConfigurationError: One of them can't be used.
+        ConfigurationError: An argument is not valid.
     """
 
     directory: str
@@ -43,21 +43,17 @@ class CheckpointOptions:
     on_error: str
 
     def __post_init__(self) -> None:
-        whole = "a whole number above 0"
-        for name, usable, expected in (
-            ("every_steps", self.every_steps is None or _is_count(self.every_steps), whole),
-            ("every_s", self.every_s is None or self.every_s > 0, "seconds, more than 0"),
-            ("keep", _is_count(self.keep), whole),
-            (
-                "export",
-                self.export is None or self.export.endswith(".keras"),
-                "a path that ends in .keras",
-            ),
+        count = "a positive integer"
+        for name, valid, expected in (
+            ("every_steps", self.every_steps is None or _is_count(self.every_steps), count),
+            ("every_s", self.every_s is None or self.every_s > 0, "a positive number of seconds"),
+            ("keep", _is_count(self.keep), count),
+            ("export", self.export is None or self.export.endswith(".keras"), "a .keras path"),
             ("on_error", self.on_error in ("warn", "raise"), '"warn" or "raise"'),
         ):
-            if not usable:
+            if not valid:
                 raise ConfigurationError(
-                    f"Checkpoint({name}={getattr(self, name)!r}): expected {expected}."
+                    f"{name} of Checkpoint must be {expected}, got {getattr(self, name)!r}."
                 )
 
 
@@ -66,7 +62,12 @@ def _is_count(value: object) -> bool:
 
 
 class CheckpointSchedule:
-    """Decides from steps and seconds, each of which may be None."""
+    """The decisions when to synchronize and when to take a checkpoint.
+
+    Args:
+        every_steps: Steps between checkpoints, or None.
+        every_s: Seconds between checkpoints, or None.
+    """
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self.every_steps = every_steps
@@ -75,66 +76,65 @@ class CheckpointSchedule:
         self.begin(0, 0.0)
 
     def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
-        """Start counting, for the chief.
+        """Start counting, on the chief.
 
         Args:
-            step: The step after which training begins, or another rank becomes the chief.
+            step: The step after which training begins, or this rank becomes the chief.
             now_s: The current time.
             overdue: Whether to take a checkpoint as soon as possible.
         """
-        self._met_step, self._met_s = step, now_s  # when the ranks last met
-        self._taken_s = now_s  # when a checkpoint was last taken
+        self._synchronized_step, self._synchronized_s = step, now_s
+        self._taken_s = now_s
         self._overdue = overdue
 
     @property
     def every_epoch(self) -> bool:
-        """Whether one is taken at the end of every epoch, which is the default."""
+        """Whether to take a checkpoint at the end of every epoch, the default."""
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, step: int, before: int) -> bool:
-        """Whether steps ``before`` + 1 to ``step`` hold one after which a checkpoint is taken."""
+        """Return whether a checkpoint is due after one of the steps ``before`` + 1 to ``step``."""
         every = self.every_steps
         return every is not None and step // every > before // every
 
-    def meets(self, step: int, before: int) -> bool:
-        """Whether the ranks synchronize after ``step``; the same on all of them."""
+    def synchronizes(self, step: int, before: int) -> bool:
+        """Return whether the ranks synchronize after ``step``; the same on all of them."""
         return step >= self._next_look or self.is_due(step, before)
 
-    def look_again(self, step: int) -> None:
-        """Note the step after which the ranks synchronize next, as the chief set it."""
+    def set_next_look(self, step: int) -> None:
+        """Set the step after which the ranks synchronize next."""
         self._next_look = step
 
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
-        """Whether a checkpoint has been due since the last one was taken; for the chief.
+        """Return, on the chief, whether a checkpoint is due and has not been taken yet.
 
-        ``due`` is whether the step just done makes it due.
+        Args:
+            now_s: The current time.
+            due: Whether the current step makes it due.
         """
         late = self.every_s is not None and now_s - self._taken_s >= self.every_s
         self._overdue = self._overdue or due or late
         return self._overdue
 
     def steps_ahead(self, step: int, now_s: float) -> int:
-        """Return the steps until ranks synchronize again, at the pace since the last time.
-
-        For the chief, each time that the ranks synchronize.
-        """
-        step_s = (now_s - self._met_s) / max(1, step - self._met_step)
-        self._met_step, self._met_s = step, now_s
+        """Return, on the chief, the steps until the next synchronization, at the current pace."""
+        step_s = (now_s - self._synchronized_s) / max(1, step - self._synchronized_step)
+        self._synchronized_step, self._synchronized_s = step, now_s
         look_s = LOOK_S
         if self.every_s is not None:
             look_s = min(look_s, max(self.every_s - (now_s - self._taken_s), 0.0))
         return int(min(max(look_s / max(step_s, 1e-6), 1), MOST_STEPS))
 
     def note_taken(self, now_s: float) -> None:
-        """Note that a checkpoint was taken; on the chief."""
+        """Note, on the chief, that a checkpoint was taken."""
         self._taken_s = now_s
         self._overdue = False
 
 
 class PreemptionSignals:
-    """Records signals from ``catch`` to ``release``, so that a step can be finished and saved.
+    """Records signals between ``catch`` and ``release``, so that a step can be finished and saved.
 
-    Only the main thread may change what a signal does; in another one nothing is caught.
+    Python allows signal handlers only in the main thread; in others, nothing is caught.
     """
 
     def __init__(self) -> None:
@@ -143,19 +143,20 @@ class PreemptionSignals:
         """The number of the first signal received, or 0."""
 
     def catch(self) -> None:
+        """Replace the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
 
     def release(self, *, handled: bool) -> None:
-        """Restore the former handlers, and deliver a signal that was received but not handled.
+        """Restore the signal handlers, and send a signal again that was not handled.
 
-        After a handled one the program is about to end: a second warning, as when both Slurm and
-        the launcher send one, must not kill it before it has reported its end.
+        If it was handled, the program is about to exit. Another warning, for instance from both
+        Slurm and the launcher, must not kill it before it has reported its exit.
         """
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if previous is None else previous
-            is_over = handled and number in _WARNINGS and after == signal.SIG_DFL
-            signal.signal(number, signal.SIG_IGN if is_over else after)
+            ignore = handled and number in _WARNINGS and after == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if ignore else after)
         self._previous = {}
         if self.received and not handled:
             os.kill(os.getpid(), self.received)

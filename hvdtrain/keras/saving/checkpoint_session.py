@@ -1,4 +1,4 @@
-"""The checkpoints of one ``fit``: taking them, and resuming from one."""
+"""The checkpoints of one ``fit``: taking them and resuming from one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from hvdtrain.keras.saving.checkpoint_schedule import (
     CheckpointSchedule,
     PreemptionSignals,
 )
-from hvdtrain.keras.saving.resume import move, restore
 from hvdtrain.keras.saving.training_progress import (
     TrainingProgress,
     WorkerPosition,
+    move,
+    restore,
     take_snapshot,
 )
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -40,7 +41,7 @@ __all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
-# After an error in fit: the job is about to end, too.
+# After an error in fit, when the job is about to end.
 CLOSE_TIMEOUT_S = 4.0
 
 
@@ -48,19 +49,20 @@ class CheckpointSession:
     """Takes the checkpoints of one ``fit``; every rank has one.
 
     Args:
-        state: The state of the training; its collectives connect the ranks that decide together.
-        store: The directory; only the chief uses it.
-        found: The checkpoint to resume from: its progress and, on the chief, all of it. None to
+        options: The arguments of the ``Checkpoint`` callback.
+        state: The state of the model; its collectives connect the ranks that decide together.
+        membership: The current ranks.
+        store: The checkpoint directory; only the chief uses it.
+        found: The progress of the checkpoint to resume from and, on the chief, all of it; None to
             start from the beginning.
-        averaging: Knows whether all ranks have the same weights, if they don't always. A checkpoint
-            that can wait waits until they do, so that it changes nothing.
-        join: Makes the weights of all ranks equal, between two steps; collective.
+        averaging: Averages the weights, if they may differ between ranks. A checkpoint waits, if it
+            can, until they are equal, so that it doesn't change the training.
+        join: Makes the weights of all ranks equal; collective.
     """
 
+    # Set by ``running``.
     _epochs: EpochIterator
-    """The iterator over ``fit``'s data; set by ``running``."""
     _seed: int
-    """The seed of the data's orders; set by ``running``."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class CheckpointSession:
         self._options = options
         self._state = state
         self._membership = membership
-        # Until the first epoch has begun, or the training is over.
+        # Set until training has resumed.
         self._saved = found[0] if found else None
         self._snapshot = found[1] if found else None
         self._averaging = averaging
@@ -84,30 +86,30 @@ class CheckpointSession:
         self.writer = BackgroundWriter(store, report.saved)
         self.paused_s: list[float] = []
         """The seconds for which each checkpoint paused training; on the chief."""
-        self._complained_after: int | None = None  # the number of checkpoints written then
+        self._warned_after: int | None = None  # the number of checkpoints written then
         self._signals = PreemptionSignals()
         self._preempted = False
         self._epoch = 0  # the current or next one
-        self._epoch_step = 0  # completed steps of it
+        self._epoch_step = 0  # its completed steps
         self._logs: Mapping[str, Any] | None = None  # of an epoch that has just ended
         self._step_before = 0
-        self._waits = False  # one is due as soon as all ranks have the same weights
-        # For the current validation: this rank's values before it, its steps, when to synchronize.
+        self._waits = False  # for equal weights on all ranks
+        # In a validation: this rank's values before it, its steps, when to synchronize.
         self._before_validation: Mapping[str, np.ndarray] | None = None
         self._validation_steps = 0
         self._validation_schedule = CheckpointSchedule(None, None)
 
     def seed(self, fresh: int) -> int:
-        """Return the seed of the data's orders: the checkpoint's, or ``fresh`` without one."""
+        """Return the seed of the data orders: the checkpoint's seed, or else ``fresh``."""
         return fresh if self._saved is None else self._saved.seed
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
-        """Let signals end training after a step, not the process, within the block.
+        """Resume the data, and let signals end training after a step instead of the process.
 
         Args:
-            epochs: The iterator over the data; moved to where the checkpoint was taken.
-            seed: The seed of the data's orders.
+            epochs: The iterator over the data; moved to the position of the checkpoint.
+            seed: The seed of the data orders.
 
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
@@ -127,10 +129,10 @@ class CheckpointSession:
             self._signals.release(handled=self._preempted)
 
     def on_train_begin(self, epochs: int) -> None:
-        """Set the first epoch of a resumed training; restore the state if none of it is done.
+        """Set the first epoch of a resumed training; restore the state if it starts with an epoch.
 
         Args:
-            epochs: How many epochs ``fit`` is to end with.
+            epochs: The argument of ``fit``.
         """
         saved = self._saved
         if saved is None:
@@ -142,31 +144,29 @@ class CheckpointSession:
         where = f"the checkpoint of step {saved.step} in {self._options.directory}"
         complete = ""
         if saved.epoch >= epochs:
-            complete = f"has all {epochs} epochs; ask for more epochs"
+            complete = f"has completed all {epochs} epochs; increase epochs"
         elif not saved.within_epoch and self._stopped_early(saved.epoch):
             set_initial_epoch(self._state.model, epochs)
-            complete = (
-                f"is of epoch {saved.epoch}, with which EarlyStopping ended; raise its patience"
-            )
+            complete = f"was stopped by EarlyStopping in epoch {saved.epoch}; increase its patience"
         if complete:
-            self._say(
-                f"nothing is left to train: {where} {complete}, or name a new directory to start "
-                "over"
+            self._log(
+                f"nothing is left to train: {where} {complete}, or choose another directory to "
+                "start over"
             )
         else:
-            ranks = f"; ranks then: {place.ranks}" if place.ranks != self._membership.size else ""
-            self._say(
-                f"resuming from {where} (epoch {saved.epoch + 1}, {place.epoch_step} steps "
-                f"of it done{ranks})"
+            ranks = f" on {place.ranks} ranks" if place.ranks != self._membership.size else ""
+            self._log(
+                f"resuming from {where} (epoch {saved.epoch + 1}, {place.epoch_step} steps done"
+                f"{ranks})"
             )
         if not saved.within_epoch:
-            # The job that saved it may have ended before the export.
+            # The job may have ended between the checkpoint and the export.
             self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Note the epoch; the first time, finish resuming.
+        """Finish resuming in the first epoch.
 
-        In the middle of an epoch the state is restored now, after Keras and callbacks have set up.
+        The state within an epoch is restored now, after the setup of Keras and of the callbacks.
         """
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
@@ -177,19 +177,19 @@ class CheckpointSession:
             self._end_resuming(self._saved)
 
     def on_batch_end(self, batch: int) -> None:
-        """Take a checkpoint if one is due or a rank has received a signal."""
+        """Take a checkpoint if it is due or if a rank has received a signal."""
         self._epoch_step = batch + 1
         step, before = self._epochs.step, self._step_before
         self._step_before = step
         if self._membership.too_few is not None:
             self._save_for_good()
-        elif self._schedule.meets(step, before) or (self._waits and self._joined):
+        elif self._schedule.synchronizes(step, before) or (self._waits and self._joined):
             self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
-        """Take a checkpoint at the end of the training, and of other epochs if one is due or waits.
+        """Take a checkpoint at the end of training, and of other epochs if it is due.
 
-        At the very end Keras may overwrite weights by their averages: that comes after this.
+        At the end of training, Keras may replace the weights by their averages afterwards.
         """
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
@@ -204,13 +204,13 @@ class CheckpointSession:
         else:
             self._take()
         self._export()
-        if last and (number := self._meet()[0]):
+        if last and (number := self._synchronize()[0]):
             self._end(number)
 
     def on_test_begin(self) -> None:
-        """Keep this rank's own values: a validation overwrites the metrics."""
+        """Copy this rank's own values, because a validation overwrites the metrics."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._state.callbacks)
-        # While averages replace the weights, nothing can be saved.
+        # While averages replace the weights, no checkpoint can be taken.
         if self._before_validation is None and not swaps:
             self._before_validation = self._state.copy_own()
             self._validation_steps = 0
@@ -218,36 +218,35 @@ class CheckpointSession:
             self._validation_schedule.begin(0, time.monotonic())
 
     def on_test_batch_end(self) -> None:
-        """After a signal to any rank, take a checkpoint of the last training step and end.
+        """After a signal to any rank, take a checkpoint of the last training step and exit.
 
-        The validation may take longer than the sender of the signal waits; the resumed training
-        repeats it.
+        The validation might last longer than the grace period. The resumed training repeats it.
         """
         before, schedule = self._before_validation, self._validation_schedule
         if before is None:
             return
         self._validation_steps += 1
         step = self._validation_steps
-        word = np.array([self._signal(), 0])
-        if not schedule.meets(step, step):
+        message = np.array([self._signal(), 0])
+        if not schedule.synchronizes(step, step):
             return
         if self._state.collectives.rank == 0:
-            word[1] = schedule.steps_ahead(step, time.monotonic())
-        number, ahead = self._state.collectives.allreduce(word, "max", name="whether to end")
-        schedule.look_again(step + int(ahead))
+            message[1] = schedule.steps_ahead(step, time.monotonic())
+        number, ahead = self._state.collectives.allreduce(message, "max", name="whether to end")
+        schedule.set_next_look(step + int(ahead))
         if number:
             self._take(before)
             self._end(int(number))
 
     def on_train_end(self) -> None:
-        """Wait until the last checkpoint is on disk, or has failed."""
+        """Wait for the last checkpoint."""
         if self._saved is not None:
             self._end_resuming(self._saved)
         self._save_together(self.writer.wait)
-        self._meet()
+        self._synchronize()
 
     def _end_resuming(self, saved: TrainingProgress) -> None:
-        """Restore the history that ``fit`` returns; Keras clears it when training begins."""
+        """Restore the history that ``fit`` returns, which Keras clears when training begins."""
         report.resumed(saved.step)
         history, logs = self._state.model.history, saved.history["logs"]
         history.history = {name: list(values) for name, values in logs.items()}
@@ -255,48 +254,46 @@ class CheckpointSession:
         self._saved = self._snapshot = None
 
     def _take_over(self, change: Change) -> None:
-        """Write checkpoints from now on, if the chief is lost and this rank is the next one."""
+        """Write checkpoints from now on, if this rank is the new chief."""
         if self._membership.is_chief and change.lost_chief:
-            # This rank can't know whether the newest one reached the disk.
+            # The last checkpoint of the lost chief may not have reached the disk.
             self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
-            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
-
-    # Synchronizing with the other ranks.
+            self._log(f"another rank now writes checkpoints to {self._options.directory}")
 
     def _take_if_asked(self, *, due: bool = False) -> None:
-        """Synchronize; take a checkpoint if it is time, and end after a signal.
-
-        ``due`` is as for ``_meet``.
-        """
-        number, take = self._meet(due=due)
+        """Synchronize; take a checkpoint if it is due, and exit after a signal."""
+        number, take = self._synchronize(due=due)
         if number or take:
             self._take()
         if number:
             self._end(number)
 
-    def _meet(self, *, due: bool = False) -> tuple[int, bool]:
-        """Synchronize with the other ranks; ``due`` is whether a checkpoint is due by steps.
+    def _synchronize(self, *, due: bool = False) -> tuple[int, bool]:
+        """Agree with the other ranks on signals and checkpoints.
+
+        Args:
+            due: Whether the current step makes a checkpoint due.
 
         Returns:
-            A signal that a rank received, or 0; and whether to take a checkpoint now.
+            The number of a signal, or 0; and whether to take a checkpoint now.
 
         Raises:
             CheckpointError: The chief could not write, and ``on_error`` is "raise".
         """
         step = self._epochs.step
-        word = np.zeros(4, np.int64)
-        word[0] = self._signal()
+        message = np.zeros(4, np.int64)
+        message[0] = self._signal()
         error = None
         if self._membership.is_chief:
             error = self.writer.take_error()
             now_s = time.monotonic()
-            word[1] = self._schedule.is_overdue(now_s, due=due) and not self.writer.busy
-            word[2] = self._schedule.steps_ahead(step, now_s)
-            word[3] = error is not None and self._options.on_error == "raise"
+            message[1] = self._schedule.is_overdue(now_s, due=due) and not self.writer.busy
+            message[2] = self._schedule.steps_ahead(step, now_s)
+            message[3] = error is not None and self._options.on_error == "raise"
         number, wanted, ahead, failed = self._state.collectives.allreduce(
-            word, "max", name="whether to save"
+            message, "max", name="whether to save"
         )
-        self._schedule.look_again(step + int(ahead))
+        self._schedule.set_next_look(step + int(ahead))
         if failed:
             text = str(error or "The chief could not save a checkpoint.")
             reason = self._state.collectives.broadcast_object(
@@ -304,19 +301,19 @@ class CheckpointSession:
             )
             raise CheckpointError(reason)
         if error is not None:
-            self._complain(error)
+            self._warn_once(error)
         take = bool(wanted) and self._joined
         self._waits = bool(wanted) and not take
         return int(number), take
 
     def _end(self, number: int) -> None:
-        """End the program after a signal, once the checkpoint is on disk; collective."""
+        """Exit after a signal, when the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
         self._save_together(self.writer.wait)
         if self._membership.is_chief:
             error = self.writer.take_error()
             if error is None:
-                self._say(
+                self._log(
                     f"received {name}; the checkpoint of step {self._epochs.step} is in "
                     f"{self._options.directory}. Start the program again to resume"
                 )
@@ -327,16 +324,14 @@ class CheckpointSession:
 
     @property
     def _joined(self) -> bool:
-        """Whether all ranks have the same weights now, so that they can be saved as they are."""
+        """Whether all ranks have the same weights now."""
         return self._averaging is None or self._averaging.joined
 
-    # Taking a checkpoint.
-
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
-        """Copy the state and pass it to the writer; collective.
+        """Copy the state and start writing it; collective.
 
         Args:
-            earlier: This rank's own values after the last step, if they have changed since.
+            earlier: This rank's own values after the last training step, if a validation runs.
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
@@ -344,7 +339,7 @@ class CheckpointSession:
             ranks = self._state.gather_own(earlier)
             while self._membership.renew():
                 ranks = self._state.gather_own(earlier)
-            # The next copies overwrite those that it writes.
+            # The copies that it writes are about to be overwritten.
             self._save_together(self.writer.wait)
             if self._membership.is_chief:
                 snapshot = take_snapshot(
@@ -364,7 +359,7 @@ class CheckpointSession:
             self._schedule.note_taken(now_s)
 
     def _save_for_good(self) -> None:
-        """Take a checkpoint and wait until it is on disk, even if the chief is lost meanwhile."""
+        """Take a checkpoint and wait for it, again if the chief is lost meanwhile."""
         while True:
             self._take()
             self._save_together(self.writer.wait)
@@ -372,7 +367,7 @@ class CheckpointSession:
                 return
 
     def _export(self) -> None:
-        """Save the model in Keras' own format, on the chief, if ``export`` is set; collective."""
+        """Save the model as a ``.keras`` file, if ``export`` is set; collective."""
         path = self._options.export
 
         def export() -> None:
@@ -380,26 +375,26 @@ class CheckpointSession:
                 if path is not None:
                     _export_model(self._state.model, path)
             except OSError as error:
-                self._complain(f"The model can't be saved as {path}: {error.strerror or error}.")
+                self._warn_once(f"The model can't be saved as {path}: {error.strerror or error}.")
 
         self._save_together(export)
 
     def _save_together(self, save: Callable[[], object]) -> None:
-        """Run ``save`` on the chief while the others wait without a time-out; collective."""
+        """Run ``save`` on the chief while the other ranks wait without a time-out; collective."""
         with report.during("checkpoint"):
             if self._membership.is_chief:
                 self._save(save)
             with self._state.collectives.without_timeout():
                 self._state.collectives.barrier(name="the chief saves")
 
-    def _complain(self, error: CheckpointError | str) -> None:
-        """Warn once until another checkpoint is written: a full disk stays full for long."""
+    def _warn_once(self, error: CheckpointError | str) -> None:
+        """Log a warning once until another checkpoint is written; disks stay full for long."""
         written = len(self.writer.written_s)
-        if self._complained_after != written:
-            self._complained_after = written
+        if self._warned_after != written:
+            self._warned_after = written
             logger.warning("no checkpoint could be saved; training continues: %s", error)
 
-    # Hooks for trainings in which each rank makes its own steps.
+    # Overridden where each rank makes its own steps.
 
     def _save(self, save: Callable[[], object]) -> None:
         """Run ``save``, on the chief."""
@@ -410,38 +405,34 @@ class CheckpointSession:
         restore(saved, self._snapshot, self._state, self._warn)
 
     def _stopped_early(self, epochs: int) -> bool:
-        """Return whether EarlyStopping of any rank ended training after ``epochs``; collective."""
-        mine = np.array(stopped_early(self._state.callbacks, epochs))
-        return bool(self._state.collectives.allreduce(mine, "max", name="stopped early"))
+        """Return whether EarlyStopping of any rank ended training; collective."""
+        stopped = np.array(stopped_early(self._state.callbacks, epochs))
+        return bool(self._state.collectives.allreduce(stopped, "max", name="stopped early"))
 
     def _signal(self) -> int:
-        """Return the signal that this rank acts on, or 0."""
+        """Return the number of a signal, or 0."""
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """Return the positions of the others, on the chief; called before it copies the model."""
+        """Return the positions of the other ranks, before the chief copies the model."""
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints after this rank's last step while others train.
-
-        Args:
-            stop: Whether to end the others as well.
-        """
+        """Take checkpoints until the other ranks have ended, or ``stop`` them."""
 
     def _warn(self, text: str) -> None:
-        self._say(text, logging.WARNING)
+        self._log(text, logging.WARNING)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
+    def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._membership.is_chief:
             logger.log(level, text)
 
 
 def _export_model(model: keras.Model, path: str) -> None:
-    """Save the model; the file at the path is always a whole one: the former or this.
+    """Save the model and replace the file atomically.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The file can't be written.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")

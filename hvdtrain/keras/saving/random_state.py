@@ -1,8 +1,8 @@
-"""The random states of this process: Python's, NumPy's, TensorFlow's and Keras' global ones.
+"""The global random states of this process: of Python, NumPy, TensorFlow and Keras.
 
-The random states of a model's layers, such as dropout, are variables of the model. The state of
-``tf.random.uniform`` and the like inside a ``tf.function`` can't be read: only the running graph
-has it.
+Random states of layers, such as dropout, are variables of the model. The state of
+``tf.random.uniform`` and similar functions within a ``tf.function`` can't be saved, because only
+the running graph has it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,41 @@ from hvdtrain.tensorflow import random_seed
 
 __all__ = ["random_state", "restore_random_state"]
 
-_ABSENT = -1
+_UNSET = -1
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """Return the random states as arrays, with the same names, shapes and types on every rank."""
-    tensorflow = random_seed.current()
-    unset = (_ABSENT, random.Random(0).getstate())
-    seed, operations = unset if tensorflow is None else tensorflow
+    """Return the random states as arrays with the same names, shapes and dtypes on every rank."""
+    seed, operations = random_seed.current() or (_UNSET, random.Random(0).getstate())
+    generator = global_generator()  # None until keras.random is used
     return {
         "python": _pack_python(random.getstate()),
         "numpy": _pack_numpy(np.random.get_state(legacy=False)),
         "tensorflow seed": np.array(seed, np.int64),
         "tensorflow": _pack_python(operations),
-        "keras": _keras_state(),
+        "keras": np.full(2, _UNSET, np.int64)
+        if generator is None
+        else np.asarray(generator.state.numpy()).astype(np.int64),
     }
 
 
 def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
-    """Restore the random states that ``random_state`` returned."""
-    # Keras first: making its generator draws from Python's.
-    if state["keras"][0] == _ABSENT:
+    """Restore the result of ``random_state``."""
+    # Keras first, as creating its generator draws from Python's.
+    if state["keras"][0] == _UNSET:
         set_global_generator(None)
     else:
         generator = make_global_generator()
         generator.state.assign(state["keras"].astype(generator.state.dtype))
     seed = int(state["tensorflow seed"])
-    if seed != _ABSENT:
+    if seed != _UNSET:
         random_seed.restore(seed, _unpack_python(state["tensorflow"]))
     _restore_numpy(state["numpy"])
     random.setstate(_unpack_python(state["python"]))
 
 
-def _keras_state() -> np.ndarray:
-    """Return the state of ``keras.random``'s generator, which Keras makes at its first use."""
-    generator = global_generator()
-    if generator is None:
-        return np.full(2, _ABSENT, np.int64)
-    return np.asarray(generator.state.numpy()).astype(np.int64)
-
-
 def _pack_python(state: Any) -> np.ndarray:
-    """Pack version, words and the second half of a pair of Gaussian numbers, as uint64."""
+    """Pack the version, the words and the spare Gaussian number as uint64."""
     version, words, gauss = state
     bits = np.array([np.nan if gauss is None else gauss], np.float64).view(np.uint64)
     return np.concatenate([np.array([version, *words], np.uint64), bits])
@@ -76,7 +69,7 @@ def _unpack_python(packed: np.ndarray) -> Any:
 
 
 def _pack_numpy(state: Any) -> np.ndarray:
-    """Pack key, position and second half of a Gaussian pair; zeros for another bit generator."""
+    """Pack the key, the position and the spare Gaussian; zeros for another bit generator."""
     if state["bit_generator"] != "MT19937":
         return np.zeros(627, np.uint64)
     rest = np.array([state["state"]["pos"], state["has_gauss"]], np.uint64)

@@ -1,36 +1,52 @@
-"""The progress of a training: what a checkpoint holds next to its arrays."""
+"""The progress of a training, taking snapshots of it, and resuming from one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import Snapshot
-from hvdtrain.errors import CheckpointError, DataError
+from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.errors import CheckpointError, DataError, RanksLostError
 from hvdtrain.keras.data.partition import Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
-from hvdtrain.keras.model_parts import built_variable_indices
-from hvdtrain.keras.saving.callback_states import callback_states
-from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.learning_rate import rescale_restored_rate
+from hvdtrain.keras.model_parts import build_optimizers, built_variable_indices, optimizers_of
+from hvdtrain.keras.saving.callback_states import (
+    callback_states,
+    kept_by_callbacks,
+    restore_callbacks,
+)
+from hvdtrain.keras.saving.training_state import TrainingState, unsent_of
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["TrainingProgress", "WorkerPosition", "take_snapshot"]
+__all__ = [
+    "TrainingProgress",
+    "WorkerPosition",
+    "broadcast_arrays",
+    "find",
+    "move",
+    "restore",
+    "restore_kept",
+    "take_snapshot",
+]
 
 _NONE = -1
+_CHIEF_LOST = "The rank that read the checkpoint was lost. Start the job again."
 
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """The position of one rank, in trainings where not all ranks are after the same step.
+    """The position of a rank, if not all ranks are at the same step.
 
     Attributes:
         epoch: The current or next epoch, from 0.
-        place: Its place in the data.
-        samples: The number of samples it has trained on.
+        place: The place in the data.
+        samples: The number of samples that the rank has trained on.
     """
 
     epoch: int
@@ -38,38 +54,35 @@ class WorkerPosition:
     samples: int
 
     def to_numbers(self) -> tuple[int, ...]:
-        """Return nine numbers, for ``from_numbers``."""
+        """Return nine numbers for ``from_numbers``."""
         place, position = self.place, self.place.position
         counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
         if position is None:
             return (*counts, *[_NONE] * 4)
-        return (
-            *counts,
-            position.epoch,
-            position.start,
-            len(position.missed),
-            _NONE if position.joint_batch is None else position.joint_batch,
-        )
+        joint_batch = _NONE if position.joint_batch is None else position.joint_batch
+        return (*counts, position.epoch, position.start, len(position.missed), joint_batch)
 
     @classmethod
     def from_numbers(
         cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
     ) -> WorkerPosition:
-        """Return the position that ``to_numbers`` was called on.
+        """Return the position that ``to_numbers`` converted.
 
         Args:
-            numbers: The numbers that it returned.
-            ranks: How many ranks there are.
-            begins: Where passes of this rank began, if not at their start; the missed places that
-                are left are the last of theirs.
+            numbers: The result of ``to_numbers``.
+            ranks: The number of ranks.
+            begins: The positions where passes of this rank started, by epoch. The places that are
+                still missed are the last ones of these.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None
         if rest[0] != _NONE:
-            missed = begins[rest[0]].missed[-rest[2] :] if rest[2] else ()
-            joint_batch = None if rest[3] == _NONE else rest[3]
+            pass_epoch, start, missed, joint_batch = rest
             position = Position(
-                epoch=rest[0], start=rest[1], missed=missed, joint_batch=joint_batch
+                epoch=pass_epoch,
+                start=start,
+                missed=begins[pass_epoch].missed[-missed:] if missed else (),
+                joint_batch=None if joint_batch == _NONE else joint_batch,
             )
         place = EpochPlace(
             position=position, epoch_step=epoch_step, epochs=epochs, passes=passes, ranks=ranks
@@ -78,11 +91,11 @@ class WorkerPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """Return the position that ``dataclasses.asdict`` turned into ``value``.
+        """Return the position that ``dataclasses.asdict`` converted.
 
         Raises:
             DataError: Its position in the data is not valid.
-            KeyError: Something else is missing.
+            KeyError: An entry is missing.
         """
         place = EpochPlace.from_json(value["place"])
         return cls(int(value["epoch"]), place, int(value["samples"]))
@@ -90,24 +103,23 @@ class WorkerPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The state of a training after a step; all of it fits into JSON.
+    """The JSON part of a checkpoint: the state of a training without its arrays.
 
     Attributes:
         step: Completed steps of the training.
         epoch: The current or next epoch, from 0.
         place: The place in the data.
-        unit: The unit that positions count: samples or batches.
-        seed: The seed of all orders of the data that hvdtrain chooses.
-        tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
-        presharded: Whether each rank passed its own part of the data.
-        samples: The number of samples that the remaining ranks have trained on.
+        unit: What positions count, "samples" or "batches".
+        seed: The seed of the data orders that hvdtrain chooses.
+        tensorflow_seed: TensorFlow's global seed, which determines the order of ``tf.data``.
+        presharded: Whether each rank has different data.
+        samples: The number of samples that all ranks have trained on.
         callbacks: The state of each callback, by its class.
-        history: Logs of the epochs so far, as ``fit`` returns them: "epoch", numbers, and "logs",
-            lists.
-        others: The positions of the ranks after the chief; empty if all are at the chief's.
-        begins: Where passes began, if not at their start, for ``others``.
+        history: The result of ``fit`` so far: "epoch", a list, and "logs", lists by name.
+        others: The positions of the ranks after the chief; empty if they equal the chief's.
+        begins: The positions where passes started, if not at the beginning, for ``others``.
         each: Units that a rank takes in a step; 0 if unknown.
-        built: For each optimizer, the places of the variables that it was built for.
+        built: For each optimizer, the indices of the variables that it was built with.
     """
 
     step: int
@@ -126,7 +138,7 @@ class TrainingProgress:
     built: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """This progress as a dictionary of plain values."""
+        """Return this progress as a dictionary of plain values."""
         return {
             **vars(self),
             "place": dataclasses.asdict(self.place),
@@ -136,26 +148,26 @@ class TrainingProgress:
 
     @classmethod
     def from_json(cls, values: Any) -> TrainingProgress:
-        """Return the progress that ``to_json`` was called on.
+        """Return the progress that ``to_json`` converted.
 
         Raises:
-            CheckpointError: Something is missing or can't be used.
+            CheckpointError: An entry is missing or not valid.
         """
         try:
-            # Checkpoints of earlier versions lack the last ones.
-            given = {"others": (), "begins": (), "each": 0, "built": (), **values}
-            known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
+            # Checkpoints of earlier versions lack these.
+            values = {"others": (), "begins": (), "each": 0, "built": (), **values}
+            known = {entry.name: values[entry.name] for entry in dataclasses.fields(cls)}
             for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
             known["place"] = EpochPlace.from_json(known["place"])
             known["others"] = [WorkerPosition.from_json(worker) for worker in known["others"]]
             known["begins"] = [Position.from_json(position) for position in known["begins"]]
-            known["built"] = [[int(place) for place in places] for places in known["built"]]
+            known["built"] = [[int(index) for index in indices] for indices in known["built"]]
             return cls(**known)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise CheckpointError(
-                f"The checkpoint's state.json can't be used ({type(error).__name__}: {error}); it "
-                "was written by another version of hvdtrain, or changed by hand."
+                f"The checkpoint's state.json is not valid ({type(error).__name__}: {error}); it "
+                "was written by another version of hvdtrain or edited."
             ) from None
 
     @property
@@ -175,21 +187,20 @@ def take_snapshot(
     logs: Mapping[str, Any] | None,
     seed: int,
 ) -> Snapshot:
-    """Copy the content of a checkpoint; the next call overwrites the copies.
+    """Copy the state of a training; the next call overwrites the copies.
 
     Args:
-        epochs: The iterator over ``fit``'s data.
-        ranks: Each rank's own values, from ``TrainingState.gather_own``.
+        state: The state of the model.
+        epochs: The iterator over the data of ``fit``.
+        ranks: The result of ``TrainingState.gather_own``.
         others: The positions of the ranks after the chief, if they differ.
         epoch: The current or next epoch.
         epoch_step: Completed steps of it.
         logs: The logs of an epoch that has just ended.
-        seed: The seed of the data's orders.
+        seed: The seed of the data orders.
     """
-    counted = {
-        f"rank/{rank}/samples": np.array(other.samples) for rank, other in enumerate(others, 1)
-    }
-    ranks = {**ranks, **counted}
+    for rank, other in enumerate(others, 1):
+        ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
     kept, arrays = callback_states(state.callbacks)
     data, place = epochs.sharded, epochs.place(epoch_step=epoch_step)
     progress = TrainingProgress(
@@ -213,11 +224,7 @@ def take_snapshot(
 
 
 def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the logs that ``fit`` will return for the epochs so far, as plain values.
-
-    ``logs`` belong to ``epoch`` if it has just ended, and else are None: Keras' callback
-    ``history`` records them only later.
-    """
+    """Return the history including the ``logs`` of an epoch, which Keras records later."""
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:
         epochs.append(epoch)
@@ -229,4 +236,120 @@ def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) ->
             name: [float(value) for value in entries if np.ndim(value) == 0]
             for name, entries in values.items()
         },
+    }
+
+
+def find(
+    store: Store | None, state: TrainingState, collectives: Engine
+) -> tuple[TrainingProgress, Snapshot | None] | None:
+    """Look for a checkpoint; collective.
+
+    Args:
+        store: The store on the chief, None on other ranks.
+        state: The state of the model, which the checkpoint must match.
+        collectives: The connection between the ranks.
+
+    Returns:
+        The progress and, on the chief, the whole checkpoint; None without any checkpoint.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged, or the newest one is of another model; raised
+            on every rank.
+    """
+    snapshot = None
+    answer: dict[str, Any] = {}
+    if store is None:
+        answer["error"] = _CHIEF_LOST  # broadcast only if the chief is lost
+    else:
+        try:
+            snapshot = store.newest()
+            if snapshot is not None:
+                build_optimizers(state.model, TrainingProgress.from_json(snapshot.state).built)
+                state.check(snapshot.model)
+                answer.update(state=snapshot.state, unsent=unsent_of(snapshot.ranks))
+        except CheckpointError as error:
+            answer["error"] = str(error)
+    with collectives.without_timeout():  # the chief's disk may be slow
+        answer = collectives.broadcast_object(answer, name="newest checkpoint")
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    if "state" not in answer:
+        return None
+    progress = TrainingProgress.from_json(answer["state"])
+    build_optimizers(state.model, progress.built)
+    state.allocate_residuals(answer["unsent"])
+    return progress, snapshot
+
+
+def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]) -> None:
+    """Move the data to the position of a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint was taken within an epoch of another kind of data.
+    """
+    data = epochs.sharded
+    if progress.place.position is not None and progress.unit != data.unit:
+        raise CheckpointError(
+            f"The checkpoint was taken within a pass over {progress.unit}, got data that is "
+            f"divided by {data.unit}. Resume with the same kind of input, or start over in another "
+            "directory."
+        )
+    seed = random_seed.current_seed()
+    if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
+        warn(
+            f"the tf.data pipeline shuffles, but TensorFlow's global seed was "
+            f"{progress.tensorflow_seed} and is {seed} now. The rest of the epoch has another "
+            "order, so some samples are used twice and others not at all. Call "
+            "keras.utils.set_random_seed(1) at the start of the program to resume exactly"
+        )
+    epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
+
+
+def restore(
+    progress: TrainingProgress,
+    snapshot: Snapshot | None,
+    state: TrainingState,
+    warn: Callable[[str], None],
+) -> None:
+    """Restore the model and the callbacks from the chief's snapshot; collective."""
+    ranks, collectives = progress.place.ranks, state.collectives
+    state.restore_shared(None if snapshot is None else snapshot.model)
+    for optimizer in optimizers_of(state.model):
+        rescale_restored_rate(optimizer, ranks, collectives.size)
+    kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
+    restore_kept(progress, broadcast_arrays(kept, collectives), state, warn)
+    if snapshot is not None and not state.keeps_unsent and unsent_of(snapshot.ranks):
+        warn(
+            "the residuals of compressed gradients in the checkpoint are ignored, because "
+            "gradients are sent uncompressed. Use the same --compression as before to apply them"
+        )
+    # Last, because the calls above may draw random numbers.
+    state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
+    if not collectives.allreduce(np.array(snapshot is not None), "max", name="restored"):
+        raise RanksLostError(_CHIEF_LOST)
+
+
+def restore_kept(
+    progress: TrainingProgress,
+    arrays: Mapping[str, np.ndarray],
+    state: TrainingState,
+    warn: Callable[[str], None],
+) -> None:
+    """Restore the callbacks, and warn of saved ones that are missing."""
+    for name in restore_callbacks(state.callbacks, progress.callbacks, arrays):
+        warn(f"the checkpoint contains callback {name}, but fit doesn't; its state is ignored")
+
+
+def broadcast_arrays(
+    arrays: Mapping[str, np.ndarray] | None, collectives: Engine
+) -> dict[str, np.ndarray]:
+    """Return the chief's arrays on all ranks; the others pass None."""
+    own = arrays or {}
+    kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
+    kinds = collectives.broadcast_object(kinds, name="arrays of a checkpoint")
+    return {
+        key: collectives.broadcast(
+            own.get(key, np.empty(shape, np.dtype(dtype))), name=f"checkpoint's {key}"
+        )
+        for key, dtype, shape in kinds
     }

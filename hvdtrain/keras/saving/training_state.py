@@ -1,15 +1,14 @@
-"""The state of a training as arrays: values shared by all ranks, and each rank's own values.
+"""The state of a training as arrays: values that all ranks share, and each rank's own values.
 
-Weights and the optimizer are equal on all ranks; the chief's are saved. Each rank's own values are
-saved for every rank: random states, statistics that layers track on their own batches (equal only
-at the end of an epoch), metrics and accumulated gradients between two updates, states of recurrent
-layers, the number of samples, and unsent parts of gradients (``--compression``). With
-``--mode local-sgd`` these include the state of the rank's optimizer. The chief's optimizer is saved
-as a shared value as well, so that other modes can resume from it, and this one from theirs.
+Weights and the optimizer are equal on all ranks, so the chief's are saved. Own values are saved for
+every rank: random states, layer statistics of the rank's batches (equal only at the end of an
+epoch), metrics, accumulated gradients, states of recurrent layers, the number of samples, and
+residuals of compressed gradients. With ``--mode local-sgd`` they include the rank's optimizer. The
+chief's optimizer is then also saved as a shared value, for resuming in another mode.
 
-With the same number of ranks, every rank gets its own values back. With another number there is a
-rule for each kind: sums go to the chief, averages to all, random states to the ranks that had one;
-recurrent states, whose samples are on other ranks now, are reset.
+If the number of ranks changes, there is a rule for each kind of own values: sums go to the chief,
+averages to all ranks, and random states to the ranks that had one. Recurrent states are reset,
+because their samples are now on other ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ from hvdtrain.private_api.keras import iterations_of, learning_rate_of
 
 __all__ = ["TrainingState", "unsent_of"]
 
-# The rule for each kind of own values with another number of ranks; for other kinds the variable
-# decides.
-_Rule = Literal["sum", "average", "chief", "seed", "anew"]
+# How to convert each kind of own values to another number of ranks; see _rule for other kinds.
+_Rule = Literal["sum", "average", "chief", "seed", "reset"]
 _RULES: dict[str, _Rule] = {
     "seeds": "seed",
-    "states": "anew",
+    "states": "reset",
     "accumulated": "average",
     "samples": "sum",
     "steps": "chief",
@@ -65,10 +63,13 @@ class TrainingState:
     """Everything that ``fit`` changes in a model, as arrays.
 
     Args:
-        samples: Counts the samples that this rank has trained on.
+        model: The model, distributed and built.
+        collectives: The connection between the ranks.
+        samples: The number of samples that this rank has trained on.
+        callbacks: The callbacks of ``fit``.
         own_optimizers: Whether each rank updates its own weights.
         outer: Variables of the outer optimizer, equal on all ranks.
-        feedback: Keeps the unsent parts of gradients.
+        feedback: The residuals of compressed gradients.
     """
 
     def __init__(
@@ -105,88 +106,83 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Return copies of this rank's own values that updates don't change; for ``gather_own``."""
+        """Return copies of the own values that updates don't change, for ``gather_own``."""
         values = self._own_values(accumulated=False, optimizers=False)
         return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Gather each rank's own values on the chief, under ``rank/<r>/``; collective.
+        """Gather each rank's own values on the chief, as ``rank/<r>/<name>``; collective.
 
-        The values of a rank that is lost meanwhile are missing; ``Membership.renew`` reports it.
-        They include metrics, so call this before these are reset.
+        Call it before the metrics are reset. Values of a rank that is lost meanwhile are missing.
 
         Args:
-            earlier: Values from ``copy_own``, which replace those that have changed since.
+            earlier: Values from ``copy_own``, which replace the current ones.
         """
-        mine = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
+        values = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
         collectives = self.collectives
-        rows = join_bytes(mine)[np.newaxis]
+        rows = join_bytes(values)[np.newaxis]
         to_chief = [1] + [0] * (collectives.size - 1)
-        received, _ = collectives.alltoall(rows, to_chief, name="what ranks have of their own")
+        received, _ = collectives.alltoall(rows, to_chief, name="own values of ranks")
         return {
             f"rank/{rank}/{key}": array
             for rank, row in enumerate(received)
-            for key, array in split_bytes(row, mine).items()
+            for key, array in split_bytes(row, values).items()
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Check that arrays of an earlier ``shared`` belong to this model and optimizer.
+        """Check that a result of ``shared`` belongs to this model and optimizer.
 
         Raises:
-            CheckpointError: They don't; names the variable.
+            CheckpointError: A variable differs.
         """
-        found = self._by_place(saved)
+        remaining = self._by_place(saved)
         for place, variable in self._shared_variables().items():
-            if place.startswith(_OUTER) and place not in found:
-                continue  # it was another mode's
+            if place.startswith(_OUTER) and place not in remaining:
+                continue  # saved in another mode
             expected = f"{_numpy_dtype(variable).name} {tuple(variable.shape)}"
-            array = found.pop(place, None)
-            held = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
-            if held != expected:
+            array = remaining.pop(place, None)
+            actual = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
+            if actual != expected:
                 raise CheckpointError(
-                    f"{_OTHER_MODEL}: for {variable.path} ({place}) expected {expected}, found "
-                    f"{held}. {_REMEDY}"
+                    f"{_OTHER_MODEL}: {variable.path} ({place}) must be {expected}, got {actual}. "
+                    f"{_REMEDY}"
                 )
-        if found:
+        if remaining:
             raise CheckpointError(
-                f"{_OTHER_MODEL}: it holds {len(found)} more variables than this one has, the "
-                f"first is {next(iter(found))}. {_REMEDY}"
+                f"{_OTHER_MODEL}, got {len(remaining)} additional variables; the first one is "
+                f"{next(iter(remaining))}. {_REMEDY}"
             )
 
     def allocate_residuals(self, variables: Sequence[int]) -> None:
-        """Expect unsent parts of the gradients of these variables; before ``restore_own``.
-
-        Args:
-            variables: Their numbers, from ``unsent_of``.
-        """
+        """Allocate residuals for the variables with these indices, before ``restore_own``."""
         if self._feedback is not None:
             for number in variables:
                 self._feedback.keep(self.model.trainable_variables[number])
 
     @property
     def keeps_unsent(self) -> bool:
-        """Whether parts of gradients are kept for the next step instead of being sent."""
+        """Whether residuals of gradients are kept for the next step."""
         return self._feedback is not None
 
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
-        """Restore weights and optimizer from the chief's arrays on all ranks; collective.
+        """Restore weights and optimizer on all ranks; collective.
 
         Args:
-            saved: On the chief the arrays that ``shared`` returned, elsewhere None.
+            saved: A result of ``shared`` on the chief, None on other ranks.
         """
         if saved is not None:
-            found = self._by_place(saved)
+            arrays = self._by_place(saved)
             for place, variable in self._shared_variables().items():
-                begins = place.startswith(_OUTER) and place not in found
-                variable.assign(np.zeros_like(_view(variable)) if begins else found[place])
+                resets = place.startswith(_OUTER) and place not in arrays
+                variable.assign(np.zeros_like(_view(variable)) if resets else arrays[place])
         broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
-        """Restore each rank's own values, or its part of them; collective.
+        """Restore each rank's own values; collective.
 
         Args:
-            saved: On the chief the arrays that ``gather_own`` returned, elsewhere None.
-            ranks: How many ranks there were.
+            saved: A result of ``gather_own`` on the chief, None on other ranks.
+            ranks: The number of ranks that it comes from.
         """
         template = self._own_values(accumulated=True)
         collectives = self.collectives
@@ -201,46 +197,43 @@ class TrainingState:
                 ]
             )
             splits = [1] * collectives.size
-        received, _ = collectives.alltoall(rows, splits, name="what ranks had of their own")
+        received, _ = collectives.alltoall(rows, splits, name="saved values of ranks")
         if not len(received):
-            raise RanksLostError(
-                "The rank that reads the checkpoint was lost. Start the job again."
-            )
-        self._take_own(split_bytes(received[0], template))
+            raise RanksLostError("The rank that read the checkpoint was lost. Start the job again.")
+        self._assign_own(split_bytes(received[0], template))
 
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Restore this rank's part of ``saved`` as ``restore_own`` does, without communication."""
+        """Restore this rank's own values from all ranks' values, without communication."""
         template = self._own_values(accumulated=True)
-        self._take_own(self._part(saved, template, ranks, rank, size))
+        self._assign_own(self._part(saved, template, ranks, rank, size))
 
     @property
     def accumulates(self) -> bool:
-        """Whether accumulated gradients wait for an update."""
+        """Whether the next update has accumulated gradients."""
         return any(
             (steps := optimizer.gradient_accumulation_steps)
             and int(iterations_of(optimizer).numpy()) % steps
             for optimizer in plain_optimizers_of(self.model)
         )
 
-    def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
+    def _assign_own(self, values: Mapping[str, np.ndarray]) -> None:
         for key, variable in self._own_variables(accumulated=True, optimizers=True).items():
-            variable.assign(mine[key].astype(_numpy_dtype(variable)))
-        prefix = len(_RANDOM)
-        random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
+            variable.assign(values[key].astype(_numpy_dtype(variable)))
+        random = {k.removeprefix(_RANDOM): a for k, a in values.items() if k.startswith(_RANDOM)}
         if any(array.any() for array in random.values()):
             restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
-        """List shared variables by kind and number: names differ from model to model."""
+        """Return shared variables by kind and number, because names may change."""
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = optimizer_variables(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select the arrays of this training, by keys without names, which are only for people."""
+        """Select the arrays of this mode, by kind and number."""
         kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
         return {
             "/".join(key.split("/")[:2]): array
@@ -249,12 +242,12 @@ class TrainingState:
         }
 
     def _own_variables(self, *, accumulated: bool, optimizers: bool) -> dict[str, Any]:
-        """List the variables that differ by rank, by kind and number.
+        """Return the variables that differ between ranks, by kind and number.
 
         Args:
-            accumulated: Whether to include gradients that wait for an update.
-            optimizers: Whether to include values that only updates change: unsent parts of
-                gradients, and optimizers if each rank updates its own weights.
+            accumulated: Whether to include accumulated gradients.
+            optimizers: Whether to include variables that only updates change: residuals, and
+                optimizers if each rank updates its own weights.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -268,20 +261,20 @@ class TrainingState:
             kinds["accumulated"] = [
                 v for o in plain_optimizers_of(model) for v in accumulator_variables(o)
             ]
-        found = {**_numbered(kinds), "samples": self._samples}
+        variables = {**_numbered(kinds), "samples": self._samples}
         if optimizers and self._feedback is not None:
-            found.update(self._feedback.arrays(model.trainable_variables))
+            variables.update(self._feedback.arrays(model.trainable_variables))
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
-            # Rates are equal, and may have to follow the number of ranks.
-            alike = [
+            # Learning rates are equal, and may depend on the number of ranks.
+            shared = [
                 v for leaf in leaves for v in (*accumulator_variables(leaf), learning_rate_of(leaf))
             ]
-            found.update(_numbered({"optimizer": optimizer_variables(model)}, without=alike))
-        return found
+            variables.update(_numbered({"optimizer": optimizer_variables(model)}, without=shared))
+        return variables
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
-        """Return this rank's own values as arrays; the arguments are as for ``_own_variables``."""
+        """Return this rank's own values, for the same arguments as ``_own_variables``."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
@@ -295,42 +288,41 @@ class TrainingState:
         rank: int,
         size: int,
     ) -> dict[str, np.ndarray]:
-        """Return the part of ``rank`` among ``size`` in the values of ``ranks`` ranks."""
+        """Return the values for one of ``size`` ranks, from the values of ``ranks`` ranks."""
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
             if not kept and key.startswith(_OPTIMIZER):
-                part[key] = like  # saved by another mode: the shared one is restored
-            elif not kept:
-                part[key] = np.zeros_like(like)  # nothing had been accumulated
-            elif key.startswith(_RANDOM) and rank >= len(kept):
-                part[key] = np.zeros_like(like)  # a new rank keeps its own
+                part[key] = like  # saved in another mode: the shared one is restored
+            elif not kept or (key.startswith(_RANDOM) and rank >= len(kept)):
+                # Nothing was accumulated, or a new rank, which keeps its random state.
+                part[key] = np.zeros_like(like)
             elif len(kept) == size:
                 part[key] = kept[rank]
             else:
                 part[key] = _share(kept, _rule(key, variables.get(key)), rank)
             if part[key].nbytes != like.nbytes:
                 raise CheckpointError(
-                    f"{_OTHER_MODEL}: for {key} expected {like.dtype} {like.shape}, found "
+                    f"{_OTHER_MODEL}: {key} must be {like.dtype} {like.shape}, got "
                     f"{part[key].dtype} {part[key].shape}. {_REMEDY}"
                 )
         return part
 
 
 def unsent_of(saved: Collection[str]) -> list[int]:
-    """Return the numbers of variables with unsent parts of gradients in ``saved``."""
-    begin = "rank/0/unsent/"
-    return [int(key.removeprefix(begin)) for key in saved if key.startswith(begin)]
+    """Return the indices of the variables with saved residuals."""
+    prefix = "rank/0/unsent/"
+    return [int(key.removeprefix(prefix)) for key in saved if key.startswith(prefix)]
 
 
 def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ()) -> dict[str, Any]:
-    apart = set(map(id, without))
+    excluded = set(map(id, without))
     return {
         f"{kind}/{number:04d}": variable
         for kind, variables in kinds.items()
         for number, variable in enumerate(variables)
-        if id(variable) not in apart
+        if id(variable) not in excluded
     }
 
 
@@ -345,7 +337,7 @@ def _rule(key: str, variable: Any) -> _Rule:
 
 
 def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """Return the value for ``rank`` if another number of ranks had ``kept``."""
+    """Return the value for ``rank`` if another number of ranks had the values ``kept``."""
     first = kept[0]
     if rule == "sum":
         total = np.sum(kept, axis=0, dtype=first.dtype)
@@ -354,7 +346,7 @@ def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
         return np.mean([np.asarray(k, np.float64) for k in kept], axis=0).astype(first.dtype)
     if rule == "seed":
         return kept[rank] if rank < len(kept) else seed_of_rank(first, rank)
-    if rule == "anew":
+    if rule == "reset":
         return np.zeros_like(first)
     return kept[min(rank, len(kept) - 1)]
 
@@ -364,11 +356,11 @@ def _numpy_dtype(variable: Any) -> np.dtype:
 
 
 def _view(variable: Any) -> np.ndarray:
-    """Return the variable's value, without a copy if TensorFlow shares its memory."""
+    """Return the value of a variable, without a copy if possible."""
     value = variable if isinstance(variable, tf.Variable) else variable.value
     tensor = value.read_value() if isinstance(value, tf.Variable) else value
     try:
         return np.asarray(memoryview(tensor))
     except (TypeError, ValueError):
-        # Python's buffer protocol lacks bfloat16 and the like.
+        # The buffer protocol doesn't support bfloat16 and similar types.
         return np.asarray(tensor.numpy())

@@ -27,8 +27,7 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_schedule import PreemptionSignals
-from hvdtrain.keras.saving.resume import broadcast_arrays, find
-from hvdtrain.keras.saving.training_progress import TrainingProgress
+from hvdtrain.keras.saving.training_progress import TrainingProgress, broadcast_arrays, find
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.monitor.journal import Journal

@@ -23,8 +23,7 @@ from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.saving.resume import restore_kept
-from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition
+from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition, restore_kept
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, find_for_all

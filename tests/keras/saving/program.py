@@ -1,9 +1,8 @@
-"""A training program, as a user would write it; what it printed is compared between runs.
+"""A training program that prints its results for comparison.
 
     program.py DIRECTORY [--fault kill|stop|preempt]
 
-After some steps, and once two checkpoints are on disk, one rank gets a signal; but not if the
-training began with a checkpoint.
+Unless training resumes, one rank receives a signal after two checkpoints have been written.
 """
 
 import argparse
@@ -36,8 +35,6 @@ def loss(y_true: Any, y_pred: Any) -> Any:
 
 
 class Fault(keras.callbacks.Callback):
-    """Sends the signal."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rank = 0 if arguments.fault == "kill" else hvdtrain.size() - 1
@@ -48,7 +45,7 @@ class Fault(keras.callbacks.Callback):
         self.left -= 1
         if self.left > 0 or self.sent or hvdtrain.rank() != self.rank:
             return
-        # What is being written is done meanwhile; for the one after it this rank must go on.
+        # Wait for a checkpoint in progress; the next one needs another step of this rank.
         before, deadline = len(written()), time.monotonic() + PATIENCE_S
         while len(written()) == before < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -58,7 +55,7 @@ class Fault(keras.callbacks.Callback):
 
 
 def written() -> list[int]:
-    """Steps of the checkpoints on disk."""
+    """Return the steps of the checkpoints on the disk."""
     return Store(arguments.directory).steps()
 
 

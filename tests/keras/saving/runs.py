@@ -1,4 +1,4 @@
-"""One training, whole or stopped and resumed, and what came of it."""
+"""Trainings that are interrupted and resumed, and their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Y = np.random.default_rng(3).integers(0, 3, ROWS)
 
 
 class Stop(Exception):
-    """What ends a training, on every rank after the same step."""
+    """Interrupts a training on every rank after the same step."""
 
 
 class StopAfter(keras.callbacks.Callback):
-    """Ends training as a crash would, after ``steps`` steps of this ``fit``."""
+    """Interrupts training after ``steps`` steps of this ``fit``."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -35,16 +35,16 @@ class StopAfter(keras.callbacks.Callback):
 
 
 class Draws(keras.callbacks.Callback):
-    """Lets training depend on every generator of random numbers that a program may use."""
+    """Makes training depend on every global random generator."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        drawn = random.random() + random.gauss(0, 1) + np.random.normal() + np.random.rand()
-        drawn += float(tf.random.uniform([])) + float(keras.random.uniform([]))
-        self.model.optimizer.learning_rate = 0.01 + 0.001 * drawn
+        noise = random.random() + random.gauss(0, 1) + np.random.normal() + np.random.rand()
+        noise += float(tf.random.uniform([])) + float(keras.random.uniform([]))
+        self.model.optimizer.learning_rate = 0.01 + 0.001 * noise
 
 
 def model_of(layers: list[Any], **options: Any) -> keras.Model:
-    """Compiled; the same weights after the same seed."""
+    """Return a compiled model."""
     model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
     options.setdefault("optimizer", keras.optimizers.Adam(0.01))
     options.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -54,7 +54,7 @@ def model_of(layers: list[Any], **options: Any) -> keras.Model:
 
 
 def outcome(model: keras.Model, history: Any) -> dict[str, Any]:
-    """Everything that two equal trainings have in common, to the last bit."""
+    """Return the state of a training for a bitwise comparison."""
     seeds = {id(generator.state) for generator in seed_generators(model)}
     return {
         "variables": [
@@ -70,7 +70,7 @@ def outcome(model: keras.Model, history: Any) -> dict[str, Any]:
 
 
 def run(world: Any, make: Callable[[], keras.Model], fit: Callable[..., Any], seed: int) -> Any:
-    """Build, distribute and train from ``seed``; returns the model and its history."""
+    """Create, distribute and train a model; return it and its history."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
     model = make()

@@ -1,4 +1,4 @@
-"""A metric that counts how often each sample is computed with."""
+"""A metric that counts how often each sample is used."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ __all__ = ["Seen"]
 
 
 class Seen(keras.metrics.Metric):
-    """How often each sample of the epoch was computed with: the least and the most.
+    """The least and most frequent use of a sample in the epoch.
 
     Args:
-        samples: How many there are; their numbers stand in the second column of the targets.
+        samples: The number of samples; their ids are in the second column of the targets.
     """
 
     def __init__(self, samples: int) -> None:

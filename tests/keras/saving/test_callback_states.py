@@ -1,4 +1,4 @@
-"""What callbacks keep, to JSON and arrays and back."""
+"""Callback states as JSON and arrays."""
 
 import json
 
@@ -12,13 +12,13 @@ from hvdtrain.keras.saving.callback_states import (
 )
 
 
-class Own(keras.callbacks.Callback):
+class Custom(keras.callbacks.Callback):
     def __init__(self, value=None):
         super().__init__()
         self.value = value
 
     def get_state(self):
-        return {"value": self.value, "pair": [np.ones(2), np.zeros(3)], "name": "own"}
+        return {"value": self.value, "pair": [np.ones(2), np.zeros(3)], "name": "custom"}
 
     def set_state(self, state):
         self.value = state
@@ -30,7 +30,7 @@ def round_trip(before, after):
     return restore_callbacks(after, plain, arrays)
 
 
-def test_keras_callbacks_get_their_counters_back():
+def test_the_state_of_keras_callbacks_is_restored():
     stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     stopping.wait, stopping.best, stopping.best_epoch = 2, np.float32(0.5), 3
     stopping.best_weights = [np.arange(4.0), np.array(7)]
@@ -44,32 +44,24 @@ def test_keras_callbacks_get_their_counters_back():
     np.testing.assert_array_equal(fresh[1].best_weights[1], np.array(7))
 
 
-def test_a_callback_of_ones_own():
-    fresh = Own()
-    round_trip([Own(np.arange(3))], [fresh])
+def test_a_custom_callback():
+    fresh = Custom()
+    round_trip([Custom(np.arange(3))], [fresh])
     np.testing.assert_array_equal(fresh.value["value"], np.arange(3))
     assert [array.tolist() for array in fresh.value["pair"]] == [[1, 1], [0, 0, 0]]
-    assert fresh.value["name"] == "own"
+    assert fresh.value["name"] == "custom"
 
 
-def test_two_of_a_class_keep_their_order():
-    fresh = [Own(), Own()]
-    round_trip([Own(1), Own(2)], fresh)
+def test_callbacks_of_a_class_are_numbered():
+    fresh = [Custom(), Custom()]
+    round_trip([Custom(1), Custom(2)], fresh)
     assert [callback.value["value"] for callback in fresh] == [1, 2]
-
-
-def test_one_that_is_gone_is_named():
-    assert round_trip([Own(1), Own(2)], [Own()]) == ["Own 2"]
+    assert round_trip([Custom(1), Custom(2)], [Custom()]) == ["Custom 2"]
 
 
 def test_arrays_are_copies():
-    """A thread writes them while training goes on."""
     array = np.arange(3)
-    _, arrays = callback_states([Own(array)])
+    _, arrays = callback_states([Custom(array)])
     array += 1
-    np.testing.assert_array_equal(arrays["callbacks/Own/value"], [0, 1, 2])
-
-
-def test_arrays_of_callbacks_are_told_from_others():
-    _, arrays = callback_states([Own(np.arange(3))])
+    np.testing.assert_array_equal(arrays["callbacks/Custom/value"], [0, 1, 2])
     assert kept_by_callbacks({**arrays, "weights/0000/kernel": np.ones(1)}).keys() == arrays.keys()

@@ -1,4 +1,4 @@
-"""Slow, full and read-only disks under a training; all of them real."""
+"""Training with slow and full disks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINING = """
     model.compile("adam", "mse")
     hvdtrain.distribute(model)
     directory, every, on_error = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    # In these steps another program fills the disk, and in those it makes room.
+    # The steps in which another program fills the disk and frees it again.
     fills, frees = ((20, 60), (40, 80)) if "filled" in sys.argv else ((), ())
 
     def fill(path):
@@ -58,8 +58,8 @@ TRAINING = """
 """
 
 
-def test_training_goes_on_while_a_slow_disk_writes(launch, slow_disk):
-    """A write takes about two seconds. Were it waited for, no step could end meanwhile."""
+def test_training_continues_while_a_slow_disk_writes(launch, slow_disk):
+    """A write takes about two seconds."""
     done = launch(2, TRAINING, str(slow_disk), "20", "warn", timeout_s=120)
     assert done.returncode == 0, done.stderr
     steps, while_writing = (int(word) for word in done.stdout.split() if word.isdecimal())
@@ -68,7 +68,7 @@ def test_training_goes_on_while_a_slow_disk_writes(launch, slow_disk):
     assert Store(slow_disk).steps() == [100]
 
 
-def test_a_full_disk_is_told_once(launch, small_disk):
+def test_a_full_disk_is_logged_once(launch, small_disk):
     done = launch(2, TRAINING, str(small_disk), "10", "warn", timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no checkpoint could be saved; training continues") == 1
@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_once(launch, small_disk):
     assert done.stdout.startswith("100 steps")
 
 
-def test_a_disk_that_fills_again_is_told_again(launch, small_disk):
+def test_a_disk_that_fills_again_is_logged_again(launch, small_disk):
     remount(small_disk, "size=16m")
     done = launch(2, TRAINING, str(small_disk), "10", "warn", "filled", timeout_s=120)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_a_disk_that_fills_again_is_told_again(launch, small_disk):
     assert Store(small_disk).steps() == [100]
 
 
-def test_a_full_disk_ends_training_if_asked_to(launch, small_disk):
+def test_a_full_disk_is_an_error_on_request(launch, small_disk):
     done = launch(2, TRAINING, str(small_disk), "10", "raise", timeout_s=120)
     assert done.returncode == 1
     for rank in range(2):
@@ -92,7 +92,7 @@ def test_a_full_disk_ends_training_if_asked_to(launch, small_disk):
     assert "No space left" in done.stderr
 
 
-# Everything that the chief writes is 14 MB, which takes longer than ranks wait for each other.
+# Each file has 14 MB, whose writing takes longer than the time-out.
 SLOW = """
     import sys
     import keras, numpy as np
@@ -116,7 +116,7 @@ SLOW = """
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_ranks_wait_for_a_chief_that_saves_for_longer_than_the_time_out(
+def test_ranks_wait_for_the_chief_longer_than_the_time_out(
     run_command, forked_python, slow_disk, tmp_path
 ):
     (tmp_path / "script.py").write_text(textwrap.dedent(SLOW))

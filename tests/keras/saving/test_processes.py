@@ -1,7 +1,4 @@
-"""Checkpoints of a real job that is killed, and what jobs started again make of them.
-
-With ``hvdtrain run`` they are started again by themselves: ``tests/launch/test_real_training.py``.
-"""
+"""Jobs that are killed and started again; test_real_training.py tests ``hvdtrain run``."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _killed: list[Path] = []
 
 @pytest.fixture
 def killed(launch: Any, tmp_path: Path, tmp_path_factory: Any) -> Path:
-    """The directory of a job of two ranks that was killed within its first epoch."""
+    """Return the checkpoints of a job of two ranks that was killed in its first epoch."""
     if not _killed:
         directory = tmp_path_factory.mktemp("killed")
         done = launch(2, PROGRAM, str(directory), "--fault", "kill", timeout_s=TIMEOUT_S)
@@ -34,7 +31,7 @@ def killed(launch: Any, tmp_path: Path, tmp_path_factory: Any) -> Path:
 
 @pytest.fixture
 def finish(launch: Any) -> Callable[[int | None, Path], str]:
-    """Run to the end of the training; each epoch must have seen each sample once."""
+    """Run the training to its end; check that each epoch has used each sample once."""
 
     def run(ranks: int | None, directory: Path) -> str:
         done = launch(ranks, PROGRAM, str(directory), timeout_s=TIMEOUT_S)
@@ -47,17 +44,16 @@ def finish(launch: Any) -> Callable[[int | None, Path], str]:
     return run
 
 
-def test_a_killed_job_goes_on_exactly(killed, finish, tmp_path):
+def test_a_killed_job_resumes_exactly(killed, finish, tmp_path):
     assert finish(2, killed) == finish(2, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ranks", [None, 3])
-def test_another_number_of_ranks_sees_each_sample_once(killed, finish, ranks):
-    """Also what was counted before the kill counts."""
+def test_another_number_of_ranks_uses_each_sample_once(killed, finish, ranks):
     finish(ranks, killed)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(killed, launch):
+def test_a_damaged_checkpoint_is_logged_and_the_previous_one_is_used(killed, launch):
     before, newest = Store(killed).steps()[-2:]
     folder = killed / f"step-{newest:08d}"
     with (folder / "model.safetensors").open("rb+") as file:
@@ -68,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(killed, launch
     assert f"resuming from the checkpoint of step {before} " in done.stderr
 
 
-def test_damage_to_all_checkpoints_is_an_error_on_every_rank(killed, launch):
+def test_damaged_checkpoints_only_are_an_error_on_every_rank(killed, launch):
     for folder in killed.glob("step-*"):
         (folder / "state.json").write_text("{}")
     done = launch(2, PROGRAM, str(killed), timeout_s=TIMEOUT_S)

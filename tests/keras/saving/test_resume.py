@@ -1,4 +1,4 @@
-"""A training that was stopped and resumed is, to the last bit, the one that was never stopped."""
+"""Interrupted and resumed trainings equal uninterrupted ones to the last bit."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def dropout() -> keras.Model:
 
 
 def accumulating() -> keras.Model:
-    """Much that differs by rank: statistics, accumulated gradients, dropout."""
+    """Return a model with statistics, accumulated gradients and dropout, which differ by rank."""
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.4)]
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=3)
     return model_of(layers, optimizer=optimizer)
 
 
 def averaged() -> keras.Model:
-    """Much that an optimizer keeps beside its momentum."""
+    """Return a model whose optimizer has a large state."""
     optimizer = keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5, clipnorm=1.0)
     return model_of([keras.layers.Dense(8, "relu")], optimizer=optimizer)
 
@@ -69,26 +69,26 @@ def several_steps() -> keras.Model:
     return model_of(layers, optimizer=optimizer, steps_per_execution=2)
 
 
-def exact(world: Any, make: Any, fit: Any, tmp_path: Any, stop: int) -> None:
-    """Hold a whole run against one that is stopped after some steps and resumed.
+def check_exact(
+    world: Any, make: Any, fit: Any, tmp_path: Any, stop: int, *, every_steps: int | None = 2
+) -> None:
+    """Compare a run that is interrupted after ``stop`` steps and resumed with a whole one."""
 
-    Args:
-        fit: From a list of callbacks to a function that trains a model.
-        stop: Steps after which the first run ends.
-    """
+    def saving() -> Checkpoint:
+        return Checkpoint(tmp_path, every_steps=every_steps)
+
     whole = outcome(*run(world, make, fit([Checkpoint(tmp_path / "whole")]), seed=1))
     with pytest.raises(Stop):
-        run(world, make, fit([Checkpoint(tmp_path, every_steps=2), StopAfter(stop)]), seed=1)
-    # The state must come from the checkpoint and not from the program's beginning.
-    resumed = outcome(*run(world, make, fit([Checkpoint(tmp_path, every_steps=2)]), seed=9))
+        run(world, make, fit([saving(), StopAfter(stop)]), seed=1)
+    # With another seed, as the state must be the checkpoint's.
+    resumed = outcome(*run(world, make, fit([saving()]), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
 
 
 @pytest.mark.more
 @pytest.mark.ranks(1, 2)
-def test_resuming_is_exact_with_states_that_go_from_batch_to_batch(world, tmp_path):
-    """Twelve steps an epoch on one rank, six on two."""
+def test_resuming_is_exact_with_stateful_layers(world, tmp_path):
 
     def make() -> keras.Model:
         layers = [keras.layers.Reshape((2, 3)), keras.layers.GRU(4, stateful=True)]
@@ -101,11 +101,11 @@ def test_resuming_is_exact_with_states_that_go_from_batch_to_batch(world, tmp_pa
         options = {"batch_size": 4, "epochs": 3, "shuffle": False, "callbacks": callbacks}
         return lambda model: model.fit(X[:48], Y[:48], verbose=0, **options)
 
-    exact(world, make, fit, tmp_path, 8)
+    check_exact(world, make, fit, tmp_path, 8)
 
 
-class Followed(keras.layers.Dense):
-    """Holds what Keras knows nothing of: drawn when it is made, and followed in its calls."""
+class Untracked(keras.layers.Dense):
+    """Has random and changing TensorFlow variables, which Keras doesn't track."""
 
     def __init__(self, units: int) -> None:
         super().__init__(units)
@@ -125,18 +125,17 @@ class Followed(keras.layers.Dense):
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_variables_of_tensorflow_in_layers_are_alike_and_come_back(world, tmp_path):
+def test_tensorflow_variables_in_layers_are_restored(world, tmp_path):
     def make() -> keras.Model:
         np.random.seed(20 + world.rank())
-        return model_of([Followed(4)])
+        return model_of([Untracked(4)])
 
     def trained(*callbacks: Any, seed: int) -> list[Any]:
         model, _ = run(world, make, arrays([*callbacks]), seed)
         return [*model.layers[0].own, [v.numpy().tolist() for v in model.trainable_variables]]
 
     whole = trained(seed=1)
-    everyone = job.collectives().allgather_object(whole, name="test")
-    assert everyone == [whole] * 2
+    assert job.collectives().allgather_object(whole, name="test") == [whole] * 2
     assert whole[2] == 3 * 6
     with pytest.raises(Stop):
         trained(Checkpoint(tmp_path, every_steps=2), StopAfter(8), seed=1)
@@ -146,23 +145,21 @@ def test_variables_of_tensorflow_in_layers_are_alike_and_come_back(world, tmp_pa
 @pytest.mark.more
 @pytest.mark.ranks(1, 3)
 def test_resuming_is_exact_on_any_number_of_ranks(world, tmp_path):
-    exact(world, accumulating, arrays, tmp_path, 3)
+    check_exact(world, accumulating, arrays, tmp_path, 3)
 
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
 def test_resuming_twice_is_exact(world, tmp_path):
-    """The second time after the last step of an epoch."""
     saving = [Checkpoint(tmp_path, every_steps=1), StopAfter(2)]
     with pytest.raises(Stop):
         run(world, dropout, arrays(saving), seed=1)
-    exact(world, dropout, arrays, tmp_path, 4)
+    check_exact(world, dropout, arrays, tmp_path, 4)
 
 
-def shuffled_pipeline(callbacks: list[Any]) -> Any:
+def shuffled_pipeline(callbacks: list[Any], *, seed: int = 5) -> Any:
     def fit(model: keras.Model) -> Any:
-        # Its order follows from this and the global seed, which a program sets alike in each run.
-        tf.random.set_seed(5)
+        tf.random.set_seed(seed)
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=4).batch(6)
         return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
 
@@ -170,21 +167,14 @@ def shuffled_pipeline(callbacks: list[Any]) -> Any:
 
 
 @pytest.mark.ranks(2)
-def test_another_order_of_a_pipeline_is_told(world, tmp_path, capfd):
-    def fit(seed: int, callbacks: list[Any]) -> Any:
-        def train(model: keras.Model) -> Any:
-            tf.random.set_seed(seed)
-            data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=4).batch(6)
-            return model.fit(data, verbose=0, callbacks=callbacks)
-
-        return train
-
+def test_another_order_of_a_pipeline_is_a_warning(world, tmp_path, capfd):
+    callbacks = [Checkpoint(tmp_path, every_steps=1), StopAfter(3)]
     with pytest.raises(Stop):
-        run(world, dropout, fit(5, [Checkpoint(tmp_path, every_steps=1), StopAfter(3)]), seed=1)
+        run(world, dropout, shuffled_pipeline(callbacks), seed=1)
     assert "global seed" not in capfd.readouterr().err
-    run(world, dropout, fit(6, [Checkpoint(tmp_path)]), seed=1)
-    told = "global seed was 5 when this training began and is 6 now"
-    assert (told in capfd.readouterr().err) == world.is_chief()
+    run(world, dropout, shuffled_pipeline([Checkpoint(tmp_path)], seed=6), seed=1)
+    warning = "global seed was 5 and is 6 now"
+    assert (warning in capfd.readouterr().err) == world.is_chief()
 
 
 class Batches(keras.utils.PyDataset):
@@ -200,7 +190,7 @@ def batches(callbacks: list[Any]) -> Any:
 
 
 class Shrinking(Batches):
-    """Has two batches less after each call of ``on_epoch_end``."""
+    """Loses two batches in each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,11 +211,10 @@ def long_passes(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=4, steps_per_epoch=4)
 
 
-def of_unknown_length(callbacks: list[Any]) -> Any:
+def of_unknown_length(callbacks: list[Any], **options: Any) -> Any:
     def fit(model: keras.Model) -> Any:
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
-        data = data.filter(lambda x, y: True)
-        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6).filter(lambda x, y: True)
+        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
 
     return fit
 
@@ -234,8 +223,8 @@ def validated(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=6, validation_split=0.2)
 
 
-# Models and inputs have nothing to do with each other, so each is here once, and then some. Where
-# passes of other kinds of data begin is seen in tests/keras/data/test_begin.py.
+# Models and inputs are independent, so each is tested once. tests/keras/data/test_begin.py tests
+# passes over other kinds of data.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("make", "fit", "stop"),
@@ -249,8 +238,7 @@ def validated(callbacks: list[Any]) -> Any:
     ],
 )
 def test_resuming_is_exact(world, make, fit, stop, tmp_path):
-    """And steps and samples are counted, in one go as well as in two."""
-    exact(world, make, fit, tmp_path, stop)
+    check_exact(world, make, fit, tmp_path, stop)
     for folder in (tmp_path / "whole", tmp_path) if world.is_chief() else ():
         state = Store(folder).newest().state
         # A pass of nine steps ends within the third epoch of four.
@@ -265,24 +253,17 @@ def test_resuming_is_exact(world, make, fit, stop, tmp_path):
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_after_data_of_unknown_length_ran_out_a_pass_begins(world, tmp_path):
-    """Its six steps end within the second epoch of four; the third begins another pass."""
+def test_a_pass_of_unknown_length_may_end_within_an_epoch(world, tmp_path):
+    """Its six steps end within the second epoch of four; the third epoch starts another pass."""
 
     def fit(callbacks: list[Any]) -> Any:
-        def train(model: keras.Model) -> Any:
-            data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6).filter(lambda x, y: True)
-            return model.fit(data, epochs=3, steps_per_epoch=4, verbose=0, callbacks=callbacks)
+        return of_unknown_length(callbacks, steps_per_epoch=4)
 
-        return train
-
-    whole = outcome(*run(world, dropout, fit([Checkpoint(tmp_path / "whole")]), seed=1))
-    with pytest.raises(Stop):
-        run(world, dropout, fit([Checkpoint(tmp_path), StopAfter(7)]), seed=1)
-    assert outcome(*run(world, dropout, fit([Checkpoint(tmp_path)]), seed=9)) == whole
+    check_exact(world, dropout, fit, tmp_path, 7, every_steps=None)
 
 
 class Scaled(keras.callbacks.Callback):
-    """A user's callback with a state of its own."""
+    """A custom callback with a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +284,8 @@ class Scaled(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.05 * self.factor + 0.001 * float(self.seen.sum())
 
 
-def deciding() -> list[Any]:
-    """Each counts something: in this training the rate falls and the best weights come back."""
+def counting() -> list[Any]:
+    """Return callbacks that reduce the learning rate and restore the best weights."""
     return [
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
         keras.callbacks.EarlyStopping(
@@ -321,17 +302,17 @@ def setting() -> list[Any]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("own", "first"),
-    [(deciding, True), (setting, False), (lambda: [Draws()], True)],
+    [(counting, True), (setting, False), (lambda: [Draws()], True)],
 )
-def test_callbacks_go_on_where_they_were(world, own, first, tmp_path):
+def test_callbacks_resume_their_state(world, own, first, tmp_path):
     def fit(saving: list[Any]) -> Any:
         return plain([*saving, *own()] if first else [*own(), *saving], batch_size=6)
 
-    exact(world, dropout, fit, tmp_path, 8)
+    check_exact(world, dropout, fit, tmp_path, 8)
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_changes_nothing(world, tmp_path):
+def test_checkpoints_dont_change_the_training(world, tmp_path):
     fit = plain([Checkpoint(tmp_path, every_steps=1)], batch_size=6)
     without = outcome(*run(world, dropout, plain([], batch_size=6), seed=1))
     assert outcome(*run(world, dropout, fit, seed=1)) == without
@@ -349,8 +330,8 @@ def test_only_the_chief_needs_the_directory(world, tmp_path):
 @pytest.mark.parametrize(
     ("patience", "ranks", "epochs"), [(9, [0, 1], EPOCHS), (1, [0, 1], 2), (1, [0], 2)]
 )
-def test_a_complete_training_is_not_done_again(world, patience, ranks, epochs, tmp_path, capfd):
-    """Nor is one that EarlyStopping has ended, on all ranks or one."""
+def test_a_complete_training_is_not_continued(world, patience, ranks, epochs, tmp_path, capfd):
+    """It may have been stopped by EarlyStopping, on all ranks or on one."""
 
     def fit() -> Any:
         stopping = keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=10.0)
@@ -369,9 +350,9 @@ def test_a_complete_training_is_not_done_again(world, patience, ranks, epochs, t
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_the_model_is_exported_on_demand(world, tmp_path):
+def test_the_model_is_exported(world, tmp_path):
     path = tmp_path / "models" / "last.keras"
-    # The second time nothing is left to train: as after a kill between checkpoint and export.
+    # The second time nothing is left to train, as after a kill between checkpoint and export.
     for _ in range(2):
         checkpoint = Checkpoint(tmp_path / "runs", export=path)
         model, _ = run(world, dropout, plain([checkpoint], batch_size=6), seed=1)
@@ -385,7 +366,7 @@ def test_the_model_is_exported_on_demand(world, tmp_path):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path):
+def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
     class Kill(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 0 and world.rank() == world.size() - 1:
@@ -400,13 +381,12 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path):
         with pytest.raises(world.Preempted) as ended:
             run(world, dropout, fit, seed=1)
         assert (ended.value.code, ended.value.signal) == (75, number)
-        # Of a warning that comes again nobody dies on the way out.
-        is_over = number != signal.SIGTERM and before == signal.SIG_DFL
-        assert signal.getsignal(number) == (signal.SIG_IGN if is_over else before)
+        # A repeated warning doesn't kill the process.
+        ignored = number != signal.SIGTERM and before == signal.SIG_DFL
+        assert signal.getsignal(number) == (signal.SIG_IGN if ignored else before)
         if world.is_chief():
             steps = -(-ROWS // (6 * world.size()))
             assert Store(folder).steps()[-1] == steps + 1
-        # What a resumed run does is the same whatever ended the one before.
         if number == signal.SIGTERM:
             resumed = run(world, dropout, plain([Checkpoint(folder)], batch_size=6), seed=2)
             assert outcome(*resumed) == whole
@@ -414,7 +394,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path):
 
 @pytest.mark.more
 @pytest.mark.ranks(1, 2)
-def test_a_signal_within_validation_ends_it_and_it_begins_anew(world, tmp_path):
+def test_a_validation_is_repeated_after_a_signal(world, tmp_path):
     class Kill(keras.callbacks.Callback):
         begun = ended = 0
 
@@ -422,7 +402,7 @@ def test_a_signal_within_validation_ends_it_and_it_begins_anew(world, tmp_path):
             self.begun += 1
 
         def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-            time.sleep(0.05)  # a second or more in all, half of which is time to notice it
+            time.sleep(0.05)  # a second or more in total; ranks synchronize twice a second
             if (self.begun, batch, world.rank()) == (2, 1, world.size() - 1):
                 os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -443,18 +423,18 @@ def test_a_signal_within_validation_ends_it_and_it_begins_anew(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_another_model_is_refused_everywhere(world, tmp_path):
+def test_another_model_is_an_error_on_every_rank(world, tmp_path):
     run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
 
     def wider() -> keras.Model:
         return model_of([keras.layers.Dense(9)])
 
-    with pytest.raises(world.CheckpointError, match=r"expected float32 \(6, 9\), found float32"):
+    with pytest.raises(world.CheckpointError, match=r"must be float32 \(6, 9\), got float32"):
         run(world, wider, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
 
 
 @pytest.mark.ranks(2)
-def test_another_kind_of_input_is_refused_within_an_epoch(world, tmp_path):
+def test_another_kind_of_input_within_an_epoch_is_an_error(world, tmp_path):
     fit = plain([Checkpoint(tmp_path, every_steps=2), StopAfter(3)], batch_size=6)
     with pytest.raises(Stop):
         run(world, dropout, fit, seed=1)
@@ -463,13 +443,13 @@ def test_another_kind_of_input_is_refused_within_an_epoch(world, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_a_model_that_was_not_distributed_is_refused(world, tmp_path):
+def test_a_model_that_is_not_distributed_is_an_error(world, tmp_path):
     with pytest.raises(world.ModelError, match=r"hvdtrain.distribute\(model\)"):
         dropout().fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 
 @pytest.mark.ranks(2)
-def test_two_checkpoints_are_refused(world, tmp_path):
+def test_two_checkpoint_callbacks_are_an_error(world, tmp_path):
     two = [Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")]
-    with pytest.raises(world.ModelError, match=r"2 hvdtrain\.Checkpoint callbacks"):
+    with pytest.raises(world.ModelError, match=r"one hvdtrain\.Checkpoint callback, got 2"):
         run(world, dropout, plain(two, batch_size=6), seed=1)

@@ -1,4 +1,4 @@
-"""Where workers stand, on the wire and in a checkpoint."""
+"""The encoding of positions and of the training progress."""
 
 import json
 
@@ -20,14 +20,14 @@ def worker_at(position):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_numbers(position):
+def test_a_position_is_restored_from_numbers(position):
     worker = worker_at(position)
     numbers = worker.to_numbers()
     assert len(numbers) == POSITION_NUMBERS
     assert WorkerPosition.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == worker
 
 
-def progress(**more):
+def progress(**options):
     return TrainingProgress(
         step=7,
         epoch=4,
@@ -37,26 +37,25 @@ def progress(**more):
         tensorflow_seed=None,
         presharded=False,
         samples=50,
-        **more,
+        **options,
     )
 
 
-def test_progress():
+def test_progress_is_restored_from_json():
     others = [worker_at(position) for position in POSITIONS]
-    before = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
-    assert TrainingProgress.from_json(json.loads(json.dumps(before.to_json()))) == before
+    saved = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
+    assert TrainingProgress.from_json(json.loads(json.dumps(saved.to_json()))) == saved
 
 
 def test_progress_of_an_earlier_version():
-    """It knew of no ranks that go their own way."""
     values = progress().to_json()
     for name in ("others", "begins", "each"):
         del values[name]
-    found = TrainingProgress.from_json(values)
-    assert (list(found.others), list(found.begins), found.each) == ([], [], 0)
+    loaded = TrainingProgress.from_json(values)
+    assert (list(loaded.others), list(loaded.begins), loaded.each) == ([], [], 0)
 
 
-def test_a_worker_position_that_lacks_something():
+def test_a_missing_entry_is_an_error():
     values = progress(others=[worker_at(None)]).to_json()
     del values["others"][0]["place"]["passes"]
     with pytest.raises(CheckpointError, match="KeyError"):
