@@ -79,7 +79,6 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     Raises:
         DamagedError: The manifest is not valid, or belongs to another step.
         CheckpointError: A newer version of hvdtrain wrote it.
-        OSError: The file can't be read.
     """
     text = read_regular(folder / MANIFEST, _MANIFEST_BYTES)
     try:
@@ -104,12 +103,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def size_and_digest(path: Path) -> tuple[int, str]:
-    """Return the size and the SHA-256 digest of a regular file.
-
-    Raises:
-        DamagedError: The file is missing or not a regular file.
-        OSError: The file can't be read.
-    """
+    """Return the size and the SHA-256 digest of a regular file."""
     digest = hashlib.sha256()
     total = 0
     with _open_regular(path) as file:
@@ -126,7 +120,6 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         DamagedError: A file is missing or has another size.
-        OSError: The folder can't be read.
     """
     for name in FILES:
         size, expected = _regular_size(folder / name), manifest[name][0]
@@ -139,7 +132,6 @@ def check_contents(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         DamagedError: A file differs.
-        OSError: A file can't be read.
     """
     check_sizes(folder, manifest)
     for name in FILES:
@@ -152,7 +144,6 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
 
     Raises:
         DamagedError: The file is missing, larger, or not a regular file.
-        OSError: The file can't be read.
     """
     with _open_regular(path) as file:
         content = file.read(limit_bytes + 1)

@@ -96,7 +96,7 @@ def test_a_file_of_another_kind(name: str, kind: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("content", "text"),
     [
         ({"format": 0}, "lacks a format version"),
         ({"format": "1"}, "lacks a format version"),
@@ -107,21 +107,23 @@ def test_a_file_of_another_kind(name: str, kind: str, directory: Path) -> None:
         ({"files": _each({"bytes": "1", "sha256": "0" * 64})}, "bytes, expected"),
         ({"files": _each({"bytes": 2**70, "sha256": "0" * 64})}, "bytes, expected"),
         ({"padding": " " * 100_000}, "more than 65536 bytes"),
+        ("[]", "lacks a format version"),
+        ("null", "lacks a format version"),
+        ("[" * 60_000, "is not valid JSON"),
+        ('"\udcff"', "is not valid JSON"),
+        ("{", "is not valid JSON"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_invalid_manifest(changes: dict, text: str, directory: Path) -> None:
-    _replace(directory / "step-00000020" / "manifest.json", **changes)
+def test_an_invalid_manifest(content: dict | str, text: str, directory: Path) -> None:
+    path = directory / "step-00000020" / "manifest.json"
+    if isinstance(content, dict):
+        _replace(path, **content)
+    else:
+        path.write_bytes(content.encode(errors="surrogateescape"))
     write, (notice,) = _newest(directory)
     assert write == 10
     assert text in notice, notice
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "[" * 60_000, '"\udcff"', "{"])
-def test_a_manifest_that_is_not_a_json_object(text: str, directory: Path) -> None:
-    path = directory / "step-00000020" / "manifest.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    assert _newest(directory)[0] == 10
 
 
 @pytest.mark.parametrize(

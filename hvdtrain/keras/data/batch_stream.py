@@ -234,11 +234,7 @@ class ShardedStream(ShardedInput):
                 collections.deque(self._batches, maxlen=0)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Check that a batch is left.
-
-        Raises:
-            DataError: A generator has ended; raised on every rank.
-        """
+        """Check that a generator has not ended."""
         if self._queue is None or not self._read_once:
             return
         if not self._joint_maximum(self._queue.available(1)):
@@ -248,11 +244,7 @@ class ShardedStream(ShardedInput):
             )
 
     def verify(self) -> None:
-        """Compare the batches that were read so far.
-
-        Raises:
-            DataError: They differ; raised on every rank.
-        """
+        """Compare the batches that were read so far."""
         if not self.plan.compares:
             return
         content = None if self._digest is None else self._digest.numpy().tobytes().hex()

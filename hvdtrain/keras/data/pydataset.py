@@ -101,11 +101,7 @@ class ShardedPyDataset(ShardedInput):
             self._dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Call the user's hook, and agree on the number and the order of the batches.
-
-        Raises:
-            DataError: The ranks have different batches; raised on every rank.
-        """
+        """Call the user's hook, and agree on the number and the order of the batches."""
         plan, units = self.plan, self.units
         self._epoch = epoch
         if not plan.trains:

@@ -25,21 +25,18 @@ JOINT_ROWS_UNKNOWN = -1
 class ShardPlan:
     """How an input is divided among ranks.
 
-    ``size``, ``seed``, ``steps``, ``presharded`` and ``trains`` are the same on all ranks.
-
     Attributes:
         rank: The rank of this process.
         size: The number of ranks.
-        seed: A non-negative integer that determines, with the epoch, every order of the data that
-            hvdtrain chooses.
+        seed: A non-negative integer from which all ranks compute the orders of the data.
         collectives: The connection between the ranks.
         steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; a
             whole pass by default.
         batch_size: Rows per rank and step of arrays; chosen by Keras by default.
         shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
         class_weight: The argument of ``fit``.
-        presharded: Whether each rank passes different data and uses all of it. A rank with fewer
-            batches computes with rows = 0 in the last steps of an epoch.
+        presharded: Whether each rank passes different data and uses all of it. Ranks with less
+            data compute with rows = 0 in the last steps of an epoch.
         trains: Whether an ``EpochIterator`` reads the data.
     """
 
@@ -132,10 +129,9 @@ class Pass:
 class ShardedInput:
     """One rank's share of an input; each kind of input has a subclass.
 
-    Either pass ``dataset`` to Keras with the user's ``steps_per_epoch``, or the ``dataset`` of a
-    pass that ``begin`` returns, but not both: a ``tf.data`` pipeline that shuffles counts the
-    passes. All ranks must call ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and
-    ``on_epoch_end`` together.
+    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both: a
+    ``tf.data`` pipeline that shuffles counts the passes. All ranks must call ``agree_on_steps``,
+    ``on_epoch_begin``, ``verify`` and ``on_epoch_end`` together.
 
     Attributes:
         plan: How the input is divided.
@@ -146,6 +142,9 @@ class ShardedInput:
             May change in each epoch of a ``PyDataset``, and ``dataset`` with it.
         joint_rows_known: Whether elements contain ``joint_rows``.
         notice: A recommendation to log once, or None.
+        presharded: Whether each rank has different data.
+        repeatable: Whether a pass can be started again; otherwise reading its dataset raises.
+        follows_global_seed: Whether the order of a pass depends on TensorFlow's global seed.
     """
 
     unit = "batches"
@@ -154,14 +153,12 @@ class ShardedInput:
     steps: int | None = None
     joint_rows_known = False
     notice: str | None = None
+    repeatable = True
+    follows_global_seed = False
 
     def __init__(self, plan: ShardPlan) -> None:
         self.plan = plan
-
-    @property
-    def presharded(self) -> bool:
-        """Whether each rank has different data."""
-        return self.plan.presharded
+        self.presharded = plan.presharded
 
     def report(self) -> InputReport:
         """Inspect the input without communication.
@@ -188,16 +185,6 @@ class ShardedInput:
         self, position: Position, steps: int | None, repeatable: bool
     ) -> tf.data.Dataset:
         raise NotImplementedError
-
-    @property
-    def follows_global_seed(self) -> bool:
-        """Whether the order of a pass depends on TensorFlow's global seed."""
-        return False
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether a pass can be started again; otherwise reading ``Pass.dataset`` raises."""
-        return True
 
     def begin(
         self, position: Position, *, ranks: int | None = None, repeatable: bool = False

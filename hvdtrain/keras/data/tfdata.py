@@ -70,6 +70,8 @@ class ShardedPipeline(ShardedInput):
         self.joint_rows_known = not plan.presharded
         self.notice = _NOTICE if plan.compares else None
         self._passes = PipelinePasses(dataset)
+        self.repeatable = self._passes.repeatable
+        self.follows_global_seed = shuffles(dataset)
         self._user_dataset = dataset
         self._dataset = self._add_class_weights(dataset)
         self._spec = self._dataset.element_spec
@@ -140,26 +142,12 @@ class ShardedPipeline(ShardedInput):
         left = None if self.units is None else position.left_of(self.units)
         return self._make(dataset, left, steps, self._record)
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether the order of a pass can be restored."""
-        return self._passes.repeatable
-
-    @property
-    def follows_global_seed(self) -> bool:
-        """Whether the pipeline shuffles."""
-        return shuffles(self._user_dataset)
-
     def catch_up(self, *, epochs: int, passes: int) -> None:
         """Draw the orders of the earlier passes."""
         self._passes.catch_up(passes)
 
     def verify(self) -> None:
-        """Compare the first joint step, and the whole pass if it is complete.
-
-        Raises:
-            DataError: The ranks have read different batches; raised on every rank.
-        """
+        """Compare the first joint step, and the whole pass if it is complete."""
         if not self.plan.compares:
             return
         gathered = self.plan.collectives.allgather_object(

@@ -72,7 +72,8 @@ class CheckpointSchedule:
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self.every_steps = every_steps
         self.every_s = every_s
-        self._next_look = 0
+        self.next_look = 0
+        """The step after which the ranks synchronize next."""
         self.begin(0, 0.0)
 
     def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
@@ -99,11 +100,7 @@ class CheckpointSchedule:
 
     def synchronizes(self, step: int, before: int) -> bool:
         """Return whether the ranks synchronize after ``step``; the same on all of them."""
-        return step >= self._next_look or self.is_due(step, before)
-
-    def set_next_look(self, step: int) -> None:
-        """Set the step after which the ranks synchronize next."""
-        self._next_look = step
+        return step >= self.next_look or self.is_due(step, before)
 
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
         """Return, on the chief, whether a checkpoint is due and has not been taken yet.

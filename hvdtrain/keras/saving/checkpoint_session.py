@@ -164,10 +164,7 @@ class CheckpointSession:
             self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Finish resuming in the first epoch.
-
-        The state within an epoch is restored now, after the setup of Keras and of the callbacks.
-        """
+        """Restore a state within an epoch, after Keras and the callbacks have been set up."""
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
         if self._saved is not None:
@@ -187,10 +184,7 @@ class CheckpointSession:
             self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
-        """Take a checkpoint at the end of training, and of other epochs if it is due.
-
-        At the end of training, Keras may replace the weights by their averages afterwards.
-        """
+        """Take a checkpoint at the end of training, and of other epochs if it is due."""
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
         self._epoch, self._epoch_step, self._logs = epoch + 1, 0, logs
@@ -233,7 +227,7 @@ class CheckpointSession:
         if self._state.collectives.rank == 0:
             message[1] = schedule.steps_ahead(step, time.monotonic())
         number, ahead = self._state.collectives.allreduce(message, "max", name="whether to end")
-        schedule.set_next_look(step + int(ahead))
+        schedule.next_look = step + int(ahead)
         if number:
             self._take(before)
             self._end(int(number))
@@ -269,17 +263,7 @@ class CheckpointSession:
             self._end(number)
 
     def _synchronize(self, *, due: bool = False) -> tuple[int, bool]:
-        """Agree with the other ranks on signals and checkpoints.
-
-        Args:
-            due: Whether the current step makes a checkpoint due.
-
-        Returns:
-            The number of a signal, or 0; and whether to take a checkpoint now.
-
-        Raises:
-            CheckpointError: The chief could not write, and ``on_error`` is "raise".
-        """
+        """Agree with the other ranks on a signal, or 0, and whether to take a checkpoint now."""
         step = self._epochs.step
         message = np.zeros(4, np.int64)
         message[0] = self._signal()
@@ -293,7 +277,7 @@ class CheckpointSession:
         number, wanted, ahead, failed = self._state.collectives.allreduce(
             message, "max", name="whether to save"
         )
-        self._schedule.set_next_look(step + int(ahead))
+        self._schedule.next_look = step + int(ahead)
         if failed:
             text = str(error or "The chief could not save a checkpoint.")
             reason = self._state.collectives.broadcast_object(
@@ -328,11 +312,7 @@ class CheckpointSession:
         return self._averaging is None or self._averaging.joined
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
-        """Copy the state and start writing it; collective.
-
-        Args:
-            earlier: This rank's own values after the last training step, if a validation runs.
-        """
+        """Copy the state, or this rank's ``earlier`` values, and start writing it; collective."""
         start_s = time.monotonic()
         with report.during("checkpoint"):
             self._join()
@@ -429,11 +409,7 @@ class CheckpointSession:
 
 
 def _export_model(model: keras.Model, path: str) -> None:
-    """Save the model and replace the file atomically.
-
-    Raises:
-        OSError: The file can't be written.
-    """
+    """Save the model and replace the file atomically."""
     target = Path(path)
     temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
     try:

@@ -91,12 +91,7 @@ class WorkerPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """Return the position that ``dataclasses.asdict`` converted.
-
-        Raises:
-            DataError: Its position in the data is not valid.
-            KeyError: An entry is missing.
-        """
+        """Return the position that ``dataclasses.asdict`` converted."""
         place = EpochPlace.from_json(value["place"])
         return cls(int(value["epoch"]), place, int(value["samples"]))
 
@@ -189,15 +184,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy the state of a training; the next call overwrites the copies.
 
-    Args:
-        state: The state of the model.
-        epochs: The iterator over the data of ``fit``.
-        ranks: The result of ``TrainingState.gather_own``.
-        others: The positions of the ranks after the chief, if they differ.
-        epoch: The current or next epoch.
-        epoch_step: Completed steps of it.
-        logs: The logs of an epoch that has just ended.
-        seed: The seed of the data orders.
+    ``ranks`` are the own values of all ranks, and ``logs`` those of an epoch that has just ended;
+    the other arguments become attributes of ``TrainingProgress``.
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
@@ -242,12 +230,7 @@ def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) ->
 def find(
     store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
-    """Look for a checkpoint; collective.
-
-    Args:
-        store: The store on the chief, None on other ranks.
-        state: The state of the model, which the checkpoint must match.
-        collectives: The connection between the ranks.
+    """Look for a checkpoint in the chief's ``store``, None on other ranks; collective.
 
     Returns:
         The progress and, on the chief, the whole checkpoint; None without any checkpoint.

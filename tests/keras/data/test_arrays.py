@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -184,63 +183,3 @@ def test_an_invalid_input_on_one_rank_is_an_error_on_all() -> None:
 def test_invalid_arguments(rows: int, options, message: str) -> None:
     with pytest.raises(DataError, match=message):
         shard_on_ranks(1, lambda _: _arrays(rows), **options)
-
-
-class _Recorder(keras.Model):
-    """Collects the ids in each step of Keras' own training loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[int]] = []
-
-    def train_step(self, data):
-        (_, ids), rows, _ = data
-        self.seen.append(ids.numpy()[: int(rows)].tolist())
-        return {"loss": 0.0}
-
-
-class _Epochs(keras.callbacks.Callback):
-    def __init__(self, share) -> None:
-        super().__init__()
-        self._share = share
-
-    def on_epoch_begin(self, epoch, logs=None) -> None:
-        self._share.on_epoch_begin(epoch)
-
-    def on_epoch_end(self, epoch, logs=None) -> None:
-        self._share.on_epoch_end()
-
-
-def _fit(rows: int, epochs: int, steps: int | None) -> list[list[int]]:
-    share = shard_on_ranks(1, lambda _: _arrays(rows), batch_size=4, shuffle=True, steps=steps)[0]
-    model = _Recorder()
-    model.compile(run_eagerly=True)
-    model.fit(
-        share.dataset,
-        epochs=epochs,
-        steps_per_epoch=steps,
-        verbose=0,
-        callbacks=[_Epochs(share)],
-        shuffle=False,
-    )
-    return model.seen
-
-
-def _pass(rows: int, epoch: int) -> list[list[int]]:
-    order = epoch_order(rows, shuffle=True, joint_batch=4, seed=SEED, epoch=epoch)
-    return _chunks(order, 4)
-
-
-def test_every_epoch_of_fit_has_another_order() -> None:
-    assert _fit(18, 3, None) == _pass(18, 0) + _pass(18, 1) + _pass(18, 2)
-
-
-def test_a_pass_may_last_several_epochs() -> None:
-    # In the third epoch, Keras stops after the fifth and last step of the pass.
-    with pytest.warns(UserWarning, match="ran out of data"):
-        assert _fit(18, 4, 2) == _pass(18, 0) + _pass(18, 3)[:2]
-
-
-def test_an_epoch_ends_with_its_pass() -> None:
-    with pytest.warns(UserWarning, match="ran out of data"):
-        assert _fit(18, 2, 7) == _pass(18, 0) + _pass(18, 1)

@@ -40,20 +40,19 @@ def test_arrays() -> None:
         share.on_epoch_end()
 
 
-def test_pipeline() -> None:
-    share = _shard(tf.data.Dataset.range(47).shuffle(47, seed=1).batch(4))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf.data.Dataset.range(47).shuffle(47, seed=1).batch(4),
+        lambda: Batches(47, 4, workers=2),
+    ],
+)
+def test_batches(make) -> None:
+    share = _shard(make(), shuffle=True)
     for epoch in range(2):
         share.on_epoch_begin(epoch)
         assert sorted(flat(_joint(share))) == list(range(47))
         share.verify()
-        share.on_epoch_end()
-
-
-def test_pydataset() -> None:
-    share = _shard(Batches(47, 4, workers=2), shuffle=True)
-    for epoch in range(2):
-        share.on_epoch_begin(epoch)
-        assert sorted(flat(_joint(share))) == list(range(47))
         share.on_epoch_end()
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.batch_structure import parts
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard, shard_on_ranks
 
 
@@ -140,30 +139,14 @@ def test_an_endless_dataset_needs_steps() -> None:
     assert [step.ids for step in read(shares[1], limit=3)] == [[2, 3], [6, 7], [10, 11]]
 
 
-def test_structures_of_batches() -> None:
-    class Structured(Batches):
-        def __init__(self, convert) -> None:
-            super().__init__(5)
-            self.convert = convert
-
+@pytest.mark.parametrize("batch", [(np.ones(2),) * 4, "text"])
+def test_an_unsupported_batch_is_an_error(batch) -> None:
+    class Unsupported(Batches):
         def __getitem__(self, index: int):
-            return self.convert(*super().__getitem__(index))
+            return batch
 
-    conversions = {
-        lambda x, y: y: 1,
-        lambda x, y: (y,): 1,
-        lambda x, y: [x, y]: 2,
-        lambda x, y: {"a": x, "b": y}: 1,
-        lambda x, y: ({"a": x, "b": None}, y, np.ones(len(y))): 3,
-    }
-    for convert, number in conversions.items():
-        share = shard_on_ranks(2, lambda _, convert=convert: Structured(convert))[0]
-        batch, rows, joint_rows = next(iter(share.dataset))
-        assert len(parts(batch)) == number
-        assert (int(rows), int(joint_rows)) == (2, -1)
-    for convert in (lambda x, y: (x, y, x, y), lambda x, y: "text"):
-        with pytest.raises(ValueError, match="__getitem__"):
-            shard_on_ranks(1, lambda _, convert=convert: Structured(convert))
+    with pytest.raises(ValueError, match="__getitem__"):
+        shard_on_ranks(1, lambda _: Unsupported(2))
 
 
 def test_class_weights() -> None:

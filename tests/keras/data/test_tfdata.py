@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -98,42 +97,6 @@ def test_the_dataset_of_a_pipeline_is_created_once() -> None:
 def test_a_static_batch_size_stays_static() -> None:
     share = shard_on_ranks(2, lambda _: _ids(16, 4, drop_remainder=True))[0]
     assert share.dataset.element_spec[0][0].shape == (4, 2)
-
-
-def _dictionary(x, y):
-    return {"a": x, "b": tf.strings.as_string(y)}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x, y: (y,),
-        lambda x, y: y,
-        lambda x, y: (x, y),
-        lambda x, y: (x, y, tf.ones_like(y)),
-        lambda x, y: (x, y, x, y),
-        lambda x, y: (_dictionary(x, y), y),
-        _dictionary,
-        lambda x, y: ((x, y),),
-        lambda x, y: ({"a": x, "b": None}, y),
-    ],
-)
-def test_structures_of_elements(change) -> None:
-    plain = list(_ids(10, 2).map(change))
-    for rank, share in enumerate(shard_on_ranks(2, lambda _: _ids(10, 2).map(change))):
-        elements = list(share.dataset)
-        assert len(elements) == 3
-        for step, (batch, rows, joint_rows) in enumerate(elements):
-            if 2 * step + rank >= len(plain):
-                assert int(rows) == 0
-                continue
-            assert int(rows) == 2
-            assert int(joint_rows) == (4 if step < 2 else 2)
-            expected = plain[2 * step + rank]
-            keras.tree.assert_same_structure(batch, expected)
-            for got, want in zip(keras.tree.flatten(batch), keras.tree.flatten(expected)):
-                if want is not None:
-                    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

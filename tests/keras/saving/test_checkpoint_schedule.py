@@ -59,9 +59,9 @@ def test_a_checkpoint_is_overdue_until_it_is_taken():
 def test_when_ranks_synchronize():
     schedule = CheckpointSchedule(100, None)
     assert schedule.synchronizes(1, 0)
-    schedule.set_next_look(40)
+    schedule.next_look = 40
     assert [step for step in range(2, 42) if schedule.synchronizes(step, step - 1)] == [40, 41]
-    schedule.set_next_look(1000)
+    schedule.next_look = 1000
     steps = [step for step in range(42, 300) if schedule.synchronizes(step, step - 1)]
     assert steps == [100, 200]
 
