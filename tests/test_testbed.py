@@ -38,7 +38,7 @@ def test_hosts_have_separate_folders(cluster: Cluster, place: str) -> None:
 
 def test_cut_and_reconnect_a_host(cluster: Cluster) -> None:
     argv = ["ssh", "-o", "ConnectTimeout=1", "node2", "hostname"]
-    cluster.disconnect("node2")
+    cluster.cut("node2")
     try:
         assert cluster.run(argv, timeout_s=20).returncode == 255
         assert cluster.run(["ssh", "node3", "hostname"], timeout_s=20).stdout == "node3\n"

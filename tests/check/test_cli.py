@@ -173,7 +173,7 @@ class TestCluster:
         assert "allreduce over 4 ranks (shared_memory)" in done.stdout
 
     def test_a_dead_host(self, cluster: Cluster) -> None:
-        cluster.disconnect("node3")
+        cluster.cut("node3")
         try:
             done = check(cluster, "-H", FOUR)
         finally:

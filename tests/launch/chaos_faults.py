@@ -67,10 +67,10 @@ class Chaos:
             self._disk.fill(fault.room_bytes)
             self._repair_later("disk", fault.lasts_s, self._disk.free)
         elif fault.kind == "cut":
-            self._cluster.disconnect(host)
+            self._cluster.cut(host)
             self._repair_later(host, fault.lasts_s, lambda: self._cluster.restore(host))
         elif fault.kind == "interruption":
-            self._cluster.disconnect(host)
+            self._cluster.cut(host)
             self._rest(fault.lasts_s)
             self._cluster.restore(host)
         else:

@@ -92,7 +92,7 @@ def test_the_job_restarts_without_the_lost_host(
     cluster: Cluster, mended: None, elastic: list[str]
 ) -> None:
     job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
-    cluster.disconnect("node2")
+    cluster.cut("node2")
     _, errors = job.communicate(timeout=120)
     assert job.returncode == 0, errors
     assert re.search(
@@ -108,7 +108,7 @@ def test_the_job_restarts_without_the_lost_host(
 
 def test_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
     job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
-    cluster.disconnect("node2")
+    cluster.cut("node2")
     _, errors = job.communicate(timeout=120)
     assert job.returncode == 137, errors
     assert (
@@ -118,7 +118,7 @@ def test_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
 
 
 def test_a_host_that_is_unreachable_from_the_start(cluster: Cluster, mended: None) -> None:
-    cluster.disconnect("node2")
+    cluster.cut("node2")
     options = ["--max-restarts", "1", "--start-timeout-s", "15", "-H", "node1:1,node2:1,node3:1"]
     argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", "print('here')"]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
@@ -142,7 +142,7 @@ print("serves" if place.rank in servers else "trains")
 def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
     tasks = ["--worker-hosts", "node1:2222,node2:2222", "--ps-hosts", "node3:2222,node1:2223"]
     options = ["--mode", "async-ps", "--max-restarts", "1", "--start-timeout-s", "15", *tasks]
-    cluster.disconnect(lost)
+    cluster.cut(lost)
     try:
         argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", SERVES]
         done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
@@ -158,7 +158,7 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
 
 
 def test_a_job_without_servers_does_not_restart(cluster: Cluster, mended: None) -> None:
-    cluster.disconnect("node2")
+    cluster.cut("node2")
     hosts = ["-H", "node1:1,node2:1", "--mode", "async-ps", "--ps-ranks", "1"]
     argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "15", "--", "true"]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)

@@ -65,7 +65,6 @@ INPUTS: dict[str, Callable[[], Any]] = {
     "dataset without targets": lambda: _dataset(A).map(lambda a: (a, None, a[:, 0])),
     "PyDataset of arrays": lambda: Batches(lambda a, b: a),
     "PyDataset of tuples of one": lambda: Batches(lambda a, b: (b,)),
-    "PyDataset with None": lambda: Batches(lambda a, b: ({"a": a, "b": None}, b, a[:, 0])),
     "PyDataset of dicts": lambda: Batches(lambda a, b: {"b": b, "a": a}),
     "PyDataset of named tuples": lambda: Batches(Pair),
     "PyDataset of lists": lambda: Batches(lambda a, b: [(a, b), b]),

@@ -149,6 +149,16 @@ def test_an_unsupported_batch_is_an_error(batch) -> None:
         shard_on_ranks(1, lambda _: Unsupported(2))
 
 
+def test_a_batch_with_none() -> None:
+    class WithNone(Batches):
+        def __getitem__(self, index: int):
+            x, y = super().__getitem__(index)
+            return {"a": x, "b": None}, y
+
+    steps = read(shard_on_ranks(2, lambda _: WithNone(5))[1])
+    assert [(step.ids, step.batch[0]["b"]) for step in steps] == [([2, 3], None), ([], None)]
+
+
 def test_class_weights() -> None:
     share = shard_on_ranks(1, lambda _: Batches(4), class_weight={0: 2.0, 3: 0.5})[0]
     weights = [element[0][2].numpy().tolist() for element in share.dataset]
