@@ -1,27 +1,59 @@
-"""All that hvdtrain uses of other packages and that is not their public API, a module for each."""
+"""Private API of other packages that hvdtrain uses, one module per package."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["lacks", "missing_hooks"]
+from hvdtrain.errors import HvdtrainError
+
+__all__ = ["PrivateApi"]
 
 
-def lacks(library: str, version: str, seen: tuple[str, str], what: str) -> str:
-    """Return the text of an error: what a library lacks, and which versions have it."""
-    oldest, newest = seen
-    return (
-        f"{library} {version} lacks {what}, which hvdtrain needs. It was tested with {library} "
-        f"{oldest} to {newest}: pip install '{library.lower()}>={oldest},<={newest}.99'."
-    )
+@dataclass(frozen=True, kw_only=True)
+class PrivateApi:
+    """The private API of an installed library.
 
+    Attributes:
+        library: Name of the library.
+        version: Installed version.
+        tested: Oldest and newest minor version that the tests have passed with.
+        error: Type of the error if something is missing.
+    """
 
-def missing_hooks(hooks: Mapping[Any, tuple[str, ...]]) -> list[str]:
-    """The names that classes and modules lack of those that are used of each."""
-    return [
-        f"{kind.__name__}.{name}"
-        for kind, names in hooks.items()
-        for name in names
-        if not hasattr(kind, name)
-    ]
+    library: str
+    version: str
+    tested: tuple[str, str]
+    error: type[HvdtrainError]
+
+    def missing(self, names: object) -> HvdtrainError:
+        """Return the error that the library lacks something."""
+        oldest, newest = self.tested
+        return self.error(
+            f"{self.library} {self.version} lacks {names}, which hvdtrain needs; install a version "
+            f"that hvdtrain was tested with: "
+            f"pip install '{self.library.lower()}>={oldest},<={newest}.99'."
+        )
+
+    def get(self, holder: Any, name: str) -> Any:
+        """Return a private attribute, or raise an error that names it."""
+        try:
+            return getattr(holder, name)
+        except AttributeError:
+            raise self.missing(f"{type(holder).__name__}.{name}") from None
+
+    def list_reader(self, name: str) -> Callable[[Any], list[Any]]:
+        """Return a function that copies a private list of its argument."""
+        return lambda holder: list(self.get(holder, name))
+
+    def check(self, hooks: Mapping[Any, tuple[str, ...]]) -> None:
+        """Raise an error if a class, module or object lacks any of its hooks."""
+        missing = [
+            f"{getattr(holder, '__name__', type(holder).__name__)}.{name}"
+            for holder, names in hooks.items()
+            for name in names
+            if not hasattr(holder, name)
+        ]
+        if missing:
+            raise self.missing(", ".join(missing))

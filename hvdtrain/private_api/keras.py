@@ -1,8 +1,7 @@
-"""All of Keras' private API that hvdtrain uses, and whether the Keras that is there has it.
+"""Private API of Keras.
 
-What a user may pass to ``fit`` is defined by what Keras accepts: arrays of many libraries, nested,
-with None in places, cast to floatx. Using Keras' own conversions keeps it the same here. Classes
-that override private methods of Keras name them where they do it; ``HOOKS`` lists them.
+``fit`` accepts whatever Keras accepts: nested arrays of many libraries, also None, cast to floatx.
+Using Keras' own conversions keeps this the same in hvdtrain.
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError, ModelError
-from hvdtrain.private_api import lacks, missing_hooks
+from hvdtrain.private_api import PrivateApi
 
-SEEN = ("3.14", "3.15")
-"""The oldest and the newest Keras that tests have passed with: all with the newest, with the oldest
-those that hang on Keras' own code (``make test-keras``)."""
+# All tests pass with the newest version, and `make test-keras` with the oldest.
+_api = PrivateApi(
+    library="Keras", version=keras.version(), tested=("3.14", "3.15"), error=ModelError
+)
 
 try:
     from keras.src.backend import compute_output_spec
@@ -41,30 +42,28 @@ try:
         can_convert_arrays,
     )
 
-    # Reduce the values of a loss to what is reported; merge a mask into sample weights.
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
-    # The generator behind keras.random, which Keras makes where there is none.
+    # Returns the generator of keras.random, which Keras creates on first use.
     make_global_generator = seed_generator.global_seed_generator
     is_grain_dataset = data_adapters.is_grain_dataset
     is_tf_dataset = data_adapters.is_tf_dataset
     is_torch_dataloader = data_adapters.is_torch_dataloader
     class_sample_weights = data_adapter_utils.class_weight_to_sample_weights
-    # Makes a function from (x, y) to (x, y, sample_weight) for use inside Dataset.map.
+    # Returns a function from (x, y) to (x, y, sample_weight) for Dataset.map.
     class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
-    # Divides arrays into what fit trains on, and what it validates with.
+    # Splits arrays into training and validation data.
     split_validation = array_slicing.train_validation_split
-    # The mask that a layer leaves with its output, or None.
+    # The mask that a layer attaches to its output, or None.
     get_mask = masking.get_keras_mask
     set_mask = masking.set_keras_mask
 except (ImportError, AttributeError) as error:
-    raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
+    raise _api.missing(error) from error
 
 __all__ = [
     "HOOKS",
     "NOT_STATE",
     "RATE",
     "RESULTS",
-    "SEEN",
     "SYMBOLIC_BUILD",
     "FitIterator",
     "accumulated_gradients",
@@ -120,7 +119,7 @@ __all__ = [
     "warn_of_interruption",
 ]
 
-# What hvdtrain overrides, or calls on objects of these classes.
+# The attributes of classes that hvdtrain overrides or calls.
 HOOKS: dict[type, tuple[str, ...]] = {
     keras.Model: (
         "_clear_losses",
@@ -149,58 +148,44 @@ HOOKS: dict[type, tuple[str, ...]] = {
     TFEpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
 }
 
-# What a compiled model and a built optimizer hold.
+# The attributes of objects: a compiled model, an optimizer, and a built one with use_ema.
 _OF_A_MODEL = ("_call_has_training_arg", "_compile_loss", "_initial_epoch", "_loss_tracker")
 _OF_AN_OPTIMIZER = ("_iterations", "_learning_rate", "_trainable_variables")
-_AVERAGES = "_model_variables_moving_average"  # of one that is built, with use_ema
+_AVERAGES = "_model_variables_moving_average"
 
 RESULTS = "_get_metrics_result_or_logs"
-"""The method of a model that says what its loops report; takes what the last step returned."""
+"""Method of a model that returns the results of ``fit``, given the logs of the last step."""
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
-"""The method of a model to which ``fit`` shows its iterator, as ``iterator``."""
+"""Method of a model that ``fit`` calls with its iterator, as ``iterator``."""
 NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
-"""An optimizer's attributes beside state: the model's variables, a list of all, waiting sums."""
+"""Attributes of an optimizer that hold variables other than its state."""
 RATE = "_get_current_learning_rate"
-"""The method of an optimizer that computes the learning rate of a step."""
+"""Method of an optimizer that computes the learning rate of a step."""
 
 FitIterator: type[Any] = TFEpochIterator
-"""The class of the iterator that ``fit`` uses for the steps of its epochs."""
+"""Class of the iterator of ``fit``."""
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Check that this Keras has all that hvdtrain needs of it, given a compiled model.
+    """Check that Keras has the private API that hvdtrain needs.
 
-    ``optimizers`` are the plain ones that it applies.
+    Args:
+        model: Compiled model.
+        optimizers: Plain optimizers that the model applies.
 
     Raises:
-        ModelError: Something is missing; names it, and the versions of Keras that have it.
+        ModelError: Something is missing.
     """
-    missing = missing_hooks(HOOKS)
-    missing += [f"{type(model).__name__}.{n}" for n in _OF_A_MODEL if not hasattr(model, n)]
+    _api.check(HOOKS)
+    _api.check({model: _OF_A_MODEL})
     for optimizer in optimizers:
-        averages = getattr(optimizer, "built", False) and getattr(optimizer, "use_ema", False)
-        names = (*_OF_AN_OPTIMIZER, _AVERAGES) if averages else _OF_AN_OPTIMIZER
-        absent = [name for name in names if not hasattr(optimizer, name)]
-        missing += [f"{type(optimizer).__name__}.{name}" for name in absent]
-    if missing:
-        raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
-
-
-def _held(holder: Any, name: str) -> Any:
-    """Return a private attribute.
-
-    Raises:
-        ModelError: The object has none of this name; names the versions of Keras that have it.
-    """
-    try:
-        return getattr(holder, name)
-    except AttributeError:
-        missing = f"{type(holder).__name__}.{name}"
-        raise ModelError(lacks("Keras", keras.version(), SEEN, missing)) from None
+        has_averages = getattr(optimizer, "built", False) and getattr(optimizer, "use_ema", False)
+        names = (*_OF_AN_OPTIMIZER, _AVERAGES) if has_averages else _OF_AN_OPTIMIZER
+        _api.check({optimizer: names})
 
 
 def set_untracked(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute past Keras' ``__setattr__``, which would make it part of what is saved."""
+    """Set an attribute that Keras does not track and save."""
     object.__setattr__(holder, name, value)
 
 
@@ -208,59 +193,54 @@ def set_untracked(holder: Any, name: str, value: Any) -> None:
 
 
 def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any]:
-    """All layers that a model or layer is made of."""
+    """Return all nested layers of a model or layer."""
     return list(model._flatten_layers(include_self=include_self))
 
 
-def own_trainable_variables(holder: Any) -> list[Any]:
-    """The trainable variables of a layer or an optimizer itself, without those of its parts."""
-    return list(_held(holder, "_trainable_variables"))
+own_trainable_variables = _api.list_reader("_trainable_variables")
+"""Return the trainable variables of a layer or optimizer, without nested ones."""
 
-
-def own_non_trainable_variables(layer: Any) -> list[Any]:
-    """The variables that a layer itself updates without gradients."""
-    return list(_held(layer, "_non_trainable_variables"))
+own_non_trainable_variables = _api.list_reader("_non_trainable_variables")
+"""Return the variables that a layer updates without gradients, without nested ones."""
 
 
 def own_losses(layer: Any) -> list[Any]:
-    """Return the losses that ``add_loss`` of a layer was given, without those of its parts."""
+    """Return the losses that were passed to ``add_loss`` of a layer, without nested ones."""
     return list(layer._get_own_losses())
 
 
-def clear_losses(model: keras.Model) -> None:
-    """Forget what ``add_loss`` was given."""
-    model._clear_losses()
+clear_losses = methodcaller("_clear_losses")
+"""Remove the losses that were passed to ``add_loss``."""
 
 
 def has_training_argument(model: keras.Model) -> bool:
-    """Whether ``call`` of the model has an argument ``training``."""
+    """Return whether ``call`` of a model has an argument ``training``."""
     return bool(model._call_has_training_arg)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """The loss of a batch, as the step of the model computes it."""
+    """Compute the loss of a batch as in the train step."""
     return model._compute_loss(**arguments)
 
 
-def compiled_loss(model: keras.Model) -> Any:
-    """Return what ``compile`` made of the losses."""
-    return model._compile_loss
+compiled_loss = attrgetter("_compile_loss")
+"""Return the compiled loss; None without a loss."""
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """Return what ``compile`` made of each single loss; empty before it is built."""
+    """Return the losses of a compiled loss; empty before it is built."""
     loss = compiled_loss(model)
-    return [] if loss is None else list(_held(loss, "_flat_losses") or [])
+    return [] if loss is None else list(_api.get(loss, "_flat_losses") or [])
 
 
 @contextmanager
 def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
-    """Within the block multiply what each Keras loss returns.
+    """Multiply the result of each Keras loss within the block.
 
     Args:
-        factor: Takes the loss's reduction, and what its mean is divided by the sum of: its mask, or
-            its sample weights with ``mean_with_sample_weight``; None for a mean over all values.
-            Returns a scalar, or None for 1.
+        factor: Function that returns a scalar, or None to keep the result. Its arguments are the
+            reduction of the loss and the divisor of its mean before summation: the mask, or the
+            sample weights for ``mean_with_sample_weight``, or None.
     """
 
     def reduce(
@@ -271,11 +251,11 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
         dtype: Any = None,
     ) -> Any:
         reduced = _reduce_values(values, sample_weight, mask, reduction, dtype)
-        counted = mask
+        divisor = mask
         if reduction == "mean_with_sample_weight":
-            counted = _apply_mask(sample_weight, mask, reduced.dtype, reduction)
-        by = factor(reduction, counted)
-        return reduced if by is None else reduced * tf.cast(by, reduced.dtype)
+            divisor = _apply_mask(sample_weight, mask, reduced.dtype, reduction)
+        scale = factor(reduction, divisor)
+        return reduced if scale is None else reduced * tf.cast(scale, reduced.dtype)
 
     loss_module.reduce_weighted_values = reduce
     try:
@@ -285,105 +265,94 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
 
 
 def loss_tracker(model: keras.Model) -> Any:
-    """The metric ``loss``, or None."""
+    """Return the metric ``loss``, or None."""
     return getattr(model, "_loss_tracker", None)
 
 
 def nested_metrics(metric: Any) -> list[Any]:
-    """Return the metrics that a metric is made of: what ``compile`` was given, for its own."""
-    return list(getattr(metric, "metrics", None) or _held(metric, "_metrics"))
+    """Return the metrics inside a compiled or composite metric."""
+    return list(getattr(metric, "metrics", None) or _api.get(metric, "_metrics"))
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
-    """Build what ``compile`` made for batches of these specs."""
+    """Build the compiled metrics and loss for batches of these specs."""
     model._symbolic_build(data_batch=batch_spec)
 
 
 def output_spec(model: keras.Model, inputs: Any) -> Any:
-    """Call the model with symbols, which builds it."""
+    """Build a model by a symbolic call."""
     return compute_output_spec(model, inputs, training=False)
 
 
-def initial_epoch(model: keras.Model) -> int | None:
-    """The epoch that ``fit`` begins with where its argument doesn't say; None for none."""
-    epoch: int | None = model._initial_epoch
-    return epoch
+initial_epoch = attrgetter("_initial_epoch")
+"""Return the first epoch of ``fit`` without an argument; None if unset."""
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Let ``fit`` begin with another epoch."""
+    """Set the first epoch of ``fit``."""
     model._initial_epoch = epoch
 
 
 def set_steps_seen(iterator: Any, steps: int) -> None:
-    """Tell ``fit``'s iterator how many steps of the epoch are done."""
-    _held(iterator, "_steps_seen")
+    """Set the number of completed steps of the iterator of ``fit``."""
+    _api.get(iterator, "_steps_seen")
     iterator._steps_seen = steps
 
 
-def warn_of_interruption(iterator: Any) -> None:
-    """Let ``fit``'s iterator warn that the data ended before the epoch."""
-    iterator._interrupted_warning()
+warn_of_interruption = methodcaller("_interrupted_warning")
+"""Warn that the data of ``fit`` ended before the epoch."""
+
+seed_generators_of = _api.list_reader("_seed_generators")
+"""Return the seed generators of a layer, without nested ones."""
 
 
-def seed_generators_of(layer: Any) -> list[Any]:
-    """The random states of a layer itself."""
-    return list(_held(layer, "_seed_generators"))
-
-
-def register_as(made: type, plain: type) -> None:
-    """Let a class made of ``plain`` be saved under the name by which that one is registered."""
+def register_as(derived: type, plain: type) -> None:
+    """Register a class under the name of ``plain``, for saving."""
     if plain in GLOBAL_CUSTOM_NAMES:
-        GLOBAL_CUSTOM_NAMES[made] = GLOBAL_CUSTOM_NAMES[plain]
+        GLOBAL_CUSTOM_NAMES[derived] = GLOBAL_CUSTOM_NAMES[plain]
 
 
 def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let a BatchNormalization take other moments: what ``make`` makes of its class's method."""
+    """Replace the method that computes the moments of a BatchNormalization."""
     plain = functools.partial(type(layer)._moments, layer)
     set_untracked(layer, "_moments", make(plain))
 
 
-def reduction_axes(layer: Any) -> list[int]:
-    """The axes over which a BatchNormalization takes its moments."""
-    return list(_held(layer, "_reduction_axes"))
+reduction_axes = _api.list_reader("_reduction_axes")
+"""Return the axes over which a BatchNormalization computes its moments."""
 
 
 # Optimizers.
 
+learning_rate_of = attrgetter("_learning_rate")
+"""Return the learning rate of a plain optimizer: a variable, schedule or function."""
 
-def learning_rate_of(optimizer: Any) -> Any:
-    """Return a plain optimizer's learning rate as it holds it: a variable, schedule or function."""
-    return optimizer._learning_rate
-
-
-def iterations_of(optimizer: Any) -> Any:
-    """The variable in which a plain optimizer counts steps; unlike ``iterations`` not updates."""
-    return optimizer._iterations
+iterations_of = attrgetter("_iterations")
+"""Return the step counter of a plain optimizer; ``iterations`` counts updates."""
 
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
-    """The sums of gradients that wait for those of later steps; empty without them."""
-    waits = optimizer.built and optimizer.gradient_accumulation_steps
-    return list(_held(optimizer, "_accumulated_gradients")) if waits else []
+    """Return the accumulated gradients; empty without gradient accumulation."""
+    accumulates = optimizer.built and optimizer.gradient_accumulation_steps
+    return list(_api.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
 
-def moving_averages(optimizer: Any) -> list[Any]:
-    """The moving averages of its variables, of an optimizer that is built and has ``use_ema``."""
-    return list(_held(optimizer, _AVERAGES))
+moving_averages = _api.list_reader(_AVERAGES)
+"""Return the moving averages of a built optimizer with ``use_ema``."""
 
 
 def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Let an optimizer with ``use_ema`` take weights into their moving averages."""
+    """Update the moving averages of an optimizer with ``use_ema``."""
     optimizer._update_model_variables_moving_average(variables)
 
 
 def assign_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Give variables the moving averages of their weights."""
+    """Assign the moving averages to the variables."""
     optimizer._overwrite_model_variables_with_average_value(variables)
 
 
 def has_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Whether weight decay is for this variable, too."""
+    """Return whether weight decay applies to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
@@ -391,12 +360,12 @@ def has_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def global_generator() -> Any:
-    """The generator behind ``keras.random``; None before it was first used."""
+    """Return the generator of ``keras.random``; None before its first use."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 def set_global_generator(generator: Any) -> None:
-    """Let ``keras.random`` draw from another generator; None: from one that Keras makes."""
+    """Set the generator of ``keras.random``; None makes Keras create one."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
@@ -404,14 +373,14 @@ def set_global_generator(generator: Any) -> None:
 
 
 def are_arrays(*structures: Any) -> bool:
-    """Whether Keras would treat these (nested, None allowed) as arrays held in memory."""
+    """Return whether Keras treats nested structures as arrays in memory, with optional parts."""
     return bool(can_convert_arrays(structures)) and any(
         leaf is not None for leaf in keras.tree.flatten(structures)
     )
 
 
 def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
-    """Raise Keras' error if targets or weights stand beside an input that holds them itself."""
+    """Raise Keras' error if targets or weights are passed with an input that contains them."""
     if y is not None:
         data_adapters.raise_unsupported_arg("y", "the targets", kind)
     if sample_weight is not None:
@@ -419,30 +388,30 @@ def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
 
 
 def default_batch_size(rows: int, steps: int | None, size: int) -> int:
-    """Keras' choice where the user gave no batch size, per rank: 32, or to fit ``steps``."""
+    """Return Keras' default batch size per rank: 32, or to fit ``steps``."""
     return max(1, math.ceil(rows / (steps * size))) if steps else 32
 
 
 def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[Any, int]:
-    """Check arrays as Keras does and turn class weights into sample weights.
+    """Validate arrays as Keras does, and convert class weights to sample weights.
 
     Returns:
-        The batch that a step gets, but with all rows, lists made tuples; and the rows.
+        The batch of all rows, with lists as tuples, and the number of rows.
 
     Raises:
-        ValueError: From Keras: different lengths, or weights that don't fit the targets.
+        ValueError: Lengths differ, or weights do not match the targets.
     """
     if y is None and class_weight is not None:
-        raise DataError("class_weight was given without targets: pass y, or leave it out.")
+        raise DataError("class_weight requires targets; pass y.")
     adapter = ArrayDataAdapter(
         x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
     )
-    inputs = keras.tree.lists_to_tuples(_held(adapter, "_inputs"))
-    return inputs, int(_held(adapter, "_num_samples"))
+    inputs = keras.tree.lists_to_tuples(_api.get(adapter, "_inputs"))
+    return inputs, int(_api.get(adapter, "_num_samples"))
 
 
 def column(array: Any) -> Any:
-    """One array as something that ``gather`` takes: cast to floatx, as tensors on the host."""
+    """Convert an array to an argument of ``gather``: cast to floatx, on the host."""
     converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
     if isinstance(converted, array_slicing.TensorflowSparseWrapper):
         return converted
@@ -452,20 +421,20 @@ def column(array: Any) -> Any:
 
 
 def gather(column: Any, indices: Any) -> Any:
-    """Rows of a ``column``, in the order of ``indices``; works inside a graph."""
+    """Return rows of a ``column`` in the order of ``indices``, also in a graph."""
     if isinstance(column, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
     return tf.gather(column, indices, axis=0)
 
 
 def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
-    """Return the specs that several flat batches (lists of arrays) share, entry by entry."""
+    """Return the common specs of several flat batches, which are lists of arrays."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
     return list(merged)
 
 
 def host_array(leaf: Any) -> Any:
-    """Convert a torch tensor to a NumPy array, sparse data of SciPy and JAX to TensorFlow's."""
+    """Convert torch tensors to NumPy, and sparse data of SciPy and JAX to TensorFlow."""
     if data_adapter_utils.is_torch_tensor(leaf):
         return leaf.detach().cpu().numpy()
     if data_adapter_utils.is_scipy_sparse(leaf):
@@ -476,7 +445,7 @@ def host_array(leaf: Any) -> Any:
 
 
 def length_of_dataloader(loader: Any) -> int | None:
-    """Return the number of batches of a torch ``DataLoader``; None if unknown, or anything else."""
+    """Return the number of batches of a torch ``DataLoader``; None if unknown or another type."""
     if is_torch_dataloader(loader) and hasattr(loader.dataset, "__len__"):
         return len(loader)
     return None

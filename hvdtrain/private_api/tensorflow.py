@@ -1,8 +1,7 @@
-"""All of TensorFlow's private API that hvdtrain uses, and whether the installed one has it.
+"""Private API of TensorFlow.
 
-Collective operations of TensorFlow run between servers, one in each process, which the runtime
-starts when it starts itself; tf.distribute does it in this way, too. Graphs and sessions have no
-public way to put operations into an order, and datasets none to look at their parts.
+TensorFlow's collectives run between servers, one per process, which the runtime starts as for
+``tf.distribute``. Only private API gives access to operations of graphs and inputs of datasets.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ import random
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.private_api import lacks, missing_hooks
+from hvdtrain.private_api import PrivateApi
 
-SEEN = ("2.21", "2.21")
-"""The oldest and the newest TensorFlow that all tests have passed with."""
+_api = PrivateApi(
+    library="TensorFlow", version=tf.__version__, tested=("2.21", "2.21"), error=LaunchError
+)
 
 try:
     from tensorflow.core.framework import attr_value_pb2
@@ -31,14 +32,13 @@ try:
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
 
-    # The global seed as it was set; reading it through tf.compat would draw from the generator.
+    # tf.compat would draw from the generator.
     global_seed = context.global_seed
 except (ImportError, AttributeError) as error:
-    raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, str(error))) from error
+    raise _api.missing(error) from error
 
 __all__ = [
     "HOOKS",
-    "SEEN",
     "abort_collectives",
     "add_control_input",
     "cache_file",
@@ -66,7 +66,7 @@ __all__ = [
     "variant_tensor",
 ]
 
-# What hvdtrain overrides, or calls on objects of these classes.
+# The attributes of classes and modules that hvdtrain overrides or calls.
 HOOKS: dict[Any, tuple[str, ...]] = {
     tf.Graph: (
         "_get_control_flow_context",
@@ -88,8 +88,8 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     ),
 }
 
-# By kind of dataset, the attribute that says whether it draws anew at each iteration.
-_DRAWS = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
+# The attribute of a dataset that is True if each iteration is different, by type.
+_RESHUFFLES = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
 
 _JOB = "worker"
 _REUSE = "TF_GRPC_REUSE_PORT"
@@ -99,44 +99,30 @@ _connected = False
 
 
 def check() -> None:
-    """Check that this TensorFlow has all that hvdtrain needs of it.
+    """Check that TensorFlow has the private API that hvdtrain needs.
 
     Raises:
-        LaunchError: Something is missing; names it, and the versions of TensorFlow that have it.
+        LaunchError: Something is missing.
     """
-    if missing := missing_hooks(HOOKS):
-        raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, ", ".join(missing)))
-
-
-def _held(holder: Any, name: str) -> Any:
-    """Return a private attribute.
-
-    Raises:
-        LaunchError: The object has none of this name; names the versions of TensorFlow with it.
-    """
-    try:
-        return getattr(holder, name)
-    except AttributeError:
-        missing = f"{type(holder).__name__}.{name}"
-        raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, missing)) from None
+    _api.check(HOOKS)
 
 
 # The runtime.
 
 
 def in_use() -> bool:
-    """Whether the program has used TensorFlow's devices, so that they can't be set up any more."""
-    return _held(context.context(), "_context_handle") is not None
+    """Return whether TensorFlow has initialized its devices, which then can't be configured."""
+    return _api.get(context.context(), "_context_handle") is not None
 
 
 def is_connected() -> bool:
-    """Whether ``connect`` was called: it can be only once in a process."""
+    """Return whether ``connect`` was called, which is possible once per process."""
     return _connected
 
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """A TCP port that no other process gets, and that TensorFlow's server can take within."""
+    """Reserve a TCP port that only TensorFlow's server can bind within the block."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         probe.bind(("", 0))
@@ -151,9 +137,12 @@ def reserve_port() -> Iterator[int]:
 
 
 def connect(addresses: Sequence[str], rank: int, port: int) -> None:
-    """Start this process's server, and tell it where the others are.
+    """Start this process's server and connect it to the others.
 
-    ``addresses`` holds that of each rank's server as "host:port"; ``port`` is that of this one.
+    Args:
+        addresses: Address of each rank's server, "host:port".
+        rank: Rank of this process.
+        port: Port of this process's server.
 
     Raises:
         tf.errors.OpError: The server does not start.
@@ -180,14 +169,14 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
 
 
 def abort_collectives(reason: str) -> None:
-    """End all collective operations, now and later, here and where others wait for this process."""
+    """Abort all current and future collectives of this process and of peers that wait for it."""
     code: Any = tf.errors.UNAVAILABLE
     context.context().abort_collective_ops(code, reason)
 
 
 def operation_seeds() -> random.Random:
-    """The generator of operations' seeds, once a global seed is set."""
-    generator: random.Random = _held(context.context(), "_rng")
+    """Return the generator of operation seeds, which exists if a global seed is set."""
+    generator: random.Random = _api.get(context.context(), "_rng")
     return generator
 
 
@@ -195,11 +184,10 @@ def operation_seeds() -> random.Random:
 
 
 def function_body(graph: Any, name: str) -> Iterable[Any]:
-    """Return what a function that a graph knows consists of.
+    """Return the operations of a function of a graph; empty if the function is unknown.
 
-    Operations, if TensorFlow keeps the function's graph; else ``NodeDef`` messages: functions of
-    ``Defun`` and of imported graphs have a definition only. Empty if the graph knows no function of
-    this name.
+    For functions of ``Defun`` and of imported graphs, which lack a graph, ``NodeDef`` messages are
+    returned.
 
     Raises:
         AttributeError: The function has neither.
@@ -207,39 +195,31 @@ def function_body(graph: Any, name: str) -> Iterable[Any]:
     function = graph._get_function(name)
     if function is None:
         return ()
-    if hasattr(function, "graph"):
-        body: Iterable[Any] = function.graph.get_operations()
-        return body
-    nodes: Iterable[Any] = function.definition.node_def
-    return nodes
+    has_graph = hasattr(function, "graph")
+    return function.graph.get_operations() if has_graph else function.definition.node_def
 
 
-def unfinalize(graph: Any) -> None:
-    """Let operations be added to a graph that is complete."""
-    graph._unsafe_unfinalize()
+unfinalize = methodcaller("_unsafe_unfinalize")
+"""Allow adding operations to a finalized graph."""
 
 
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
-    """Let an operation wait for another one, though both are there already."""
+    """Make an existing operation depend on another one."""
     operation._add_control_input(before)
 
 
 def run_iterations_serially(enter: tf.Operation) -> None:
-    """Let a loop end each turn before the next; to be told by all operations that enter it.
-
-    A session goes by the one that happens to be the first, and complains where they differ.
-    """
+    """Make a loop run one iteration at a time; call it with each operation that enters the loop."""
     enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
 
 
-def control_flow_context(operation: tf.Operation) -> Any:
-    """The innermost ``cond`` or ``while_loop`` of TensorFlow 1 around an operation, or None."""
-    return operation._get_control_flow_context()
+control_flow_context = methodcaller("_get_control_flow_context")
+"""Return the TensorFlow 1 ``cond`` or ``while_loop`` around an operation, or None."""
 
 
 @contextmanager
 def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
-    """Within the block operations are added to this ``cond`` or ``while_loop``, None for none."""
+    """Add operations to a ``cond`` or ``while_loop`` or, if None, to the graph within the block."""
     around = graph._get_control_flow_context()
     graph._set_control_flow_context(inner)
     try:
@@ -251,9 +231,9 @@ def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
 def replace_session_methods(
     replace: Callable[[Callable[..., Any], Callable[..., Any]], tuple[Any, Any]],
 ) -> None:
-    """Replace what sessions do before they take note of a graph, and how they run it; once.
+    """Replace the methods of sessions that read a graph and run it, on the first call.
 
-    ``replace`` gets both methods as they are, and returns what takes their places.
+    ``replace`` is called with both methods and returns their replacements.
     """
     if not hasattr(BaseSession, _REPLACED):
         methods = replace(BaseSession._extend_graph, BaseSession._do_run)
@@ -262,12 +242,10 @@ def replace_session_methods(
 
 
 def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
-    """Let the functions that are made from now on be completed first; once.
+    """Call a function with the graph of each tf.function before it is completed; once.
 
-    ``complete`` gets the graph of a function, to which it may add, and returns what is to run
-    whether it is used or not. A function is made of a graph when that is complete, by code of
-    TensorFlow that has no other place for it: the call of an inner function is added after all that
-    its body is made of.
+    ``complete`` may add to the graph, and returns the operations that each call must run. This is
+    the only place at which the graph contains all operations, including calls of inner functions.
     """
     make = atomic_function.from_func_graph
 
@@ -283,10 +261,9 @@ def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
 
 
 def exclude_from_autograph(package: str) -> None:
-    """Let functions of TensorFlow take the code of a package as it is written; once.
+    """Exclude the code of a package from AutoGraph, whose conversion is slower than tracing.
 
-    AutoGraph otherwise translates each Python function that one of them calls, which takes longer
-    than to trace them all. Publicly, that can be said of single functions alone.
+    The public API excludes single functions only.
     """
     if not hasattr(autograph, _REPLACED):
         autograph.CONVERSION_RULES = (autograph.DoNotConvert(package), *autograph.CONVERSION_RULES)
@@ -297,12 +274,12 @@ def exclude_from_autograph(package: str) -> None:
 
 
 def input_datasets(dataset: Any) -> list[Any]:
-    """The datasets that a dataset takes its elements from."""
+    """Return the input datasets of a dataset."""
     return list(dataset._inputs())
 
 
 def captured_tensors(dataset: Any) -> list[Any]:
-    """The tensors that functions of a dataset use and don't get as arguments."""
+    """Return the captured tensors of the functions of a dataset."""
     return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
 
 
@@ -312,34 +289,33 @@ def function_graphs(dataset: Any) -> list[Any]:
 
 
 def cache_file(dataset: Any) -> str:
-    """Return the file name of a ``Dataset.cache``; empty for a cache in memory or another kind."""
+    """Return the file name of a ``Dataset.cache``; empty in memory or for other datasets."""
     if _kind(dataset) != "CacheDataset":
         return ""
-    name = _held(dataset, "_filename")
+    name = _api.get(dataset, "_filename")
     return name.numpy().decode() if tf.is_tensor(name) else ""
 
 
 def is_nondeterministic(dataset: Any) -> bool | None:
-    """Return whether a dataset has ``deterministic=False``; None where it does not keep that."""
+    """Return whether a dataset has ``deterministic=False``; None if it does not store it."""
     value = getattr(dataset, "_deterministic", None)
     return None if value is None else value == "false"
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Whether a dataset of random numbers or of an order has others at each iteration."""
-    name = _DRAWS.get(_kind(dataset))
-    return name is not None and bool(_held(dataset, name))
+    """Return whether a shuffle or random dataset differs in each iteration."""
+    name = _RESHUFFLES.get(_kind(dataset))
+    return name is not None and bool(_api.get(dataset, name))
 
 
 def _kind(dataset: Any) -> str:
     return type(dataset).__name__.lstrip("_")
 
 
-def variant_tensor(dataset: Any) -> tf.Tensor:
-    """A dataset as what TensorFlow's operations take."""
-    return dataset._variant_tensor
+variant_tensor = attrgetter("_variant_tensor")
+"""Return the variant tensor of a dataset."""
 
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
-    """An iterator as what TensorFlow's operations take."""
-    return _held(iterator, "_iterator_resource")
+    """Return the resource tensor of an iterator."""
+    return _api.get(iterator, "_iterator_resource")

@@ -1,4 +1,4 @@
-"""A Keras that lacks what hvdtrain needs of it is told of when a model is distributed."""
+"""Missing private API of Keras is an error of ``distribute`` that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import hvdtrain
 from hvdtrain.errors import ModelError
 from hvdtrain.private_api import keras as private_keras
-from hvdtrain.private_api.keras import HOOKS, SEEN
+from hvdtrain.private_api.keras import HOOKS
 
 NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
 
@@ -20,7 +20,7 @@ NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
     ("kind", "name"), NAMES, ids=lambda value: getattr(value, "__name__", value)
 )
 @pytest.mark.ranks(1)
-def test_what_is_missing_is_named(world, monkeypatch, kind: type, name: str) -> None:
+def test_a_missing_attribute_of_a_class_is_named(world, monkeypatch, kind: type, name: str) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     for owner in [base for base in kind.__mro__ if name in vars(base)]:
@@ -31,7 +31,7 @@ def test_what_is_missing_is_named(world, monkeypatch, kind: type, name: str) -> 
 
 
 @pytest.mark.ranks(1)
-def test_what_an_optimizer_lacks_is_named(world) -> None:
+def test_a_missing_attribute_of_an_optimizer_is_named(world) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     del model.optimizer._learning_rate
@@ -40,7 +40,7 @@ def test_what_an_optimizer_lacks_is_named(world) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_averages_that_an_optimizer_lacks_are_named(world) -> None:
+def test_missing_moving_averages_are_named(world) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(use_ema=True), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -68,22 +68,24 @@ def test_averages_that_an_optimizer_lacks_are_named(world) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_an_object_lacks_is_named(read, name: str, holder: dict) -> None:
+def test_a_missing_attribute_of_an_object_is_named(read, name: str, holder: dict) -> None:
     with pytest.raises(ModelError, match=rf"lacks SimpleNamespace\.{name}, which"):
         read(SimpleNamespace(**holder))
 
 
 @pytest.mark.parametrize(
-    ("held", "name"), [({}, "_inputs"), ({"_inputs": np.zeros(2)}, "_num_samples")]
+    ("attributes", "name"), [({}, "_inputs"), ({"_inputs": np.zeros(2)}, "_num_samples")]
 )
-def test_what_the_adapter_of_arrays_lacks_is_named(monkeypatch, held: dict, name: str) -> None:
-    adapter = SimpleNamespace(**held)
+def test_a_missing_attribute_of_the_array_adapter_is_named(
+    monkeypatch, attributes: dict, name: str
+) -> None:
+    adapter = SimpleNamespace(**attributes)
     monkeypatch.setattr(private_keras, "ArrayDataAdapter", lambda *args, **options: adapter)
     with pytest.raises(ModelError, match=rf"lacks SimpleNamespace\.{name}, which"):
         private_keras.pack_arrays(np.zeros(2), None, None, None)
 
 
-def test_the_keras_that_is_there_was_seen() -> None:
+def test_the_installed_keras_is_a_tested_version() -> None:
     major, minor = map(int, keras.version().split(".")[:2])
-    oldest, newest = (tuple(map(int, version.split("."))) for version in SEEN)
+    oldest, newest = (tuple(map(int, version.split("."))) for version in private_keras._api.tested)
     assert oldest <= (major, minor) <= newest

@@ -1,4 +1,4 @@
-"""A TensorFlow that lacks what hvdtrain needs of it is told of by init()."""
+"""Missing private API of TensorFlow is an error of ``init`` that names it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tensorflow as tf
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
-from hvdtrain.private_api.tensorflow import HOOKS, SEEN
+from hvdtrain.private_api.tensorflow import HOOKS
 from hvdtrain.tensorflow import devices
 from tests.harness.jobs import REPOSITORY
 
-# Modules below the public one.
+# Imports of private modules.
 PRIVATE = re.compile(r"^\s*(from|import) tensorflow\.(python|core)", re.MULTILINE)
 NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
 
@@ -23,7 +23,9 @@ NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
 @pytest.mark.parametrize(
     ("kind", "name"), NAMES, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_what_is_missing_is_named(monkeypatch, kind: type | ModuleType, name: str) -> None:
+def test_a_missing_attribute_of_a_class_or_module_is_named(
+    monkeypatch, kind: type | ModuleType, name: str
+) -> None:
     owners = kind.__mro__ if isinstance(kind, type) else [kind]
     for owner in [owner for owner in owners if name in vars(owner)]:
         monkeypatch.delattr(owner, name)
@@ -41,7 +43,7 @@ def test_what_is_missing_is_named(monkeypatch, kind: type | ModuleType, name: st
         (private_tensorflow.reshuffles, "_RandomDataset", "_rerandomize"),
     ],
 )
-def test_what_an_object_lacks_is_named(read, kind: str, name: str) -> None:
+def test_a_missing_attribute_of_an_object_is_named(read, kind: str, name: str) -> None:
     with pytest.raises(LaunchError, match=rf"lacks {kind}\.{name}, which"):
         read(type(kind, (), {})())
 
@@ -50,19 +52,21 @@ def test_what_an_object_lacks_is_named(read, kind: str, name: str) -> None:
     ("read", "name"),
     [(private_tensorflow.operation_seeds, "_rng"), (private_tensorflow.in_use, "_context_handle")],
 )
-def test_what_the_runtime_lacks_is_named(monkeypatch, read, name: str) -> None:
+def test_a_missing_attribute_of_the_runtime_is_named(monkeypatch, read, name: str) -> None:
     monkeypatch.setattr(private_tensorflow.context, "context", SimpleNamespace)
     with pytest.raises(LaunchError, match=rf"lacks SimpleNamespace\.{name}, which"):
         read()
 
 
-def test_the_tensorflow_that_is_there_was_seen() -> None:
+def test_the_installed_tensorflow_is_a_tested_version() -> None:
     major, minor = map(int, tf.__version__.split(".")[:2])
-    oldest, newest = (tuple(map(int, version.split("."))) for version in SEEN)
+    oldest, newest = (
+        tuple(map(int, version.split("."))) for version in private_tensorflow._api.tested
+    )
     assert oldest <= (major, minor) <= newest
 
 
-def test_no_other_module_imports_it() -> None:
+def test_no_other_module_imports_private_modules() -> None:
     package = REPOSITORY / "hvdtrain"
-    found = [path for path in package.rglob("*.py") if PRIVATE.search(path.read_text())]
-    assert found == [package / "private_api" / "tensorflow.py"]
+    importers = [path for path in package.rglob("*.py") if PRIVATE.search(path.read_text())]
+    assert importers == [package / "private_api" / "tensorflow.py"]

@@ -263,7 +263,7 @@ def test_an_unordered_pipeline_is_an_error(kind: str, place: str) -> None:
 
 @pytest.mark.parametrize("kind", _UNORDERED)
 def test_an_unordered_operation_is_found_without_the_private_attribute(monkeypatch, kind) -> None:
-    monkeypatch.setattr(pipeline, "yields_in_any_order", lambda dataset: None)
+    monkeypatch.setattr(pipeline, "is_nondeterministic", lambda dataset: None)
     assert kind in pipeline.unordered_operations(_UNORDERED[kind](Dataset.range(8)))
 
 
