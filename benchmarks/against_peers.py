@@ -75,7 +75,7 @@ def main() -> int:
             "machine": machine,
             "arguments": {name: value for name, value in vars(arguments).items() if name in FLAGS},
             "sizes": dataclasses.asdict(sizes),
-            "ways": {name: dataclasses.asdict(way) for name, way in ways.items()},
+            "ways": {name: way._asdict() for name, way in ways.items()},
             "unavailable": unavailable,
             "repetitions": entries,
         }

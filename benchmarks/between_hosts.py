@@ -40,24 +40,14 @@ def main() -> None:
         "--queue-ms", type=int, default=20, help="queue of each link; default %(default)s"
     )
     parser.add_argument(
-        "--round-trip-ms",
-        type=float,
-        default=0,
-        help="additional round-trip time, for small arrays; default 0",
+        "--round-trip-ms", type=float, default=0, help="additional round-trip time; default 0"
     )
     parser.add_argument(
-        "--bytes",
-        type=int,
-        nargs="+",
-        default=[64 << 20],
-        help="sizes of arrays; default %(default)s",
+        "--bytes", type=int, nargs="+", default=[64 << 20], help="array sizes; default %(default)s"
     )
+    forms = ("fp16", "bf16", "int8")
     parser.add_argument(
-        "--compression",
-        nargs="+",
-        default=[],
-        choices=("fp16", "bf16", "int8"),
-        help="also measure allreduce with these compressions",
+        "--compression", nargs="+", default=[], choices=forms, help="also measure compressions"
     )
     parser.add_argument(
         "--runs", type=int, default=5, help="runs of each candidate per job; default 5"

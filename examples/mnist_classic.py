@@ -5,7 +5,7 @@
     python examples/mnist_classic.py
     hvdtrain run -np 2 -- python examples/mnist_classic.py
 
-The program uses a graph and a ``MonitoredTrainingSession``, as many Horovod programs do.
+The program uses a graph and a ``MonitoredTrainingSession``, like many Horovod programs.
 ``mnist.py`` does the same in Keras.
 """
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = ["MEASURES", "NOT_MEASURED", "ON_CLUSTER", "WAYS", "Way", "find_ways"]
 
@@ -12,8 +11,7 @@ Launcher = Literal["alone", "hvdtrain", "mpirun", "horovodrun", "torchrun"]
 HOROVOD = "horovod-optimised"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
+class Way(NamedTuple):
     """A candidate.
 
     Attributes:
@@ -35,96 +33,28 @@ class Way:
     alone: str = ""
 
 
-def _ways() -> dict[str, Way]:
-    ways = [
-        Way(
-            name="hvdtrain",
-            label="hvdtrain",
-            launcher="hvdtrain",
-            library="hvdtrain",
-            alone="keras",
-        ),
-        Way(
-            name="hvdtrain-tensors",
-            label="hvdtrain.tensorflow, eager tensors",
-            launcher="hvdtrain",
-            library="hvdtrain.tensorflow",
-        ),
-        Way(
-            name="ring",
-            label="TensorFlow's ring (hvdtrain --backend nccl, on CPUs)",
-            launcher="hvdtrain",
-            library="ring",
-            alone="keras",
-        ),
-        Way(name="mpi", label="MPI_Allreduce (mpi4py)", launcher="mpirun", library="mpi"),
-        Way(
-            name="horovod-mpi",
-            label="Horovod, MPI",
-            launcher="horovodrun",
-            library="horovod",
-            environment=HOROVOD,
-            flags=("--mpi",),
-            alone="horovods-tensorflow",
-        ),
-        Way(
-            name="horovod-gloo",
-            label="Horovod, Gloo",
-            launcher="horovodrun",
-            library="horovod",
-            environment=HOROVOD,
-            flags=("--gloo",),
-            alone="horovods-tensorflow",
-        ),
-        Way(
-            name="torch",
-            label="torch.distributed, Gloo (another framework)",
-            launcher="torchrun",
-            library="torch",
-            environment="torch",
-            alone="torch-alone",
-        ),
-        Way(name="keras", label="one process, Keras", launcher="alone", library="keras"),
-        Way(
-            name="horovods-tensorflow",
-            label="one process, Horovod's TensorFlow",
-            launcher="alone",
-            library="tensorflow",
-            environment=HOROVOD,
-        ),
-        Way(
-            name="torch-alone",
-            label="one process, torch (another framework)",
-            launcher="alone",
-            library="torch",
-            environment="torch",
-        ),
-        Way(
-            name="elastic",
-            label="hvdtrain run --elastic: the other rank continues",
-            launcher="alone",
-            library="bench",
-        ),
-        Way(
-            name="restart",
-            label="hvdtrain run --max-restarts 1",
-            launcher="hvdtrain",
-            library="hvdtrain",
-            flags=("--max-restarts", "1"),
-        ),
-        Way(
-            name="torch-restart",
-            label="torchrun --max-restarts 1 (another framework)",
-            launcher="torchrun",
-            library="torch",
-            environment="torch",
-            flags=("--max-restarts", "1"),
-        ),
-    ]
-    return {way.name: way for way in ways}
-
-
-WAYS: Mapping[str, Way] = _ways()
+_HOROVODS = "horovods-tensorflow"
+_ONCE = ("--max-restarts", "1")
+_TENSORS = "hvdtrain.tensorflow, eager tensors"
+_RING = "TensorFlow's ring (hvdtrain --backend nccl, on CPUs)"
+_TORCH = "torch.distributed, Gloo (another framework)"
+_TORCH_RESTART = "torchrun --max-restarts 1 (another framework)"
+_ALL = [
+    Way("hvdtrain", "hvdtrain", "hvdtrain", "hvdtrain", alone="keras"),
+    Way("hvdtrain-tensors", _TENSORS, "hvdtrain", "hvdtrain.tensorflow"),
+    Way("ring", _RING, "hvdtrain", "ring", alone="keras"),
+    Way("mpi", "MPI_Allreduce (mpi4py)", "mpirun", "mpi"),
+    Way("horovod-mpi", "Horovod, MPI", "horovodrun", "horovod", HOROVOD, ("--mpi",), _HOROVODS),
+    Way("horovod-gloo", "Horovod, Gloo", "horovodrun", "horovod", HOROVOD, ("--gloo",), _HOROVODS),
+    Way("torch", _TORCH, "torchrun", "torch", "torch", alone="torch-alone"),
+    Way("keras", "one process, Keras", "alone", "keras"),
+    Way(_HOROVODS, "one process, Horovod's TensorFlow", "alone", "tensorflow", HOROVOD),
+    Way("torch-alone", "one process, torch (another framework)", "alone", "torch", "torch"),
+    Way("elastic", "hvdtrain run --elastic: the other rank continues", "alone", "bench"),
+    Way("restart", "hvdtrain run --max-restarts 1", "hvdtrain", "hvdtrain", flags=_ONCE),
+    Way("torch-restart", _TORCH_RESTART, "torchrun", "torch", "torch", _ONCE),
+]
+WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
 _TOGETHER = ("hvdtrain", "horovod-mpi", "horovod-gloo", "torch")
 _TRAINING = ("hvdtrain", "ring", *_TOGETHER[1:], "keras", "horovods-tensorflow", "torch-alone")
 # Candidates of each measure.

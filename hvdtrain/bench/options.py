@@ -58,32 +58,30 @@ def _model_names(text: str) -> str:
     return text
 
 
-def _count(default: int, text: str) -> Any:
-    arguments = {"type": whole_number, "metavar": "N", "help": f"{text}; default %(default)s"}
+def _option(default: Any, help: str = "", **arguments: Any) -> Any:
+    named = not default or "default" in help
+    arguments["help"] = help if named else f"{help}; default %(default)s"
     return dataclasses.field(default=default, metadata=arguments)
 
 
-def _number(default: float, text: str) -> Any:
-    arguments = {"type": _positive, "metavar": "X", "help": f"{text}; default %(default)g"}
-    return dataclasses.field(default=default, metadata=arguments)
+def _count(default: int, help: str) -> Any:
+    return _option(default, help, type=whole_number, metavar="N")
 
 
-def _option(default: Any, **arguments: Any) -> Any:
-    return dataclasses.field(default=default, metadata=arguments)
+def _number(default: float, help: str) -> Any:
+    return _option(default, f"{help}; default %(default)g", type=_positive, metavar="X")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of every benchmark.
 
-    Attributes:
-        summary: What the benchmark measures.
-        usual_ranks: Default number of ranks; 0 if the benchmark needs no ranks.
+    ``usual_ranks`` is the default number of ranks, and 0 if the benchmark needs no ranks.
     """
 
     summary: ClassVar[str]
     usual_ranks: ClassVar[int] = 2
-    json: str = _option("", metavar="FILE", help="also write all results to FILE")
+    json: str = _option("", "also write all results to FILE", metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +98,7 @@ class TrainingOptions(Options):
     """Options of ``hvdtrain bench training``."""
 
     summary = "samples per second of one rank and of all ranks"
-    models: str = _option(
-        ",".join(_MODELS),
-        type=_model_names,
-        metavar="NAMES",
-        help="models to train; default %(default)s",
-    )
+    models: str = _option(",".join(_MODELS), "models to train", type=_model_names, metavar="NAMES")
     batch_size: int = _count(64, "samples per rank and step")
     steps: int = _count(30, "timed steps per run")
     warmup_steps: int = _count(5, "steps before timing starts")
@@ -119,9 +112,7 @@ class CheckpointBenchOptions(Options):
 
     summary = "how long a checkpoint blocks the training"
     directory: str = _option(
-        "",
-        metavar="DIR",
-        help="folder for the checkpoints; default: the folder for temporary files",
+        "", "folder for the checkpoints; default the folder for temporary files", metavar="DIR"
     )
     checkpoints: int = _count(5, "number of checkpoints")
     between_steps: int = _count(20, "steps between checkpoints")
@@ -134,7 +125,7 @@ class RecoveryOptions(Options):
 
     summary = "how long a killed rank delays the others"
     usual_ranks = 3  # kills the chief, then another rank
-    model: str = _option("lenet", choices=_MODELS, help="model to train; default %(default)s")
+    model: str = _option("lenet", "model to train", choices=_MODELS)
     between_steps: int = _count(20, "steps between kills")
     batch_size: int = _count(64, "samples per rank and step")
 
@@ -151,14 +142,10 @@ class ServersOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions(Options):
-    """Options of ``hvdtrain bench startup``.
-
-    Attributes:
-        ranks: Number of ranks of each job, set by ``-np``.
-    """
+    """Options of ``hvdtrain bench startup``."""
 
     summary = "start time of hvdtrain run compared with mpirun"
-    ranks: int = 2
+    ranks: int = 2  # of each job, set by -np
     runs: int = _count(7, "starts of each command")
 
 
@@ -171,10 +158,7 @@ class PredictOptions(Options):
     hosts: int = _count(64, "largest number of hosts")
     ranks_per_host: int = _count(8, "ranks per host")
     link: float = _option(
-        25 * 125e6,
-        type=bytes_per_s,
-        metavar="SPEED",
-        help="speed of each host's link; default 25gbit",
+        25 * 125e6, "speed of each host's link; default 25gbit", type=bytes_per_s, metavar="SPEED"
     )
     latency_us: float = _number(30.0, "microseconds for a small message between hosts")
     compute_ms: float = _number(300.0, "milliseconds that a rank computes per step")

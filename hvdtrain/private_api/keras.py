@@ -369,7 +369,7 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
-# What is given to ``fit``.
+# Arguments of ``fit``.
 
 
 def are_arrays(*structures: Any) -> bool:

@@ -244,23 +244,23 @@ class DeviceCollectives:
 def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) -> list[str]:
     """Return the address of each rank's server, by host name if all hosts know it; collective."""
     if len(set(hosts)) == 1:
-        places = ["127.0.0.1"] * len(hosts)
+        servers = ["127.0.0.1"] * len(hosts)
     else:
         own_name = socket.gethostname()
         names: list[str] = collectives.allgather_object(own_name, name="hosts of servers")
         unknown = [n for n in dict.fromkeys(names) if n != own_name and not _is_known(n)]
         unknown_anywhere = any(collectives.allgather_object(unknown, name="unknown hosts"))
-        places = names
+        servers = names
         if unknown_anywhere or len(set(names)) < len(set(hosts)):
-            places = collectives.allgather_object(_own_address(), name="addresses of servers")
-        if "" in places:
+            servers = collectives.allgather_object(_own_address(), name="addresses of servers")
+        if "" in servers:
             raise LaunchError(
                 f"--backend nccl requires host names that all hosts can resolve, or a route; got "
                 f"{', '.join(dict.fromkeys(names))}. Add the hosts to /etc/hosts or DNS, or use "
                 "--backend mpi."
             )
     ports = collectives.allgather_object(port, name="ports of servers")
-    return [f"{place}:{number}" for place, number in zip(places, ports)]
+    return [f"{server}:{number}" for server, number in zip(servers, ports)]
 
 
 def _is_known(host: str) -> bool:

@@ -33,7 +33,10 @@ USAGE_ERRORS = {
     "link": (["predict", "--link", "25"], "expected a speed like 25gbit or 200mbit, got '25'"),
     "compute": (["predict", "--compute-ms", "0"], "expected a positive number, got '0'"),
     "one rank": (["recovery", "-np", "1"], "recovery needs at least 2 ranks"),
-    "directory": (["checkpoint", "--directory", "/nonexistent"], "/nonexistent does not exist"),
+    "directory": (
+        ["checkpoint", "--directory", "/nonexistent"],
+        "the folder /nonexistent does not exist",
+    ),
     "folder": (
         ["allreduce", "--json", "/nonexistent/x.json"],
         "the folder /nonexistent does not exist",
@@ -86,7 +89,7 @@ def test_np_other_than_the_size_of_the_job_is_an_error(
 
 @pytest.mark.parametrize(
     ("ranks", "local_ranks", "message"),
-    [(1, 1, "got 1 rank;"), (4, 2, "got 2 of 4 ranks on this host")],
+    [(1, 1, "recovery needs at least 2 ranks"), (4, 2, "got 2 of 4 ranks on this host")],
 )
 def test_recovery_needs_two_ranks_on_one_host(
     ranks: int,

@@ -7,10 +7,8 @@ import math
 from hvdtrain.bench.measure_allreduce import array_sizes, resnet50_shapes
 
 
-def test_resnet50_has_160_variables_of_102_mb_without_its_last_bias() -> None:
+def test_resnet50_has_160_variables_of_102_mb_without_biases() -> None:
     shapes = resnet50_shapes()
-    # Keras' ResNet50 counts 25,636,712 parameters, among them 26,560 biases of convolutions,
-    # 53,120 moving statistics and the last bias of 1,000.
     assert sum(map(math.prod, shapes)) == 25_556_032
     assert len(shapes) == 160
     assert round(4 * 25_556_032 / 1e6) == 102

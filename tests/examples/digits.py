@@ -1,4 +1,4 @@
-"""The module of the example that reads digits, and a few of those, for tests of what starts it."""
+"""The example's digit reader, and a small dataset for tests that start the example."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.harness.jobs import REPOSITORY
 __all__ = ["FEW", "MNIST", "load_mnist_data", "write_few"]
 
 MNIST = REPOSITORY / "examples" / "mnist.py"
-# To train: five joint batches of two ranks.
+# Training digits: five joint batches of two ranks.
 FEW = 640
 
 
 def load_mnist_data() -> ModuleType:
-    """``examples/mnist_data.py``, which is in no package."""
+    """Import ``examples/mnist_data.py``, which does not belong to a package."""
     path = MNIST.with_name("mnist_data.py")
     spec = importlib.util.spec_from_file_location("mnist_data", path)
     assert spec is not None
@@ -31,7 +31,7 @@ def load_mnist_data() -> ModuleType:
 
 
 def write_few(folder: Path) -> Path:
-    """A file for ``--data-dir``: an epoch of all digits takes ten seconds of a core."""
+    """Write a small dataset for ``--data-dir``; an epoch of all digits takes ten seconds."""
     digits = load_mnist_data().load_digits()
     chosen = np.random.default_rng(0).permutation(len(digits.train_labels))[:FEW]
     path = folder / "few.npz"

@@ -1,4 +1,4 @@
-"""The first thing that a newcomer sees."""
+"""The main example, which new users run first."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ STEP = re.compile(r"step \d+, loss = \d+\.\d\d \(\d+\.\d examples/sec; \d+\.\d{3
 
 def _test_accuracy(done: Completed) -> float:
     assert done.returncode == 0, done
-    found = re.findall(r"^test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert len(found) == 1, done
-    return float(found[0])
+    (accuracy,) = re.findall(r"^test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
+    return float(accuracy)
 
 
 @pytest.mark.essential
 @pytest.mark.timeout(600)
 def test_two_ranks_learn_the_digits(launch, tmp_path: Path) -> None:
-    # As a user starts it: nothing is imported before, and convolutions are oneDNN's.
+    # As users start it, without preloaded modules and with oneDNN.
     lengths = ("--epochs", "2", "--batch-size", "32")
     env = {"TF_ENABLE_ONEDNN_OPTS": None}
     done = launch(2, MNIST, *lengths, timeout_s=480, fresh=True, env=env)
@@ -39,7 +38,7 @@ def test_two_ranks_learn_the_digits(launch, tmp_path: Path) -> None:
     assert "model: runs/mnist/model.keras" in lines
     logs = tmp_path / "runs/mnist/logs"
     assert f"TensorBoard: tensorboard --logdir {logs.relative_to(tmp_path)}" in lines
-    # One writer: the chief's.
+    # Only the chief writes.
     assert len(list((logs / "train").glob("events.out.*"))) == 1
 
     assert _evaluate_without_hvdtrain(launch, tmp_path) == pytest.approx(accuracy, abs=1e-4)
@@ -67,8 +66,8 @@ def _evaluate_without_hvdtrain(launch, folder: Path) -> float:
     return _test_accuracy(done)
 
 
-def test_alone_it_needs_no_mpi(launch, tmp_path: Path) -> None:
-    # Python without MPI, and without the plugin that would load it.
+def test_a_single_process_runs_without_mpi(launch, tmp_path: Path) -> None:
+    # Make mpi4py unavailable.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
     done = launch(
         None,

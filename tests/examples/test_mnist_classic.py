@@ -17,10 +17,10 @@ STEP = re.compile(r"^step (\d+), loss = \d+\.\d\d \(\d+\.\d examples/sec; \d+\.\
 
 @pytest.mark.mpi
 @pytest.mark.timeout(240)
-def test_two_ranks_learn_and_go_on_from_their_checkpoint(launch, tmp_path: Path) -> None:
+def test_two_ranks_learn_and_resume_from_their_checkpoint(launch, tmp_path: Path) -> None:
     # 4,000 digits in joint batches of 128: 32 steps in each epoch.
     assert _steps(_learn(launch, epochs=2)) == [10, 20, 30, 40, 50, 60]
-    assert len(list((tmp_path / "run").glob("events.out.*"))) == 1, "the chief's alone"
+    assert len(list((tmp_path / "run").glob("events.out.*"))) == 1, "only the chief writes"
     done = _learn(launch, epochs=3)
     assert _steps(done) == [70, 80, 90]
     (accuracy,) = re.findall(r"^test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
@@ -34,4 +34,4 @@ def _learn(launch: Any, *, epochs: int) -> Completed:
 
 
 def _steps(done: Completed) -> list[int]:
-    return [int(found[1]) for line in done.stdout.splitlines() if (found := STEP.match(line))]
+    return [int(match[1]) for line in done.stdout.splitlines() if (match := STEP.match(line))]

@@ -1,4 +1,4 @@
-"""The readers, on files made from real digits in each format."""
+"""Reading of digits in each file format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.examples.digits import load_mnist_data
 
 mnist_data = load_mnist_data()
 
+# Sum of the pixels of the bundled test digits.
 TEST_SUM = 25825445
-
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def digits():
 
 @pytest.fixture(scope="module")
 def few(digits):
-    """Fifty digits to train and ten to test."""
+    """Fifty training digits and ten test digits."""
     return mnist_data.Digits(
         train_images=digits.train_images[::80],
         train_labels=digits.train_labels[::80],
@@ -34,26 +34,25 @@ def few(digits):
     )
 
 
-def _same(read, wanted) -> None:
+def _assert_equal(result, expected) -> None:
     for name in ("train_images", "train_labels", "test_images", "test_labels"):
-        np.testing.assert_array_equal(getattr(read, name), getattr(wanted, name), err_msg=name)
-    assert read.train_images.dtype == np.uint8
+        np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), err_msg=name)
+    assert result.train_images.dtype == np.uint8
 
 
-def test_bundled_digits_are_split_alike_by_class(digits) -> None:
+def test_bundled_digits_are_split_evenly_by_class(digits) -> None:
     assert digits.train_images.shape == (4000, 28, 28)
     assert digits.test_images.shape == (1000, 28, 28)
     assert np.bincount(digits.train_labels).tolist() == [400] * 10
     assert np.bincount(digits.test_labels).tolist() == [100] * 10
     assert digits.train_images.max() == 255
-    together = np.concatenate([digits.train_images, digits.test_images]).reshape(5000, -1)
-    assert len(np.unique(together, axis=0)) == 5000
+    images = np.concatenate([digits.train_images, digits.test_images]).reshape(5000, -1)
+    assert len(np.unique(images, axis=0)) == 5000
 
 
 def test_the_split_is_fixed(digits) -> None:
-    again = mnist_data.load_digits()
-    _same(again, digits)
-    # Which digits test the model must not change from version to version.
+    _assert_equal(mnist_data.load_digits(), digits)
+    # Accuracies are comparable between versions only with the same test digits.
     assert int(digits.test_images.astype(np.int64).sum()) == TEST_SUM
 
 
@@ -74,7 +73,7 @@ def test_idx_files(few, tmp_path: Path, pattern: str) -> None:
         data = _idx(array)
         path = tmp_path / pattern.format(name, array.ndim)
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    _same(mnist_data.load_digits(tmp_path), few)
+    _assert_equal(mnist_data.load_digits(tmp_path), few)
 
 
 def test_broken_idx_files_are_named(few, tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_npz(few, tmp_path: Path, as_file: bool) -> None:
         x_test=few.test_images,
         y_test=few.test_labels,
     )
-    _same(mnist_data.load_digits(path if as_file else tmp_path), few)
+    _assert_equal(mnist_data.load_digits(path if as_file else tmp_path), few)
 
 
 def test_npz_without_the_arrays(tmp_path: Path) -> None:
@@ -110,13 +109,13 @@ def test_npz_without_the_arrays(tmp_path: Path) -> None:
 
 
 def _write_tfrecords(path: Path, images: np.ndarray, labels: np.ndarray, layout: str) -> None:
-    """The two classic writers: convert_to_records, and the one with the number of pixels."""
+    """Write a file as TensorFlow's convert_to_records does, or with the number of pixels."""
     import tensorflow as tf
 
     def integer(value: int) -> tf.train.Feature:
         return tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)]))
 
-    more = {
+    other_features = {
         "convert_to_records": {"height": integer(28), "width": integer(28), "depth": integer(1)},
         "pixels": {"pixels": integer(784)},
     }[layout]
@@ -124,7 +123,7 @@ def _write_tfrecords(path: Path, images: np.ndarray, labels: np.ndarray, layout:
         for image, label in zip(images, labels):
             raw = tf.train.Feature(bytes_list=tf.train.BytesList(value=[image.tobytes()]))
             features = tf.train.Features(
-                feature={"image_raw": raw, "label": integer(label), **more}
+                feature={"image_raw": raw, "label": integer(label), **other_features}
             )
             writer.write(tf.train.Example(features=features).SerializeToString())
 
@@ -139,23 +138,23 @@ def test_tfrecord_files_in_parts(few, tmp_path: Path, layout: str) -> None:
             layout,
         )
     _write_tfrecords(tmp_path / "test.tfrecords", few.test_images, few.test_labels, layout)
-    _same(mnist_data.load_digits(tmp_path), few)
+    _assert_equal(mnist_data.load_digits(tmp_path), few)
 
 
 def test_one_tfrecord_file_is_split(digits, tmp_path: Path) -> None:
     images, labels = digits.train_images[:500], digits.train_labels[:500]
     _write_tfrecords(tmp_path / "output.tfrecords", images, labels, "pixels")
-    _same(mnist_data.load_digits(tmp_path), mnist_data.split_by_class(images, labels))
+    _assert_equal(mnist_data.load_digits(tmp_path), mnist_data.split_by_class(images, labels))
 
 
-def test_tfrecords_of_floats_are_refused(few, tmp_path: Path) -> None:
+def test_tfrecords_of_floats_are_an_error(few, tmp_path: Path) -> None:
     images = few.train_images.astype(np.float32)
     _write_tfrecords(tmp_path / "all.tfrecords", images, few.train_labels, "pixels")
     with pytest.raises(ValueError, match=r"image_raw must hold 784 bytes, got \[3136\]"):
         mnist_data.load_digits(tmp_path)
 
 
-def test_a_folder_without_digits_says_what_it_should_hold(tmp_path: Path) -> None:
+def test_a_folder_without_digits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(FileNotFoundError, match=r"no MNIST in .*found \['notes.txt'\]"):
         mnist_data.load_digits(tmp_path)

@@ -32,7 +32,7 @@ def test_training_on_uneven_data(world, in_mode, first_rank_joins_first):
     run = in_mode(step)
     expected, rows = np.array([1.0, 2.0]), 1.0
     for number in range(2 * (size - 1)):
-        active = [rank for place, rank in enumerate(order) if 2 * place > number]
+        active = [rank for position, rank in enumerate(order) if 2 * position > number]
         expected = expected - 0.1 * sum(rank + 1 for rank in active) / size
         rows = rows - 0.1 * rows * len(active) / size
         if number < steps:

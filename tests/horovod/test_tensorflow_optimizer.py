@@ -31,13 +31,13 @@ def batches(ranks: range, joined_steps: int = 1) -> list[dict[str, np.ndarray]]:
         result.append(
             {
                 "x": np.concatenate([r.normal(size=(ROWS, 3)).astype(np.float32) for r in rng]),
-                "words": np.concatenate([r.integers(0, 5, ROWS) for r in rng]),
+                "tokens": np.concatenate([r.integers(0, 5, ROWS) for r in rng]),
             }
         )
     return result
 
 
-def loss_of(x: Any, words: Any, *, rows: bool) -> tf.Tensor:
+def loss_of(x: Any, tokens: Any, *, rows: bool) -> tf.Tensor:
     """Return the loss of a small net; with ``rows`` it has a gradient of IndexedSlices, too."""
     w = v1.get_variable("w", initializer=np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4))
     b = v1.get_variable("b", initializer=np.zeros(4, np.float32))
@@ -45,7 +45,7 @@ def loss_of(x: Any, words: Any, *, rows: bool) -> tf.Tensor:
     out = tf.nn.tanh(x @ w + b)
     if rows:
         table = v1.get_variable("table", initializer=np.ones((5, 4), np.float32))
-        out += tf.nn.embedding_lookup(table, words)
+        out += tf.nn.embedding_lookup(table, tokens)
     return tf.reduce_mean(tf.reduce_sum(out**2, axis=1))
 
 
@@ -75,15 +75,15 @@ def train(
     """Train in a session and return all variables, including slots and moving averages."""
     with tf.Graph().as_default():
         x = v1.placeholder(tf.float32, [None, 3])
-        words = v1.placeholder(tf.int64, [None])
-        loss = loss_of(x, words, rows=rows)
+        tokens = v1.placeholder(tf.int64, [None])
+        loss = loss_of(x, tokens, rows=rows)
         global_step = v1.train.get_or_create_global_step()
         rate = v1.train.exponential_decay(0.1, global_step, 2, 0.5)
         train_op = apply(wrap(make(rate)), loss, global_step)
         with v1.Session() as session:
             session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
             for batch in batches(ranks, joined_steps):
-                session.run(train_op, {x: batch["x"], words: batch["words"]})
+                session.run(train_op, {x: batch["x"], tokens: batch["tokens"]})
             variables = v1.global_variables()
             return dict(zip([v.name for v in variables], session.run(variables)))
 

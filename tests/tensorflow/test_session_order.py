@@ -281,7 +281,7 @@ def _bad_splits() -> tf.Tensor:
             _bad_splits,
             ConfigurationError,
             tf.errors.InvalidArgumentError,
-            r"^splits=\[1, 1\] don't",
+            "^splits must be 2 non-negative",
         ),
     ],
     ids=["differ", "argument"],
