@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,6 @@ class PrivateApi:
             return getattr(holder, name)
         except AttributeError:
             raise self.missing(f"{type(holder).__name__}.{name}") from None
-
-    def list_reader(self, name: str) -> Callable[[Any], list[Any]]:
-        """Return a function that copies a private list of its argument."""
-        return lambda holder: list(self.get(holder, name))
 
     def check(self, hooks: Mapping[Any, tuple[str, ...]]) -> None:
         """Raise an error if a class, module or object lacks any of its hooks."""

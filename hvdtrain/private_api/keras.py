@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, methodcaller
 from typing import Any
 
 import keras
@@ -20,7 +19,7 @@ from hvdtrain.errors import DataError, ModelError
 from hvdtrain.private_api import PrivateApi
 
 # All tests pass with the newest version, and `make test-keras` with the oldest.
-_api = PrivateApi(
+_API = PrivateApi(
     library="Keras", version=keras.version(), tested=("3.14", "3.15"), error=ModelError
 )
 
@@ -57,7 +56,7 @@ try:
     get_mask = masking.get_keras_mask
     set_mask = masking.set_keras_mask
 except (ImportError, AttributeError) as error:
-    raise _api.missing(error) from error
+    raise _API.missing(error) from error
 
 __all__ = [
     "HOOKS",
@@ -176,12 +175,12 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
     Raises:
         ModelError: Something is missing.
     """
-    _api.check(HOOKS)
-    _api.check({model: _OF_A_MODEL})
+    _API.check(HOOKS)
+    _API.check({model: _OF_A_MODEL})
     for optimizer in optimizers:
         has_averages = getattr(optimizer, "built", False) and getattr(optimizer, "use_ema", False)
         names = (*_OF_AN_OPTIMIZER, _AVERAGES) if has_averages else _OF_AN_OPTIMIZER
-        _api.check({optimizer: names})
+        _API.check({optimizer: names})
 
 
 def set_untracked(holder: Any, name: str, value: Any) -> None:
@@ -197,11 +196,14 @@ def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any
     return list(model._flatten_layers(include_self=include_self))
 
 
-own_trainable_variables = _api.list_reader("_trainable_variables")
-"""Return the trainable variables of a layer or optimizer, without nested ones."""
+def own_trainable_variables(holder: Any) -> list[Any]:
+    """Return the trainable variables of a layer or optimizer, without nested ones."""
+    return list(_API.get(holder, "_trainable_variables"))
 
-own_non_trainable_variables = _api.list_reader("_non_trainable_variables")
-"""Return the variables that a layer updates without gradients, without nested ones."""
+
+def own_non_trainable_variables(layer: Any) -> list[Any]:
+    """Return the variables that a layer updates without gradients, without nested ones."""
+    return list(_API.get(layer, "_non_trainable_variables"))
 
 
 def own_losses(layer: Any) -> list[Any]:
@@ -209,8 +211,9 @@ def own_losses(layer: Any) -> list[Any]:
     return list(layer._get_own_losses())
 
 
-clear_losses = methodcaller("_clear_losses")
-"""Remove the losses that were passed to ``add_loss``."""
+def clear_losses(model: keras.Model) -> None:
+    """Remove the losses that were passed to ``add_loss``."""
+    model._clear_losses()
 
 
 def has_training_argument(model: keras.Model) -> bool:
@@ -223,14 +226,15 @@ def compute_loss(model: keras.Model, **arguments: Any) -> Any:
     return model._compute_loss(**arguments)
 
 
-compiled_loss = attrgetter("_compile_loss")
-"""Return the compiled loss; None without a loss."""
+def compiled_loss(model: keras.Model) -> Any:
+    """Return the compiled loss; None without a loss."""
+    return model._compile_loss
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
     """Return the losses of a compiled loss; empty before it is built."""
     loss = compiled_loss(model)
-    return [] if loss is None else list(_api.get(loss, "_flat_losses") or [])
+    return [] if loss is None else list(_API.get(loss, "_flat_losses") or [])
 
 
 @contextmanager
@@ -271,7 +275,7 @@ def loss_tracker(model: keras.Model) -> Any:
 
 def nested_metrics(metric: Any) -> list[Any]:
     """Return the metrics inside a compiled or composite metric."""
-    return list(getattr(metric, "metrics", None) or _api.get(metric, "_metrics"))
+    return list(getattr(metric, "metrics", None) or _API.get(metric, "_metrics"))
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
@@ -284,8 +288,9 @@ def output_spec(model: keras.Model, inputs: Any) -> Any:
     return compute_output_spec(model, inputs, training=False)
 
 
-initial_epoch = attrgetter("_initial_epoch")
-"""Return the first epoch of ``fit`` without an argument; None if unset."""
+def initial_epoch(model: keras.Model) -> Any:
+    """Return the first epoch of ``fit`` without an argument; None if unset."""
+    return model._initial_epoch
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
@@ -295,15 +300,18 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 def set_steps_seen(iterator: Any, steps: int) -> None:
     """Set the number of completed steps of the iterator of ``fit``."""
-    _api.get(iterator, "_steps_seen")
+    _API.get(iterator, "_steps_seen")
     iterator._steps_seen = steps
 
 
-warn_of_interruption = methodcaller("_interrupted_warning")
-"""Warn that the data of ``fit`` ended before the epoch."""
+def warn_of_interruption(iterator: Any) -> None:
+    """Warn that the data of ``fit`` ended before the epoch."""
+    iterator._interrupted_warning()
 
-seed_generators_of = _api.list_reader("_seed_generators")
-"""Return the seed generators of a layer, without nested ones."""
+
+def seed_generators_of(layer: Any) -> list[Any]:
+    """Return the seed generators of a layer, without nested ones."""
+    return list(_API.get(layer, "_seed_generators"))
 
 
 def register_as(derived: type, plain: type) -> None:
@@ -318,27 +326,33 @@ def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..
     set_untracked(layer, "_moments", make(plain))
 
 
-reduction_axes = _api.list_reader("_reduction_axes")
-"""Return the axes over which a BatchNormalization computes its moments."""
+def reduction_axes(layer: Any) -> list[int]:
+    """Return the axes over which a BatchNormalization computes its moments."""
+    return list(_API.get(layer, "_reduction_axes"))
 
 
 # Optimizers.
 
-learning_rate_of = attrgetter("_learning_rate")
-"""Return the learning rate of a plain optimizer: a variable, schedule or function."""
 
-iterations_of = attrgetter("_iterations")
-"""Return the step counter of a plain optimizer; ``iterations`` counts updates."""
+def learning_rate_of(optimizer: Any) -> Any:
+    """Return the learning rate of a plain optimizer: a variable, schedule or function."""
+    return optimizer._learning_rate
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """Return the step counter of a plain optimizer; ``iterations`` counts updates."""
+    return optimizer._iterations
 
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
     """Return the accumulated gradients; empty without gradient accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
-    return list(_api.get(optimizer, "_accumulated_gradients")) if accumulates else []
+    return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
 
-moving_averages = _api.list_reader(_AVERAGES)
-"""Return the moving averages of a built optimizer with ``use_ema``."""
+def moving_averages(optimizer: Any) -> list[Any]:
+    """Return the moving averages of a built optimizer with ``use_ema``."""
+    return list(_API.get(optimizer, _AVERAGES))
 
 
 def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -406,8 +420,8 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     adapter = ArrayDataAdapter(
         x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
     )
-    inputs = keras.tree.lists_to_tuples(_api.get(adapter, "_inputs"))
-    return inputs, int(_api.get(adapter, "_num_samples"))
+    inputs = keras.tree.lists_to_tuples(_API.get(adapter, "_inputs"))
+    return inputs, int(_API.get(adapter, "_num_samples"))
 
 
 def column(array: Any) -> Any:

@@ -12,7 +12,6 @@ import random
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, methodcaller
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +19,7 @@ import tensorflow as tf
 from hvdtrain.errors import LaunchError
 from hvdtrain.private_api import PrivateApi
 
-_api = PrivateApi(
+_API = PrivateApi(
     library="TensorFlow", version=tf.__version__, tested=("2.21", "2.21"), error=LaunchError
 )
 
@@ -35,7 +34,7 @@ try:
     # tf.compat would draw from the generator.
     global_seed = context.global_seed
 except (ImportError, AttributeError) as error:
-    raise _api.missing(error) from error
+    raise _API.missing(error) from error
 
 __all__ = [
     "HOOKS",
@@ -104,7 +103,7 @@ def check() -> None:
     Raises:
         LaunchError: Something is missing.
     """
-    _api.check(HOOKS)
+    _API.check(HOOKS)
 
 
 # The runtime.
@@ -112,7 +111,7 @@ def check() -> None:
 
 def in_use() -> bool:
     """Return whether TensorFlow has initialized its devices, which then can't be configured."""
-    return _api.get(context.context(), "_context_handle") is not None
+    return _API.get(context.context(), "_context_handle") is not None
 
 
 def is_connected() -> bool:
@@ -176,7 +175,7 @@ def abort_collectives(reason: str) -> None:
 
 def operation_seeds() -> random.Random:
     """Return the generator of operation seeds, which exists if a global seed is set."""
-    generator: random.Random = _api.get(context.context(), "_rng")
+    generator: random.Random = _API.get(context.context(), "_rng")
     return generator
 
 
@@ -199,8 +198,9 @@ def function_body(graph: Any, name: str) -> Iterable[Any]:
     return function.graph.get_operations() if has_graph else function.definition.node_def
 
 
-unfinalize = methodcaller("_unsafe_unfinalize")
-"""Allow adding operations to a finalized graph."""
+def unfinalize(graph: Any) -> None:
+    """Allow adding operations to a finalized graph."""
+    graph._unsafe_unfinalize()
 
 
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
@@ -213,8 +213,9 @@ def run_iterations_serially(enter: tf.Operation) -> None:
     enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
 
 
-control_flow_context = methodcaller("_get_control_flow_context")
-"""Return the TensorFlow 1 ``cond`` or ``while_loop`` around an operation, or None."""
+def control_flow_context(operation: tf.Operation) -> Any:
+    """Return the TensorFlow 1 ``cond`` or ``while_loop`` around an operation, or None."""
+    return operation._get_control_flow_context()
 
 
 @contextmanager
@@ -292,7 +293,7 @@ def cache_file(dataset: Any) -> str:
     """Return the file name of a ``Dataset.cache``; empty in memory or for other datasets."""
     if _kind(dataset) != "CacheDataset":
         return ""
-    name = _api.get(dataset, "_filename")
+    name = _API.get(dataset, "_filename")
     return name.numpy().decode() if tf.is_tensor(name) else ""
 
 
@@ -305,17 +306,18 @@ def is_nondeterministic(dataset: Any) -> bool | None:
 def reshuffles(dataset: Any) -> bool:
     """Return whether a shuffle or random dataset differs in each iteration."""
     name = _RESHUFFLES.get(_kind(dataset))
-    return name is not None and bool(_api.get(dataset, name))
+    return name is not None and bool(_API.get(dataset, name))
 
 
 def _kind(dataset: Any) -> str:
     return type(dataset).__name__.lstrip("_")
 
 
-variant_tensor = attrgetter("_variant_tensor")
-"""Return the variant tensor of a dataset."""
+def variant_tensor(dataset: Any) -> tf.Tensor:
+    """Return the variant tensor of a dataset."""
+    return dataset._variant_tensor
 
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
     """Return the resource tensor of an iterator."""
-    return _api.get(iterator, "_iterator_resource")
+    return _API.get(iterator, "_iterator_resource")

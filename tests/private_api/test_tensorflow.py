@@ -61,7 +61,7 @@ def test_a_missing_attribute_of_the_runtime_is_named(monkeypatch, read, name: st
 def test_the_installed_tensorflow_is_a_tested_version() -> None:
     major, minor = map(int, tf.__version__.split(".")[:2])
     oldest, newest = (
-        tuple(map(int, version.split("."))) for version in private_tensorflow._api.tested
+        tuple(map(int, version.split("."))) for version in private_tensorflow._API.tested
     )
     assert oldest <= (major, minor) <= newest
 
