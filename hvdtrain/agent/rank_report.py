@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hvdtrain.agent.messages import Decoder
 from hvdtrain.config import MAX_TEXT_LENGTH, REPORT_FD
@@ -18,9 +18,7 @@ __all__ = [
     "RankReport",
     "ReportPipe",
     "Usage",
-    "read_failure",
-    "read_report",
-    "read_usage",
+    "read_record",
 ]
 
 
@@ -180,51 +178,30 @@ class ReportPipe:
         return known if data else None
 
 
-def read_report(message: Mapping[str, Any]) -> RankReport | None:
-    """Return the report in a message, or None if it is invalid, as a program may write anything."""
+_Record = TypeVar("_Record", RankReport, FailureRecord, Usage)
+
+
+def read_record(record: type[_Record], message: Mapping[str, Any]) -> _Record | None:
+    """Return the record in a message, or None if it is invalid, as a program may write anything."""
     values: dict[str, Any] = {}
-    for entry in fields(RankReport):
-        value = message.get(entry.name, entry.default)
-        if entry.type == "str":
-            if not isinstance(value, str):
-                return None
-            value = _printable(value)[:MAX_TEXT_LENGTH]
-        elif value is not None and not (type(value) is int or _is_number(value, entry.type)):
+    for entry in fields(record):
+        if entry.name not in message:
+            continue
+        value = message[entry.name]
+        allowed = str(entry.type).split(" | ")
+        kind = "None" if value is None else type(value).__name__
+        if kind not in allowed and not (kind == "int" and "float" in allowed):
             return None
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, str):
+            lines = value.splitlines() if record is FailureRecord else [value[:MAX_TEXT_LENGTH]]
+            value = "\n".join(map(_printable, lines))
         values[entry.name] = value
-    return RankReport(**values)
-
-
-def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
-    """Return the failure in a message, or None if it is invalid."""
-    texts = {name: message.get(name) for name in ("exception", "message", "traceback")}
-    time_s = message.get("time_s")
-    if not all(isinstance(text, str) for text in texts.values()) or type(time_s) is not float:
+    try:
+        return record(**values)
+    except TypeError:  # a required field is missing
         return None
-    printable: dict[str, Any] = {
-        name: "\n".join(map(_printable, str(text).splitlines())) for name, text in texts.items()
-    }
-    return FailureRecord(**printable, time_s=time_s)
-
-
-def read_usage(message: dict[str, Any]) -> Usage | None:
-    """Return the usage in a message, or None if it is invalid."""
-    rss, cpu = message.get("rss_bytes"), message.get("cpu")
-    if type(rss) is not int or not isinstance(cpu, (int, float)):
-        return None
-    gpu, gpu_bytes = message.get("gpu"), message.get("gpu_bytes")
-    return Usage(
-        rss_bytes=rss,
-        cpu=float(cpu),
-        gpu=float(gpu) if isinstance(gpu, (int, float)) else None,
-        gpu_bytes=gpu_bytes if type(gpu_bytes) is int else None,
-        stopped=message.get("stopped") is True,
-    )
-
-
-def _is_number(value: object, annotation: object) -> bool:
-    """Return whether a value is a finite float for a float field; JSON may hold NaN."""
-    return annotation == "float | None" and type(value) is float and math.isfinite(value)
 
 
 def _printable(text: str) -> str:

@@ -24,9 +24,9 @@ from hvdtrain.agent.messages import (
 from hvdtrain.agent.rank_report import (
     FailureRecord,
     OomKills,
-    read_failure,
-    read_report,
-    read_usage,
+    RankReport,
+    Usage,
+    read_record,
 )
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
@@ -246,13 +246,13 @@ class AgentServer:
             elif kind == "status":
                 self._console.status(rank.number, message["text"])
             elif kind == "report":
-                if (report := read_report(message)) is not None:
+                if (report := read_record(RankReport, message)) is not None:
                     self.reports.add(rank.number, report, time.monotonic())
             elif kind == "usage":
-                if (usage := read_usage(message)) is not None:
+                if (usage := read_record(Usage, message)) is not None:
                     self.reports.usage[rank.number] = usage
             elif kind == "failure":
-                rank.record = read_failure(message)
+                rank.record = read_record(FailureRecord, message)
                 rank.recorded_at = time.monotonic()
             elif kind == "looked":
                 self.stopped[rank.number] = bool(message.get("stopped"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import encode
-from hvdtrain.agent.rank_report import FailureRecord, ReportPipe, read_failure, read_report
+from hvdtrain.agent.rank_report import FailureRecord, RankReport, ReportPipe, read_record
 from hvdtrain.config import REPORT_FD
 
 INVALID: dict[str, dict[str, Any]] = {
@@ -23,11 +23,11 @@ INVALID: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", INVALID.values(), ids=INVALID)
 def test_an_invalid_report_is_ignored(message: dict[str, Any]) -> None:
-    assert read_report(message) is None
+    assert read_record(RankReport, message) is None
 
 
 def test_text_is_made_printable_and_cut() -> None:
-    report = read_report({"phase": "a\nb\x1b[2J", "waiting_in": "x" * 5000})
+    report = read_record(RankReport, {"phase": "a\nb\x1b[2J", "waiting_in": "x" * 5000})
     assert report is not None
     assert report.phase == "a?b?[2J"
     assert len(report.waiting_in) == 500
@@ -36,12 +36,12 @@ def test_text_is_made_printable_and_cut() -> None:
 FAILURE = {"exception": "KeyError", "message": "'x'", "traceback": "a\nb\x1b[2J", "time_s": 5.0}
 
 
-def test_read_failure() -> None:
+def test_a_failure_record() -> None:
     expected = FailureRecord(exception="KeyError", message="'x'", traceback="a\nb?[2J", time_s=5.0)
-    assert read_failure({"kind": "failure", **FAILURE}) == expected
+    assert read_record(FailureRecord, {"kind": "failure", **FAILURE}) == expected
     for name in FAILURE:
-        assert read_failure({**FAILURE, name: 7}) is None
-        assert read_failure({other: FAILURE[other] for other in FAILURE if other != name}) is None
+        assert read_record(FailureRecord, {**FAILURE, name: [7]}) is None
+    assert read_record(FailureRecord, {"message": "'x'"}) is None
 
 
 KINDS = {

@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.agent import usage
 from hvdtrain.agent.messages import JOB, Decoder, encode, format_addresses, receive
-from hvdtrain.agent.rank_report import Usage, read_usage
+from hvdtrain.agent.rank_report import Usage, read_record
 from hvdtrain.agent.usage import UNKNOWN, Gpu, GpuUsage, GpuWatch, UsageWatch, gpu_usage, own_gpu
 from hvdtrain.config import LAUNCHER
 from tests.harness.jobs import REPOSITORY
@@ -113,14 +113,15 @@ def test_a_host_without_psutil_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert watch.look(1) is None
 
 
-def test_read_usage() -> None:
-    assert read_usage({"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
+def test_usage_messages() -> None:
+    assert read_record(Usage, {"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
     known = {"rss_bytes": 7, "cpu": 1, "gpu": 30, "gpu_bytes": 9, "stopped": True}
-    assert read_usage(known) == Usage(rss_bytes=7, cpu=1.0, gpu=30.0, gpu_bytes=9, stopped=True)
-    unknown = {"rss_bytes": 7, "cpu": 1, "gpu": "30", "gpu_bytes": 1.5, "stopped": 1}
-    assert read_usage(unknown) == Usage(rss_bytes=7, cpu=1.0)
-    for message in ({}, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
-        assert read_usage(message) is None
+    assert read_record(Usage, known) == Usage(
+        rss_bytes=7, cpu=1.0, gpu=30.0, gpu_bytes=9, stopped=True
+    )
+    invalid_gpu = {**known, "gpu": "30"}
+    for message in ({}, invalid_gpu, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
+        assert read_record(Usage, message) is None
 
 
 GPUS = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.agent.rank_report import RankReport, read_report
+from hvdtrain.agent.rank_report import RankReport, read_record
 from hvdtrain.config import REPORT_FD
 from tests.harness.jobs import REPOSITORY
 
@@ -292,7 +292,9 @@ def test_the_launcher_parses_reports(start, tmp_path: Path) -> None:
         report.step(3, 1); report.phase('training'); report.saved(2)
         {WAIT}
     """)
-    assert read_report(program.wait_for(lambda report: report.get("saved") == 2)) == RankReport(
+    assert read_record(
+        RankReport, program.wait_for(lambda report: report.get("saved") == 2)
+    ) == RankReport(
         pid=program.process.pid,
         step=3,
         epoch=1,
@@ -323,7 +325,7 @@ def test_invalid_numbers_are_neither_sent_nor_accepted(start) -> None:
     }
     assert not invalid.keys() & program.wait_for(lambda report: report.get("saved") == 2).keys()
     for name, value in invalid.items():
-        assert read_report({"kind": "report", name: value}) is None
+        assert read_record(RankReport, {"kind": "report", name: value}) is None
 
 
 def test_a_nested_phase(start) -> None:
