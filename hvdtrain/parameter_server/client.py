@@ -172,8 +172,8 @@ class Client:
         """Get ``signal``, ``training`` and ``stopped`` from the servers."""
         self._request(Kind.STATUS)
 
-    def leave(self, *, stop: bool = False) -> None:
-        """Tell the servers that no more gradients will come; ``end`` must still be called."""
+    def leave(self, *, stop: bool) -> None:
+        """Announce that no more gradients will come; ``end`` must still be called."""
         self._request(Kind.LEAVE, stop=stop)
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -155,7 +155,8 @@ def pack_gradients(
         gradient, spec = gradients[piece.variable], specs[piece.variable]
         if gradient is None:
             missing.add(number)
-        elif isinstance(gradient, Rows) and _has_whole_rows(piece, spec):
+        elif isinstance(gradient, Rows) and len(piece.shape) == len(spec.shape) > 0:
+            # The piece has whole rows.
             indices, values = take_rows(piece, spec, *gradient)
             rows[number] = Rows(indices, values.astype(numpy_dtype(piece.dtype), copy=False))
         else:
@@ -258,10 +259,6 @@ def _all_finite(gradient: Gradient) -> bool:
         np.isfinite(flat[start : start + CHECKED_ITEMS]).all()
         for start in range(0, flat.size, CHECKED_ITEMS)
     )
-
-
-def _has_whole_rows(piece: VariableSlice, spec: Spec) -> bool:
-    return bool(spec.shape) and piece.start % spec.row == 0 == piece.stop % spec.row
 
 
 def _densify(rows: Rows, spec: Spec) -> np.ndarray:

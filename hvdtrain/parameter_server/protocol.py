@@ -79,10 +79,8 @@ class Request(NamedTuple):
     """A worker's request to a server.
 
     Attributes:
-        kind: The kind of the request.
         step: For a gradient, the step number from the server's last reply.
         version: For a gradient, the version of the weights that it was computed with.
-        has_gradient: Whether a gradient follows.
         weight: The weight of the gradient relative to other workers' gradients.
         learning_rate: The chief's learning rate; NaN leaves the server's unchanged.
         stop: Whether this worker stops the training of all workers.
@@ -164,21 +162,13 @@ _EXACT_WEIGHTS = (Kind.SNAPSHOT, Kind.STATE)
 
 @dataclass
 class ServerHandle:
-    """A worker's view of a server.
-
-    Attributes:
-        rank: The server's rank.
-        shard: The variables that it holds.
-        published: The shared memory with its weights; None if it sends them.
-        step: The number of this worker's next step.
-        version: The version of the weights that this worker has.
-    """
+    """A worker's view of a server."""
 
     rank: int
     shard: Shard
-    published: PublishedWeights | None
-    step: int = 0
-    version: int = 0
+    published: PublishedWeights | None  # None if the server sends its weights
+    step: int = 0  # the number of this worker's next step
+    version: int = 0  # of the weights that this worker has
 
 
 class PendingRequest:
@@ -188,9 +178,7 @@ class PendingRequest:
     one reply after another could deadlock with another worker.
 
     Args:
-        messages: The connection to the servers.
         servers: All servers; the other sequences have an entry for each.
-        requests: The requests.
         buffers: Receive the weights.
         data: Arrays to send after the request; must not change until ``wait`` returns.
         extra: Arrays that receive what follows the weights.

@@ -19,19 +19,12 @@ __all__ = ["Origin", "ShardUpdates", "StalenessStats"]
 
 
 class Origin(NamedTuple):
-    """The origin of a gradient.
-
-    Attributes:
-        worker: The rank that sent it.
-        step: The number of that worker's push, from 0; the same on all servers.
-        version: The version of the weights that it was computed with.
-        weight: Its weight next to other gradients of the same update.
-    """
+    """The origin of a gradient."""
 
     worker: int
-    step: int
-    version: int
-    weight: float
+    step: int  # the number of the worker's push, from 0; the same on all servers
+    version: int  # of the weights that it was computed with
+    weight: float  # relative to other gradients of the same update
 
 
 @dataclass(kw_only=True)

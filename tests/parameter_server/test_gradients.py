@@ -243,20 +243,6 @@ def test_half_precision_gradients_are_summed_in_float32(dtype):
         np.testing.assert_array_equal(got, values)
 
 
-def test_the_mean_of_one_gradient_is_the_gradient():
-    mean, receiver = GradientMean(), Receiver(specs(*MIXED))
-    assert mean.take() is None
-    expected = random_gradients(0)
-    mean.add(receiver.receive(expected), 16.0)
-    result = mean.take()
-    assert mean.take() is None
-    for got, gradient in zip(result.by_piece()[:2], expected):
-        np.testing.assert_array_equal(got, gradient)
-    np.testing.assert_allclose(
-        dense(MIXED[2], result.rows[2]), dense(MIXED[2], expected[2]), 1e-6, 1e-6
-    )
-
-
 def test_gradients_of_different_variables_are_refused_and_change_nothing():
     mean, receiver = GradientMean(), Receiver(specs((2,), (3, 2)))
     ones = np.ones(2, "float32")

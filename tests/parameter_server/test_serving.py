@@ -173,22 +173,6 @@ def test_gradients_that_are_not_finite_are_applied_if_allowed(world):
     assert [counts.taken for counts in stats] == [1] * len(stats)
 
 
-@one_or_two_servers
-def test_sparse_gradients_of_both_workers_are_applied(world):
-    def work(worker):
-        worker.begin()
-        indices = np.array([worker.rank, 1499, worker.rank])
-        rows = Rows(indices, np.full((3, 2), -1.0, "float32"))
-        worker.client.push([rows, None, None], weight=1.0, learning_rate=math.nan)
-        table, *others = worker.end()
-        assert all((array == START).all() for array in others)
-        changed = np.flatnonzero((table != START).any(axis=1))
-        return [changed.tolist(), (table[changed] - START).tolist()]
-
-    results, _ = serve(work, asynchronous())
-    assert results == [[[0, 1, 1499], [[2.0, 2.0]] * 3]] * 2
-
-
 @one_server
 def test_staleness_counts_the_updates_during_a_step(world):
     def work(worker):
@@ -246,19 +230,6 @@ def test_synchronous_steps_apply_the_weighted_mean(world):
         assert counts.staleness == {0: 4}
 
 
-@one_or_two_servers
-def test_synchronous_steps_continue_when_a_worker_is_done(world):
-    def work(worker):
-        worker.begin()
-        for _ in range(2 + 4 * worker.rank):
-            worker.push()
-        return worker.total()
-
-    results, stats = serve(work, synchronous())
-    assert results == [6.0, 6.0]
-    assert [counts.updates for counts in stats] == [6] * len(stats)
-
-
 @one_server
 def test_gradients_that_come_after_their_step_are_dropped(world):
     """With one gradient per step wanted, the second is dropped, and the next one is taken."""
@@ -305,43 +276,6 @@ def test_gradients_of_different_variables_are_refused(world):
     assert "Workers have gradients for different variables" in first + second
     assert weights == others == ([1.0, 0.0, 0.0] if first else [1.0, 1.0, 1.0])
     assert (counts.taken, counts.updates) == (1, 1)
-
-
-@one_or_two_servers
-def test_the_chief_sets_the_learning_rate(world):
-    def work(worker):
-        worker.begin()
-        if worker.rank == 0:
-            worker.push(rate=0.25)
-            worker.push()
-            worker.notify(1)
-            worker.wait_for(1)
-            worker.push(rate=2.0)
-        else:
-            worker.wait_for(0)
-            worker.push()
-            worker.notify(0)
-        return worker.total()
-
-    results, _ = serve(work, asynchronous())
-    assert results == [2.75, 2.75]
-
-
-@one_or_two_servers
-@pytest.mark.parametrize("ends", WORKERS)
-def test_a_worker_can_stop_all_others(world, ends):
-    def work(worker):
-        worker.begin()
-        if worker.rank == ends:
-            worker.push()
-            return [worker.client.stopped, worker.total(stop=True)]
-        limit = time.monotonic() + 60
-        while not worker.client.stopped and time.monotonic() < limit:
-            worker.push(0.0)
-        return [worker.client.stopped, worker.total()]
-
-    results, _ = serve(work, asynchronous())
-    assert results == [[rank != ends, 1.0] for rank in WORKERS]
 
 
 @one_server

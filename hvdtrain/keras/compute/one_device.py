@@ -20,17 +20,11 @@ logger = logging.getLogger(__package__)
 
 
 class BatchWeight(NamedTuple):
-    """The weight of this rank's batch.
+    """The weight of this rank's batch."""
 
-    Attributes:
-        rows: Its rows that count.
-        joint_rows: The rows of all ranks.
-        weight: From ``LossWeights.weight``.
-    """
-
-    rows: tf.Tensor
-    joint_rows: tf.Tensor
-    weight: tf.Tensor
+    rows: tf.Tensor  # that count
+    joint_rows: tf.Tensor  # of all ranks
+    weight: tf.Tensor  # from LossWeights.weight
 
 
 class OneDevice:

@@ -34,17 +34,11 @@ _HOST = "/device:CPU:0"
 
 
 class _Part(NamedTuple):
-    """The part of a batch that a tower computes.
+    """The part of a batch that a tower computes."""
 
-    Attributes:
-        first: Its first row.
-        rows: Its number of rows.
-        share: Its rows divided by the rows of the batch.
-    """
-
-    first: tf.Tensor
+    first: tf.Tensor  # its first row
     rows: tf.Tensor
-    share: tf.Tensor
+    share: tf.Tensor  # of the batch, from 0 to 1
 
 
 class _Pass(NamedTuple):

@@ -55,7 +55,7 @@ class LocalModelPatch(ModelPatch):
         mark_distributed(optimizer, self._reducer)
 
     def _make_steps(self, compute: Compute) -> ModelSteps:
-        return _LocalSteps(self._model, self._reducer, compute, self._loss_weights, self._rounds)
+        return _LocalSteps(self._loss_weights, self._rounds, self._model, self._reducer, compute)
 
     def _on_change(self, change: Change) -> None:
         super()._on_change(change)
@@ -75,11 +75,11 @@ class _LocalSteps(ModelSteps):
 
     def __init__(
         self,
+        weights: _LocalLossWeights,
+        rounds: WeightAveraging,
         model: keras.Model,
         reducer: GradientReducer,
         compute: Compute,
-        weights: _LocalLossWeights,
-        rounds: WeightAveraging,
     ) -> None:
         super().__init__(model, reducer, compute, weights)
         self._loss_weights = weights

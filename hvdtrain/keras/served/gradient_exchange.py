@@ -96,8 +96,8 @@ class _OverflowMixin:
 class GradientExchange:
     """Replaces the optimizer's update on a worker.
 
-    With ``--overlap`` a step uses the weights that came for the gradients of the step before, whose
-    successors are in flight. Nothing is in flight between epochs, and during validations and
+    With ``--overlap`` the gradients of a step are in flight while the next one is computed, which
+    therefore lacks their update. Nothing is in flight between epochs, and during validations and
     checkpoints.
 
     Attributes:

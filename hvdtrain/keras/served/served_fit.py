@@ -51,13 +51,9 @@ class ServedJob:
     """A model in a job of workers and servers, on one rank.
 
     Attributes:
-        collectives: Between all ranks.
-        membership: Of all ranks.
-        messages: Between workers and servers.
+        messages: Between workers and servers; ``collectives`` are between all ranks.
         reducer: Reduces within this rank only, and keeps errors that TensorFlow would hide.
-        roles: Which ranks are workers and which are servers.
-        specs: Of the trainable variables.
-        shards: The shard of each server.
+        shards: The shard of each server; ``specs`` are of all trainable variables.
         memory: Shared with other ranks of this host.
     """
 

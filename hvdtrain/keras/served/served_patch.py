@@ -139,14 +139,7 @@ class ServedModelPatch(ModelPatch):
         fit: Callable[[inspect.BoundArguments], Any],
         current: Callable[[], FitLoop],
     ) -> None:
-        """Replace the methods of the model.
-
-        Args:
-            job: Has the steps that Keras' loops run.
-            joint: The loop of all ranks outside of ``fit``.
-            fit: Replaces ``fit``, and gets its arguments.
-            current: Returns the loop that is running on this rank.
-        """
+        """Replace the model's methods; ``current`` returns the loop that this rank is in."""
         signature = inspect.signature(joint.fit)
         detail = (f"model {self._collectives.sections}",)
 
@@ -155,20 +148,20 @@ class ServedModelPatch(ModelPatch):
                 joint.check_still_distributed()
                 return fit(signature.bind(*args, **options))
 
-        hooks: dict[str, Callable[..., Any]] = {
-            RESULTS: lambda logs: current().joint_results(logs),
-            SYMBOLIC_BUILD: lambda *args, **options: current().symbolic_build(*args, **options),
-        }
+        def in_current(method: str) -> Callable[..., Any]:
+            return lambda *args, **options: getattr(current(), method)(*args, **options)
+
+        hooks = {RESULTS: "joint_results", SYMBOLIC_BUILD: "symbolic_build"}
         self._replace(
             train_step=job.steps.train,
             train_on_batch=refuse_training,
             test_step=job.steps.test,
             predict_step=job.steps.predict,
             fit=fit_in_section,
-            evaluate=lambda *args, **options: current().evaluate(*args, **options),
-            predict=lambda *args, **options: current().predict(*args, **options),
+            evaluate=in_current("evaluate"),
+            predict=in_current("predict"),
             make_predict_function=joint.make_predict_function,
-            **hooks,
+            **{name: in_current(method) for name, method in hooks.items()},
         )
 
     def _inputs(self, between: Engine, membership: Membership, seed: int) -> FitInputs:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.engine import single_engine
 from hvdtrain.keras.data.partition import JointSteps, Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
@@ -21,7 +20,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer_patch import accumulator_variables, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint, open_store
-from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition, restore_kept
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -31,46 +30,33 @@ from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
 from hvdtrain.private_api.keras import iterations_of
 
-__all__ = ["WorkerSession", "begin_worker_session", "remaining_positions"]
+__all__ = ["WorkerSession", "remaining_positions"]
 
 _FIRST_POLL_S = 0.01
-
-
-def begin_worker_session(
-    job: ServedJob,
-    checkpoint: Checkpoint,
-    callbacks: Sequence[Any],
-    exchange: GradientExchange,
-    worker: Membership,
-) -> WorkerSession:
-    """Return the checkpoints of a worker; collective, with ``find_for_all`` on servers.
-
-    Raises:
-        CheckpointError: No checkpoint can be used; on all ranks.
-    """
-    state = TrainingState(job.model, single_engine(), job.steps.samples, callbacks)
-    store = open_store(checkpoint.options)
-    newest = find_for_all(store if job.is_chief else None, state, job.collectives)
-    return WorkerSession(checkpoint.options, state, worker, store, newest, job, exchange)
 
 
 class WorkerSession(CheckpointSession):
     """The checkpoints of one worker's ``fit``, which gets the others' state from the servers.
 
-    Every worker has the whole checkpoint that training resumes from.
+    Every worker has the whole checkpoint that training resumes from. The constructor is collective,
+    with ``find_for_all`` on servers.
+
+    Raises:
+        CheckpointError: No checkpoint can be used; on all ranks.
     """
 
     def __init__(
         self,
-        options: CheckpointOptions,
-        state: TrainingState,
-        worker: Membership,
-        store: Store,
-        newest: tuple[TrainingProgress, Snapshot] | None,
         job: ServedJob,
         exchange: GradientExchange,
+        worker: Membership,
+        checkpoint: Checkpoint,
+        callbacks: Sequence[Any],
     ) -> None:
-        super().__init__(options, state, worker, store, newest)
+        state = TrainingState(job.model, single_engine(), job.steps.samples, callbacks)
+        store = open_store(checkpoint.options)
+        newest = find_for_all(store if job.is_chief else None, state, job.collectives)
+        super().__init__(checkpoint.options, state, worker, store, newest)
         self._job = job
         self._exchange = exchange
         self._starts: Sequence[WorkerPosition] = ()  # of each worker

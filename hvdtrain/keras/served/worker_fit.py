@@ -17,7 +17,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob
-from hvdtrain.keras.served.worker_checkpoints import WorkerSession, begin_worker_session
+from hvdtrain.keras.served.worker_checkpoints import WorkerSession
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.private_api.keras import split_validation
 
@@ -74,9 +74,7 @@ class WorkerFit(keras.callbacks.Callback):
             _remove_validation(given)
         checkpoint = find_checkpoint_callback(callbacks)
         if checkpoint is not None:
-            self._session = begin_worker_session(
-                job, checkpoint, callbacks, exchange, self.membership
-            )
+            self._session = WorkerSession(job, exchange, self.membership, checkpoint, callbacks)
         client = Client(job.messages, job.specs, job.roles.servers, job.shards, job.memory)
         given["callbacks"] = [self, *callbacks]
         signal = 0

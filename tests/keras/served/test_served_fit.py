@@ -236,28 +236,6 @@ def test_the_chiefs_callbacks_apply_to_all_workers(launch):
     assert 1 <= chief["steps"] <= 3, "the chief stops after the reply to its next gradient"
 
 
-SLOW = program("""
-    model = classifier("sgd")
-
-    def late(batch):
-        if RANK == 1:
-            time.sleep(0.05)
-
-    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin=late)])
-    report("done", alike=like_chief(model))
-""")
-
-
-@pytest.mark.parametrize("bound", [1, 2])
-def test_staleness_is_bounded(launch, bound):
-    done = launch(4, SLOW, env=servers("async-ps", staleness_bound=bound))
-    assert done.returncode == 0
-    assert [entry["alike"] for entry in reports(done, "done")] == [True] * 4
-    (most,) = re.findall(r"3 workers sent 60 gradients; staleness .* (\d+) at most", done.stderr)
-    # During a step, each of the other two goes from bound steps behind to bound + 1 ahead at most.
-    assert 1 <= int(most) <= 2 * (2 * bound + 1)
-
-
 # Rank 1 pushes, the chief pushes four times, rank 1 pushes again; each gradient is 1.
 SCALED = program("""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
