@@ -9,25 +9,34 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from hvdtrain.check.check_report import find_problems, format_report
+from hvdtrain.check.host_checks import MPI, VERSIONS, find_problems
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.hosts import add_host_arguments, named_hosts
-from hvdtrain.remote.problem import Problem, format_problem
-from hvdtrain.remote.remote_probe import Answer, Method
-from hvdtrain.text import format_list, plural
+from hvdtrain.remote.problem import (
+    Problem,
+    answered,
+    format_bytes,
+    format_problem,
+    problem_state,
+)
+from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
+from hvdtrain.text import format_list, format_table, plural
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "format_report", "run"]
 
 logger = logging.getLogger(__package__)
 
 READY, NOT_READY = 0, 1
 # Without -np, this host is checked for the smallest job that communicates.
 DEFAULT_RANKS = 2
+
+_HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
+_LEFT = (0, 1, 5, 7)
 
 _EPILOG = """\
 examples:
@@ -137,6 +146,50 @@ def _with_default_ranks(answer: Answer) -> Answer:
         return answer
     ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, len(facts.gpus) or DEFAULT_RANKS)
     return dataclasses.replace(answer, ranks=ranks)
+
+
+def format_report(launcher: Answer, answers: Sequence[Answer], problems: Sequence[Problem]) -> str:
+    """Format the table of hosts, their common versions, and the problems."""
+    table = format_table(_HEAD, [_row(answer, problems) for answer in answers], left=_LEFT)
+    parts = [table, _versions(launcher, answers), *map(format_problem, problems)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
+    facts = answer.facts
+    if facts is None:
+        state = answer.failure.kind if answer.failure else "no answer"
+        return (answer.host, state, str(answer.ranks), *["-"] * 6)
+    offset_s, error_s = clock_offset_s(answer)
+    speed = "" if facts.speed_mbit is None else f" {facts.speed_mbit / 1000:g} Gb/s"
+    models = "/".join(dict.fromkeys(model for model, _ in facts.gpus))
+    return (
+        answer.host,
+        problem_state([problem for problem in problems if answer.host in problem.hosts]),
+        str(answer.ranks),
+        "-" if facts.cores is None else str(facts.cores),
+        "-" if facts.load is None else f"{facts.load:.1f}",
+        f"{len(facts.gpus)} {models}" if facts.gpus else "none",
+        "-" if facts.shm_free_bytes is None else format_bytes(facts.shm_free_bytes),
+        f"{facts.interface} {facts.local_address}{speed}".strip() if facts.local_address else "-",
+        f"{0.0 if abs(offset_s) <= error_s else offset_s:+.1f} s",
+    )
+
+
+def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
+    """Return the versions that the launcher and all hosts share, after a name for the hosts."""
+    facts = [facts for _, facts in answered([launcher, *answers])]
+    shared = []
+    for title, version in VERSIONS.items():
+        versions = {version(one) for one in facts}
+        if len(versions) == 1 and (only := versions.pop()):
+            shared.append(only if title == MPI else f"{title} {only}")
+    hosts = "all hosts"
+    if len(facts) - 1 < len(answers):
+        hosts = "all that answered"
+    elif len(answers) == 1:
+        hosts = answers[0].host
+    return f"{hosts}: {', '.join(shared)}" if shared else ""
 
 
 def _conclude(problems: Sequence[Problem]) -> int:

@@ -9,11 +9,11 @@ import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdtrain.remote.host_probe import HostFacts
-from hvdtrain.remote.problem import Problem, answered, format_bytes
-from hvdtrain.remote.remote_probe import Answer, clock_offset_s
+from hvdtrain.remote.problem import Problem, answered, failure_problems, format_bytes
+from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
 from hvdtrain.text import format_list, plural
 
-__all__ = ["CHECKS", "MPI", "VERSIONS", "check_gpus"]
+__all__ = ["MPI", "VERSIONS", "find_problems"]
 
 # Free space in /dev/shm that the ranks of a host need for full speed.
 SHM_EXPECTED_BYTES = 200_000_000
@@ -67,7 +67,7 @@ def _groups_text(groups: dict[str, list[str]]) -> str:
     )
 
 
-def check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that Python and the libraries match the launcher's."""
     assert launcher.facts is not None
     for title, version in VERSIONS.items():
@@ -100,7 +100,7 @@ def check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Prob
         )
 
 
-def check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that all hosts share the working directory."""
     groups = _hosts_by(answers, lambda facts: facts.folder)
     if absent := groups.get("absent"):
@@ -128,7 +128,7 @@ def check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
         )
 
 
-def check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that every host resolves every other's name, and not to a loopback address."""
     # A name that the launcher can't resolve either has been reported as a failure.
     reported = {
@@ -163,7 +163,7 @@ def check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
         )
 
 
-def check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that each machine has one name."""
     for machine, hosts in _hosts_by(answers, lambda facts: facts.machine).items():
         if machine and len(hosts) > 1:
@@ -175,7 +175,7 @@ def check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Prob
             )
 
 
-def check_connections(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_connections(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that hosts can connect to the launcher."""
     for host, facts in answered(answers):
         if facts.back_error:
@@ -188,7 +188,7 @@ def check_connections(launcher: Answer, answers: Sequence[Answer]) -> Iterator[P
             )
 
 
-def check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that shared memory has space, and that InfiniBand may lock memory."""
     for answer in answers:
         free = answer.facts.shm_free_bytes if answer.facts else None
@@ -217,7 +217,7 @@ def check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
         )
 
 
-def check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that clocks agree, as logs and file times are compared."""
     for answer in answers:
         if answer.facts is None:
@@ -233,7 +233,7 @@ def check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
             )
 
 
-def check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that every rank has a core of its own."""
     for answer in answers:
         facts = answer.facts
@@ -255,7 +255,7 @@ def check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]
             )
 
 
-def check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that all parts of the probe succeeded."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for host, facts in answered(answers):
@@ -270,7 +270,7 @@ def check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
         )
 
 
-def check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
+def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that GPUs work, suffice for the ranks, and are alike."""
     for host, facts in answered(answers):
         if facts.gpu_error:
@@ -300,18 +300,33 @@ def check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]
         )
 
 
-# In the order of the report.
-CHECKS: tuple[Check, ...] = (
-    check_versions,
-    check_folder,
-    check_names,
-    check_machines,
-    check_connections,
-    check_memory,
-    check_clock,
-    check_load,
-    check_errors,
-)
+def find_problems(
+    launcher: Answer,
+    answers: Sequence[Answer],
+    *,
+    method: Method,
+    python: str,
+    use_gpus: bool = True,
+) -> list[Problem]:
+    """Compare the hosts with the launcher and with each other; return errors, then warnings.
+
+    Args:
+        launcher: The launcher's own answer.
+        answers: The answers of the hosts.
+        method: How the hosts were reached.
+        python: The launcher's Python.
+        use_gpus: Whether ranks would use GPUs.
+    """
+    checks: list[Check] = [
+        *(_check_versions, _check_folder, _check_names, _check_machines, _check_connections),
+        *(_check_memory, _check_clock, _check_load, _check_errors),
+    ]
+    if use_gpus:
+        checks.append(_check_gpus)
+    problems = [*failure_problems(answers, method=method, python=python)]
+    for check in checks:
+        problems += check(launcher, answers)
+    return sorted(problems, key=lambda problem: not problem.is_error)
 
 
 def _fewer_ranks(host: str, ranks: int) -> str:

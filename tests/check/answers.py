@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvdtrain.check.check_report import find_problems
+from hvdtrain.check.host_checks import find_problems
 from hvdtrain.remote.host_probe import HostFacts
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.check.check_report import find_problems, format_report
+from hvdtrain.check.cli import format_report
+from hvdtrain.check.host_checks import find_problems
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 from tests.check.answers import GPU, PYTHON, VERSIONS, answer, facts, lost, problems, the_problem
@@ -206,3 +207,8 @@ def test_an_mpi_that_can_not_be_loaded() -> None:
     assert problem.summary == (
         "MPI differs: Open MPI v5.0.11 on a; none on b (RuntimeError: cannot load MPI library)"
     )
+
+
+def test_errors_come_before_warnings() -> None:
+    all_problems = problems(answer("a", folder="other"), answer("b", back_error="no"))
+    assert [problem.is_error for problem in all_problems] == [True, False]
