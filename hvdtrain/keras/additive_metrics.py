@@ -3,7 +3,7 @@
 Ranks combine metrics by summing their variables. This is correct if an update adds the same values
 to any state, and a reset sets zeros. No metric declares whether it does, so metrics of the user's
 are tested in the first batches: a metric is updated twice from zeros, and the second update must
-add what the first one did. This needs no other samples, and works wherever the metric is updated.
+add what the first one did. The test needs no other samples.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _testing(metric: Any, left: Any) -> Any:
     plain = metric.update_state
 
     def update_state(*args: Any, **options: Any) -> Any:
-        # Before the update that counts, which then sets the metric's other attributes.
+        # Before the actual update, which then sets the metric's other attributes.
         def test() -> None:
             additive = adds_up(metric, plain, args, options)
             left.assign(tf.where(additive, left.value - 1.0, -1.0))

@@ -64,16 +64,12 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 def synchronize_batch_normalization(
     layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
 ) -> None:
-    """Make ``layer`` normalize with the moments of the batches of all ranks.
+    """Make a ``BatchNormalization`` layer use the moments of the batches of all ranks.
 
     Ranks exchange count, mean and variance, and combine them as in Chan, Golub and LeVeque (1979):
     with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
 
-    Args:
-        layer: A ``BatchNormalization`` layer.
-        collectives: Connects the ranks.
-        rows: Returns the number of rows that count in the current training step, or None between
-            steps.
+    ``rows`` returns how many rows count in the current training step, or None between steps.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,14 +96,9 @@ def _joint_moments(
     collectives: Engine,
     counts: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the mean and variance over all ranks.
+    """Combine the means and variances of all ranks, this rank's of ``count`` values.
 
-    Args:
-        layer: The layer.
-        own: Mean and variance of this rank's batch.
-        count: The number of values in each of ``own``.
-        collectives: Connects the ranks.
-        counts: A boolean; if False, other ranks receive neither ``own`` nor gradients from here.
+    If ``counts`` is False, other ranks receive neither these moments nor their gradients.
     """
     mean, variance = own
     elastic = collectives.survives_losses

@@ -53,7 +53,7 @@ _LOOPS = {
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
-    """Return the user's callbacks as a list, in whatever form ``fit`` received them."""
+    """Return the ``callbacks`` argument of ``fit`` as a list."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return list(keras.tree.flatten(callbacks)) if callbacks is not None else []
@@ -70,8 +70,6 @@ def wrap_callbacks(
     membership: Membership,
     epochs: EpochIterator,
     contributions: Contributions,
-    *,
-    broadcast: Callable[[], None],
     synchronize: Callable[[], None],
 ) -> list[Any]:
     """Return the user's callbacks for this rank, between hvdtrain's own.
@@ -79,15 +77,7 @@ def wrap_callbacks(
     A ``Checkpoint`` comes last: it saves the decisions of the others, and resuming must override
     what they do when training begins.
 
-    Args:
-        failover: Holds the user's callbacks.
-        collectives: Connects the ranks.
-        membership: The ranks that train.
-        epochs: The steps of ``fit``.
-        contributions: Records whose gradients were averaged.
-        broadcast: Gives all ranks the chief's state. Called after the user's ``on_train_begin``, in
-            which a callback of the chief may have restored it.
-        synchronize: Makes the model equal on all ranks. Called before the user's ``on_epoch_end``.
+    ``synchronize`` makes the model equal on all ranks before the user's ``on_epoch_end``.
     """
     callbacks = failover.callbacks()
     return [
@@ -95,8 +85,8 @@ def wrap_callbacks(
         ReportProgress(epochs),
         *([_share_nan(collectives)] if stops_at_nan(callbacks) else []),
         *(entry for entry in callbacks if not isinstance(entry, Checkpoint)),
-        # _After first, as it allows the chief's callbacks any time when training begins.
-        _After(collectives, membership, failover, epochs, broadcast),
+        # Before StopTogether, as it waits for the chief's callbacks when training begins.
+        failover,
         StopTogether(collectives, callbacks),
         *(entry for entry in callbacks if isinstance(entry, Checkpoint)),
         _stop_if_too_few(membership),
@@ -106,9 +96,9 @@ def wrap_callbacks(
 class StopTogether(keras.callbacks.Callback):
     """Stops a loop on all ranks after the batch in which a callback of one rank stopped it.
 
-    Comes after the user's callbacks. Ranks exchange a flag after the first batch of each epoch,
-    evaluation and prediction. They do so after every batch if user code on some rank can stop a
-    loop there: a callback with hooks for batches, or a ``train_step`` that runs eagerly.
+    Ranks exchange a flag after the first batch of each epoch, evaluation and prediction, and after
+    every batch if user code on some rank can stop a loop there: a callback with hooks for batches,
+    or a ``train_step`` that runs eagerly.
     """
 
     def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:
@@ -122,6 +112,7 @@ class StopTogether(keras.callbacks.Callback):
             setattr(self, f"on_{loop}_batch_end", partial(self._agree, loop))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Exchange the flag after the first batch."""
         self._first = True
 
     def _begin(self, loop: str, logs: Any = None) -> None:
@@ -187,13 +178,13 @@ class _Before(keras.callbacks.Callback):
         self._verified = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._contributions.take()  # drop those of steps outside of fit
+        self._contributions.take()  # of steps outside of fit
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epochs.on_epoch_begin(epoch)
         self._verified = False
         if self.params is not None:
-            # For the current ranks. _After sets it again, as callbacks may change the data.
+            # For the current ranks. ChiefFailover sets it again, as callbacks may change the data.
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -213,26 +204,41 @@ class _Before(keras.callbacks.Callback):
         self._membership.renew()
 
 
-class _After(keras.callbacks.Callback):
-    """Runs after the user's callbacks in ``fit``: applies the decisions of one rank to all."""
+class ChiefFailover(keras.callbacks.Callback):
+    """Runs after the user's callbacks in ``fit``, and applies the decisions of one rank to all.
+
+    ``CHIEF_ONLY`` callbacks run on the chief, and on the next chief if it is lost.
+
+    Args:
+        callbacks: The user's callbacks.
+        verbose: Verbosity of ``fit``.
+        broadcast: Gives all ranks the chief's state, which its callbacks may restore.
+    """
 
     def __init__(
         self,
+        callbacks: Sequence[Any],
         collectives: Engine,
         membership: Membership,
-        failover: ChiefFailover,
         epochs: EpochIterator,
+        *,
+        verbose: Any,
         broadcast: Callable[[], None],
     ) -> None:
         super().__init__()
+        self._callbacks = callbacks
         self._collectives = collectives
         self._membership = membership
-        self._failover = failover
         self._epochs = epochs
+        self._verbose = verbose
         self._broadcast = broadcast
+        self._of_chief = [entry for entry in callbacks if isinstance(entry, CHIEF_ONLY)]
+        self._states: Mapping[str, Any] = {}
+        self._standbys: list[_StandbyCallback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        with self._failover.without_timeout():
+        """Broadcast the state that a callback of the chief may have restored."""
+        with self._without_timeout():
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
         set_initial_epoch(self.model, epoch)
@@ -243,43 +249,22 @@ class _After(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # After the user's callbacks, which may change the data, and before a checkpoint restores
-        # the random states.
+        """Begin to read the data, which callbacks may have changed."""
+        # Before a checkpoint restores the random states.
         self._epochs.sharded.on_epoch_begin(epoch)
         if self.params is not None:
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stop training on all ranks if a callback of one rank did."""
         stop = np.array(bool(self.model.stop_training))
-        with self._failover.without_timeout():
+        with self._without_timeout():
             stop = self._collectives.allreduce(stop, "max", name="stop training")
         self.model.stop_training = bool(stop)
-        self._failover.share_states()
+        self._share_states()
 
-
-class ChiefFailover:
-    """Runs the ``CHIEF_ONLY`` callbacks on the chief, and on the next chief if it is lost."""
-
-    def __init__(
-        self,
-        callbacks: Sequence[Any],
-        collectives: Engine,
-        membership: Membership,
-        verbose: Any,
-    ) -> None:
-        self._callbacks = callbacks
-        self._collectives = collectives
-        self._membership = membership
-        self._verbose = verbose
-        self._of_chief = [entry for entry in callbacks if isinstance(entry, CHIEF_ONLY)]
-        self._states: Mapping[str, Any] = {}
-        self._standbys: list[_StandbyCallback] = []
-
-    def without_timeout(self) -> AbstractContextManager[None]:
-        """Wait for the chief's callbacks without a time-out within the block.
-
-        They usually save the model, which may take long.
-        """
+    def _without_timeout(self) -> AbstractContextManager[None]:
+        """Wait within the block for the chief's callbacks, which may save a large model."""
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def callbacks(self) -> list[Any]:
@@ -289,14 +274,14 @@ class ChiefFailover:
         if not self._membership.elastic:
             return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
         standbys = {id(entry): _StandbyCallback(entry) for entry in self._of_chief}
-        # Keras adds its progress bar on the chief only.
+        # Keras adds its own bar on the chief only.
         bar = keras.callbacks.ProgbarLogger()
         bars = [_StandbyCallback(bar, verbose=self._verbose)] if self._verbose else []
         self._standbys = [*standbys.values(), *bars]
         return [*(standbys.get(id(entry), entry) for entry in self._callbacks), *bars]
 
-    def share_states(self) -> None:
-        """Send the states of the chief's callbacks to all ranks of an elastic job; collective."""
+    def _share_states(self) -> None:
+        """Send the states of the chief's callbacks to all ranks of an elastic job."""
         if not self._membership.elastic or not self._of_chief:
             return
         if self._membership.is_chief:
@@ -317,9 +302,7 @@ class ChiefFailover:
 class _StandbyCallback(keras.callbacks.Callback):
     """A callback of the chief on another rank, which does nothing until it is activated.
 
-    Args:
-        callback: The callback.
-        verbose: Verbosity for this callback, if it differs from that of ``fit``.
+    It has the verbosity of ``fit`` unless ``verbose`` is given.
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:

@@ -46,7 +46,7 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     - Weights, optimizer state and metrics start with the chief's values.
     - The input is sharded, and every rank runs the same number of steps.
     - Gradients are averaged, weighted by the number of samples.
-    - The losses and metrics of an epoch are those of all samples.
+    - The losses and metrics of an epoch cover all samples.
     - Only the chief shows progress and writes files, and dropout differs between ranks.
     - The model is saved as a plain Keras model.
 
@@ -170,7 +170,7 @@ def _check_built(model: keras.Model) -> None:
 
 
 def _unbuilt_layers(model: keras.Model) -> list[str]:
-    """Return the names of layers that have yet to create variables."""
+    """Return the names of layers that will create variables when they are built."""
     return [
         layer.name
         for layer in ([] if model.built else flatten_layers(model))

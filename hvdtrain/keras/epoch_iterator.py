@@ -59,10 +59,7 @@ class EpochPlace:
 
 
 class _Taken(NamedTuple):
-    """The samples that each member took in one step, stored as the pass and the step.
-
-    ``members`` are in the order of their ranks.
-    """
+    """The samples that each member took in one step; members are in the order of their ranks."""
 
     pass_: Pass
     step: int
@@ -82,12 +79,9 @@ class EpochIterator:
     """The iterator over the steps of ``fit``, with its place in the data.
 
     Args:
-        sharded: This rank's share of the data.
-        membership: The ranks that train.
-        steps_per_epoch: Steps of an epoch; None for one pass over the data.
+        steps_per_epoch: Steps of an epoch; by default, one pass over the data.
         steps_per_execution: Steps of a block, which Keras runs at once.
         accumulates: Whether gradients of several steps are applied together.
-        input_wait: Measures how long steps wait for their batches.
     """
 
     def __init__(
@@ -125,10 +119,9 @@ class EpochIterator:
         self._ran_out = False  # the pass ended before its unknown number of steps
 
     def place(self, *, epoch_step: int) -> EpochPlace:
-        """Return the place in the data after the current block.
+        """Return the place after the current block, given the completed steps of this epoch.
 
-        Args:
-            epoch_step: Completed steps of this epoch; 0 if the block was its last.
+        ``epoch_step`` is 0 if the block was the last one of its epoch.
         """
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
@@ -156,11 +149,9 @@ class EpochIterator:
         )
 
     def record_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
-        """Record whose gradients were applied; called after each block in an elastic job.
+        """Record which members' gradients each step of a block applied; None if it applied none.
 
-        Args:
-            contributed: For each step of the block the members whose gradients were applied;
-                None if no gradients were.
+        Called after each block in an elastic job.
         """
         assert self._pass is not None
         members = self._membership.members
@@ -170,7 +161,7 @@ class EpochIterator:
                 self.record_applied(contributors)
 
     def record_applied(self, members: Collection[int] | None) -> None:
-        """Record that all waiting gradients of these members were applied; None for all members."""
+        """Record that the waiting gradients of these members, or of all, were applied."""
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.
             missing = [] if members is None else set(taken.members).difference(members, (_LOST,))
@@ -200,14 +191,14 @@ class EpochIterator:
 
     @property
     def steps_left(self) -> int | None:
-        """The remaining steps of an epoch of one pass; None if unknown or for other epochs."""
+        """The remaining steps, if an epoch is one pass of known length; otherwise None."""
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None
         return self._pass.steps - self._done
 
     @property
     def ended(self) -> bool:
-        """Whether the current pass has no steps left."""
+        """Whether the current pass is finished."""
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
@@ -266,7 +257,7 @@ class EpochIterator:
     def _begin_pass(self) -> int:
         """Start the next pass, and return the completed steps of the epoch."""
         first_step = 0
-        self._unapplied = []  # their places are not of the next pass
+        self._unapplied = []  # their places belong to the last pass
         elastic = self._membership.elastic
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.position is not None:

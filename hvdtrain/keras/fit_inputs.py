@@ -23,13 +23,11 @@ class FitInputs:
     """Shards the inputs of a model.
 
     Args:
-        collectives: Connects the ranks that share the input.
-        membership: The ranks that train.
         seed: Seed of the sample order, equal on all ranks.
         presharded: Whether each rank passes its own part of the data.
         warn: Logs a warning once, on the chief.
-        ignore_rows: Whether this rank's own rows don't count in evaluation and prediction; it only
-            takes part in the collectives of the other ranks' steps.
+        ignore_rows: Whether to evaluate and predict only the rows of other ranks, and take part in
+            their collectives.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class FitInputs:
     def shard(
         self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any
     ) -> ShardedInput:
-        """Return this rank's share of an input; collective. ``options`` are those of ``ShardPlan``.
+        """Return this rank's share of an input; collective. ``options`` go to ``ShardPlan``.
 
         Raises:
             DataError: The input can't be sharded.
@@ -88,14 +86,9 @@ class FitInputs:
     def run_whole_pass(
         self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]
     ) -> Result:
-        """Call ``run`` with this rank's part of a whole pass; repeat the pass if a rank was lost.
+        """Return the result of ``run`` for this rank's part of a pass; repeat it if ranks are lost.
 
-        Args:
-            sharded: This rank's share, possibly from before a rank was lost.
-            run: Takes a ``ShardedInput.dataset``.
-
-        Returns:
-            The result of ``run`` for the complete pass.
+        ``sharded`` may have been made before a rank was lost.
         """
         while True:
             sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
@@ -114,9 +107,9 @@ def _without_rows(share: Share) -> Share:
 class InputWait:
     """Measures the time that training waits for its next batch, if a launcher receives reports.
 
-    The time is added up inside ``tf.data``, on the thread that requests the batch, so it doesn't
-    depend on what runs the steps. With ``steps_per_execution`` above 1 TensorFlow may request a
-    batch while the previous step computes, and all of that time counts.
+    The time is added up inside ``tf.data``, on the thread that requests the batch. With
+    ``steps_per_execution`` above 1 TensorFlow may request a batch while the previous step computes,
+    and all of that time counts.
     """
 
     def __init__(self) -> None:

@@ -98,12 +98,8 @@ class FitLoop:
     """The distributed ``fit``, ``evaluate`` and ``predict`` of a model, which call Keras' own.
 
     Args:
-        model: The model.
-        collectives: Connects the ranks that make each step together.
-        membership: The ranks that train.
         inputs: Shards the training data.
         reducer: Averages gradients, and keeps errors that TensorFlow would hide.
-        steps: The steps that Keras' loops run.
         whole: Shards the data to evaluate or predict; ``inputs`` by default.
         begin: Gives all ranks the chief's state when training begins.
         begin_session: Replaces ``saving.checkpoint_callback.begin_session``.
@@ -135,7 +131,7 @@ class FitLoop:
         self._averaging = averaging
         self._steps = steps
         self._optimizers = optimizers_of(model)
-        self._number = collectives.sections  # identifies the model among those of the program
+        self._number = collectives.sections  # identifies the model within the program
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._make_predict_function = model.make_predict_function
         self._results = getattr(model, RESULTS)
@@ -169,7 +165,13 @@ class FitLoop:
         **unknown: Any,
     ) -> Any:
         """Train on all ranks, as ``keras.Model.fit`` does; ``batch_size`` is per rank."""
-        self._check_arguments(unknown)
+        if unknown:
+            names = ", ".join(f"{name}=" for name in unknown)
+            raise ModelError(
+                f"Received {names} for fit() of the model {self._model.name!r}, expected Keras' "
+                "arguments, as hvdtrain.distribute(model) replaces the model's own fit. Move what "
+                "that adds into a callback, or call it before or after model.fit(…)."
+            )
         steps_per_epoch, validation_steps = _capped(steps_per_epoch), _capped(validation_steps)
         self.check_still_distributed()
         self._may_differ = self._averaging is None and overrides(self._model, "train_step")
@@ -204,9 +206,8 @@ class FitLoop:
         self._build(sharded)
         self._validation = validation
         self._validation_dataset = validation.dataset if validation else None
-        failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
         try:
-            with self._training(sharded, steps_per_epoch, failover, listed, session) as epochs_:
+            with self._training(sharded, steps_per_epoch, listed, verbose, session) as wrapped:
                 if checkpoint is not None:
                     checkpoint.session = session
                 return self._run_keras(
@@ -215,15 +216,7 @@ class FitLoop:
                     epochs=epochs,
                     shuffle=False,  # the dataset is shuffled already
                     verbose=verbose if self._membership.is_chief else 0,
-                    callbacks=wrap_callbacks(
-                        failover,
-                        self._collectives,
-                        self._membership,
-                        epochs_,
-                        self._reducer.contributions,
-                        broadcast=self._begin,
-                        synchronize=self.synchronize,
-                    ),
+                    callbacks=wrapped,
                     validation_data=self._validation_dataset,
                     initial_epoch=initial_epoch,
                     steps_per_epoch=steps_per_epoch,
@@ -243,11 +236,11 @@ class FitLoop:
         self,
         sharded: ShardedInput,
         steps_per_epoch: int | None,
-        failover: ChiefFailover,
         callbacks: Sequence[Any],
+        verbose: Any,
         session: CheckpointSession | None,
-    ) -> Iterator[EpochIterator]:
-        """Yield the steps of ``fit``; within the block losses of ranks and signals are handled."""
+    ) -> Iterator[list[Any]]:
+        """Yield the callbacks of ``fit``; handle lost ranks and signals within the block."""
         membership = self._membership
         epochs = self._epochs = self._running = EpochIterator(
             sharded.reshard(rank=membership.rank, size=membership.size),
@@ -256,6 +249,14 @@ class FitLoop:
             steps_per_execution=self._model.steps_per_execution,
             accumulates=self._averaging is not None or any(map(accumulates, self._optimizers)),
             input_wait=self._input_wait,
+        )
+        failover = ChiefFailover(
+            callbacks,
+            self._collectives,
+            membership,
+            epochs,
+            verbose=verbose,
+            broadcast=self._begin,
         )
         on_change: list[ChangeCallback] = [epochs.redistribute, failover.on_change]
         on_change += [entry.on_ranks_lost for entry in callbacks if isinstance(entry, WarmUp)]
@@ -266,7 +267,14 @@ class FitLoop:
             self._reducer.tolerate_lost_ranks(),
             self._allowing_nan(callbacks),
         ):
-            yield epochs
+            yield wrap_callbacks(
+                failover,
+                self._collectives,
+                membership,
+                epochs,
+                self._reducer.contributions,
+                self.synchronize,
+            )
 
     @_collective
     def evaluate(
@@ -294,7 +302,7 @@ class FitLoop:
 
         def run(dataset: tf.data.Dataset) -> Any:
             if options.get(_WITHIN_FIT):
-                # Otherwise Keras would evaluate on its cached dataset, that of all ranks.
+                # Otherwise Keras would evaluate on the dataset that fit received.
                 options[_WITHIN_FIT] = dataset is self._validation_dataset
             return self._run_keras(
                 self._evaluate,
@@ -356,17 +364,17 @@ class FitLoop:
         model, collectives = self._model, self._collectives
         self._steps.additive.check(collectives)
         with joint_metrics(model, collectives):
-            # There are no logs if training was resumed after the last step of an epoch.
+            # logs is empty if training was resumed after the last step of an epoch.
             joint = self._results(logs or model.get_metrics_result())
             if joint is not logs:
                 # Copied: the result of a user's metric may be its variable, which changes below.
-                # It may also be a tensor of a finished graph, which Keras ignores.
+                # Or it is a tensor of a finished graph, which Keras ignores.
                 return keras.tree.map_structure(
                     lambda leaf: leaf if tf.is_symbolic_tensor(leaf) else tf.identity(leaf), joint
                 )
             if not isinstance(logs, dict):
                 return logs
-            # The user's train_step returned something else than the results of the metrics.
+            # The user's train_step returned more than the results of the metrics.
             results = metric_results(model)
         rows = int(self._steps.rows.numpy())
         return join_logs(logs, rows, metric_results(model), results, collectives)
@@ -407,15 +415,6 @@ class FitLoop:
                 f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
                 "its optimizer would not average gradients. Call hvdtrain.distribute(model) again "
                 "after model.compile(…)."
-            )
-
-    def _check_arguments(self, unknown: Mapping[str, Any]) -> None:
-        if unknown:
-            names = ", ".join(f"{name}=" for name in unknown)
-            raise ModelError(
-                f"Received {names} for fit() of the model {self._model.name!r}, expected Keras' "
-                "arguments, as hvdtrain.distribute(model) replaces the model's own fit. Move what "
-                "that adds into a callback, or call it before or after model.fit(…)."
             )
 
     def _begin_session(self, checkpoint: Checkpoint, callbacks: list[Any]) -> CheckpointSession:

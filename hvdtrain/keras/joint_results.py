@@ -32,10 +32,10 @@ __all__ = [
 
 @contextmanager
 def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
-    """Set the model's metrics to those of all ranks within the block.
+    """Combine the metrics of all ranks within the block.
 
-    Metrics keep sums and counts, whose sums over the ranks are exact. The average of the ranks'
-    results would be wrong if one of them has fewer samples.
+    The sums and counts of metrics add up exactly. An average of results would be wrong if one rank
+    has fewer samples.
     """
     variables = list(model.metrics_variables)
     own = [np.asarray(variable.numpy()) for variable in variables]
@@ -60,7 +60,7 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """Return how ranks combine a metric's variable, by its Keras ``aggregation``; None if not."""
+    """Return the reduction of a metric's variable, by its Keras ``aggregation``; None if unset."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return "sum"
@@ -68,7 +68,7 @@ def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
 
 
 def metric_results(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return the current results of the model's metrics and of those within them, by name."""
+    """Return the current results of the model's metrics, including nested ones, by name."""
     results = {metric.name: metric.result() for metric in model.metrics}
     return {
         "/".join(map(str, path)): value
@@ -84,18 +84,11 @@ def join_logs(
     joint: dict[str, np.ndarray],
     collectives: Engine,
 ) -> Any:
-    """Return the logs of a step over all ranks; collective.
+    """Return the nested logs of a step with ``rows`` samples on this rank over all ranks.
 
-    An entry that equals the result of the same metric on each rank becomes that metric's joint
-    result. Any other number or array becomes the mean over the samples of the step. Entries that
-    aren't numeric, or differ in shape between ranks, keep this rank's value.
-
-    Args:
-        logs: The nested result of this rank's last step.
-        rows: Samples of this rank in that step.
-        own: ``metric_results`` of this rank.
-        joint: ``metric_results`` of all ranks.
-        collectives: Connects the ranks.
+    An entry that equals the result of the same metric on each rank, in ``own``, becomes its
+    ``joint`` result. Any other number or array becomes the mean over the samples of the step.
+    Entries that aren't numeric, or differ in shape between ranks, keep this rank's value.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_as_float64(leaf) for leaf in leaves]
@@ -124,7 +117,7 @@ def join_logs(
 
 
 def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
-    """Return the metrics with this result, those with the name of the entry first."""
+    """Return the names of metrics with this result, the name of the entry first."""
     # Not exactly equal: sums may be rounded differently inside the graph of the step.
     names = [
         name
@@ -136,7 +129,7 @@ def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray])
 
 
 def _as_float64(leaf: Any) -> np.ndarray | None:
-    """Convert a number or an array of numbers; None for anything else."""
+    """Convert a number or an array of numbers, or return None."""
     if isinstance(leaf, (str, bytes)) or leaf is None:
         return None
     try:
@@ -162,9 +155,9 @@ class Predicted(NamedTuple):
 
 
 def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
-    """Return Keras' predict function with ``Predicted.rows`` moved from its results to ``rows``.
+    """Return Keras' predict function, with ``Predicted.rows`` moved to ``rows``.
 
-    Otherwise callbacks would see them, and Keras would concatenate them with the outputs.
+    Otherwise callbacks would see them, and Keras would concatenate them.
     """
 
     def predict(data: Any) -> Any:
@@ -180,26 +173,22 @@ def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[
 def join_predictions(
     outputs: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
 ) -> Any:
-    """Gather the predictions of all ranks.
+    """Return nested arrays and ragged tensors with the rows of all ranks.
 
-    Args:
-        outputs: Nested arrays and ragged tensors, with the same structure on all ranks.
-        rows: ``Predicted.rows``, each of one step or several, in order.
-        collectives: Connects the ranks.
-        interleaved: Whether joint step k has step k of the input; otherwise the parts of the ranks
-            follow each other.
-
-    Returns:
-        The nested outputs with the rows of all ranks, equal on every rank.
+    ``rows`` has the ``Predicted.rows`` of all steps. With ``interleaved``, ranks took the input's
+    batches alternately; otherwise each took one contiguous part.
 
     Raises:
         DataError: An output is neither an array nor a ragged tensor.
     """
     counts = np.concatenate([np.asarray(entry, np.int64) for entry in rows])
     kept = np.repeat(counts[:, 0] > 0, counts[:, 1])
-    all_counts = collectives.allgather(counts[:, :1], name="predicted rows")
-    per_rank = collectives.allgather(np.array([len(counts)], np.int64), name="predicted steps")
-    order = _input_order(all_counts[:, 0], per_rank) if interleaved else None
+    all_counts = collectives.allgather(counts[:, 0], name="predicted rows")
+    order = None
+    if interleaved:
+        # The rows are in the order of ranks, and within a rank of steps: sort them by steps.
+        steps = np.tile(np.arange(len(counts)), len(all_counts) // len(counts))
+        order = np.argsort(np.repeat(steps, all_counts), kind="stable")
 
     def join(leaf: Any) -> Any:
         if isinstance(leaf, tf.RaggedTensor):
@@ -213,7 +202,7 @@ def join_predictions(
         return joint if order is None else joint[order]
 
     def join_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
-        # Values and row lengths of the joint tensor are those of the parts in rank order.
+        # The joint tensor has the values and row lengths of all parts in rank order.
         values = collectives.allgather(leaf.flat_values.numpy(), name="ragged predictions")
         lengths = [
             collectives.allgather(level.numpy(), name="row lengths of predictions")
@@ -223,17 +212,3 @@ def join_predictions(
         return joint if order is None else tf.gather(joint, order)
 
     return keras.tree.map_structure(join, outputs)
-
-
-def _input_order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:
-    """Return the index of each row of the input among the rows of rank 0, then rank 1 and so on."""
-    by_rank = rows.reshape(len(steps_per_rank), -1)
-    ranks, steps = by_rank.shape
-    ends = np.cumsum(rows).reshape(by_rank.shape)
-    starts = ends - by_rank
-    indices = [
-        np.arange(starts[rank, step], ends[rank, step])
-        for step in range(steps)
-        for rank in range(ranks)
-    ]
-    return np.concatenate(indices) if indices else np.zeros(0, np.int64)

@@ -7,6 +7,8 @@ also rescaled when an elastic job loses ranks. A rate that was not scaled is not
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -56,43 +58,38 @@ def scale_learning_rate(rate: float) -> float:
 def prepare_rescaling(optimizer: Any) -> None:
     """Multiply the rates that a schedule or function computes by a variable, initially 1.
 
-    Must be called before the step is traced. The schedule, and what is saved, are not changed.
+    Must be called before the step is traced. The schedule and the saved optimizer don't change.
     """
-    if not _program_scales:
-        return
-    for plain in plain_optimizers(optimizer):
+    for plain in plain_optimizers(optimizer) if _program_scales else ():
         if not isinstance(learning_rate_of(plain), keras.Variable) and not hasattr(plain, _FACTOR):
-            _multiply_rate(plain)
+            rate = getattr(plain, RATE)
+            factor = keras.Variable(1.0, dtype="float32", trainable=False, name="rate_factor")
+            set_untracked(plain, _FACTOR, factor)
+            set_untracked(plain, RATE, partial(_multiplied, rate, factor))
 
 
-def _multiply_rate(optimizer: Any) -> None:
-    factor = keras.Variable(1.0, dtype="float32", trainable=False, name="rate_factor")
-    rate = getattr(optimizer, RATE)
-    set_untracked(optimizer, _FACTOR, factor)
-    set_untracked(optimizer, RATE, lambda: keras.ops.multiply(rate(), factor))
+def _multiplied(rate: Callable[[], Any], factor: Any) -> Any:
+    return keras.ops.multiply(rate(), factor)
 
 
 def rescale_rate(optimizer: Any, before: int, now: int) -> None:
     """Scale the learning rate from ``before`` to ``now`` ranks, if the program scales it."""
     rescale_restored_rate(optimizer, before, now)
-    if _program_scales:
-        for plain in plain_optimizers(optimizer):
-            factor = getattr(plain, _FACTOR, None)
-            if factor is not None:
-                factor.assign(factor * (now / before))
+    for plain in plain_optimizers(optimizer) if _program_scales else ():
+        factor = getattr(plain, _FACTOR, None)
+        if factor is not None:
+            factor.assign(factor * (now / before))
 
 
 def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
     """Scale the learning rate that was restored from a checkpoint of ``before`` ranks.
 
-    A checkpoint includes only rates that are plain numbers. The program computes the others, scaled
-    for the current ranks.
+    Checkpoints include rates that are plain numbers. Others are computed for the current ranks.
     """
-    if _program_scales:
-        for plain in plain_optimizers(optimizer):
-            rate = learning_rate_of(plain)
-            if isinstance(rate, keras.Variable):
-                rate.assign(rate * (now / before))
+    for plain in plain_optimizers(optimizer) if _program_scales else ():
+        rate = learning_rate_of(plain)
+        if isinstance(rate, keras.Variable):
+            rate.assign(rate * (now / before))
 
 
 class WarmUp(keras.callbacks.Callback):

@@ -13,8 +13,8 @@ is the loss of the joint batch. Each loss of a model has its own factor:
 
 With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
 
-If ranks are lost, the sum over the remaining ranks is divided by the sum of their weights. If all
-losses are sums, their gradients are added up instead.
+If ranks are lost, the sum over the remaining ranks is divided by the sum of their weights. The
+gradients of a model whose losses are all sums are added up instead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Term(NamedTuple):
 
 
 def are_sums(model: keras.Model) -> bool:
-    """Return whether the gradients of all losses are those of sums over rows."""
+    """Return whether all losses have the gradients of sums over rows."""
     reductions = _reductions(model)
     return bool(reductions) and reductions <= {"sum", "none", None}
 
@@ -89,26 +89,17 @@ class LossWeights:
         return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
-        """Return w_r as a float32 scalar.
-
-        Args:
-            rows: Rows of this rank that count.
-            joint_rows: Rows of all ranks, from ``joint_rows``.
-            sums: The result of ``are_sums``.
-        """
+        """Return w_r as a float32 scalar; ``sums`` is the result of ``are_sums``."""
         scale = 1.0 if self._elastic and sums else float(self._size)
         return scale * ratio(rows, joint_rows)
 
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
-        """Return how an optimizer combines the gradients of weighted losses.
+        """Return how an optimizer combines the gradients of a loss with this ``weight``.
 
-        Args:
-            sums: The result of ``are_sums``.
-            weight: The result of ``weight``.
-            factor: A factor that the optimizer still multiplies gradients by, if any.
-            only: The term that is the whole loss, if there is one.
+        The optimizer still multiplies them by ``factor``. ``only`` is the term of a model with a
+        single loss.
         """
         if not self._elastic:
             return Weighting(factor=factor)
@@ -123,13 +114,12 @@ class LossWeights:
         """Multiply the losses computed in the block by f_r; may be collective.
 
         Args:
-            rows: Rows of this rank that count; None for a batch that no other rank takes part in.
+            rows: Rows of this rank that count; None if the other ranks don't run this step.
             joint_rows: Rows of all ranks; None if unknown.
             step: ``train`` or ``test``.
 
         Yields:
-            A list to which each loss is appended when it is computed: its term, or None for a sum
-            or a mean over rows.
+            A list that receives each loss's term, or None if it is a sum or a mean over rows.
         """
         terms: list[Term | None] = []
         if rows is None:
@@ -162,14 +152,14 @@ class LossWeights:
 
 
 class IndependentLossWeights(LossWeights):
-    """Weights of 1 for ranks that update by themselves, and the weight of their steps."""
+    """Weights for ranks that update their own weights: 1, and a weight for each step."""
 
     exchanges: tuple[str, ...] = ()  # ranks may be at different steps
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
-        """The weight of the current step among those of other ranks: its rows or values."""
+        """The weight of the current step in an average over ranks: its rows or values."""
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
@@ -186,7 +176,7 @@ class IndependentLossWeights(LossWeights):
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
-        """Return the weight of the step among those whose gradients are accumulated."""
+        """Return the weight of the step in accumulated gradients."""
         if only is not None:
             self.contribution = tf.cast(only.count, tf.float64)
         return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

@@ -43,7 +43,6 @@ class Membership:
     """The ranks that take part in training.
 
     Args:
-        collectives: Connects the ranks.
         min_np: Smallest number of ranks to train with.
         callbacks: Called on all ranks after a rank was lost.
     """

@@ -65,7 +65,7 @@ def _find(value: Any, kind: type[Kind], seen: set[int]) -> Iterator[Kind]:
 def optimizers_of(model: keras.Model) -> list[Any]:
     """Return the optimizers that may update the model, ``model.optimizer`` first if it is set.
 
-    If the model overrides ``train_step``, these include all attributes of the model, and of models
+    If the model overrides ``train_step``, they include the attributes of the model, and of models
     and layers in it.
     """
     found = [] if model.optimizer is None else [model.optimizer]

@@ -36,10 +36,8 @@ class ModelSteps:
     """The ``train_step``, ``test_step`` and ``predict_step`` of one model.
 
     Args:
-        model: The model.
-        reducer: Averages gradients.
         compute: Runs the model on this rank's devices.
-        weights: Weights of this rank's loss; by default those of a rank of ``reducer``.
+        weights: Weights of this rank's loss; by default for averaging by ``reducer``.
         synchronized: Layers that normalize with the moments of the joint batch.
     """
 
@@ -108,12 +106,11 @@ class ModelSteps:
         """Run ``test_step``; the metrics ignore a batch without rows that count."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
-        # No collectives for test_on_batch, which a single rank may call.
-        rows, joint_rows = (
-            (share.rows, share.joint_rows) if isinstance(data, Share) else (None, None)
-        )
         with _metrics_by_rows(self._model, share.rows), self.additive.trying():
-            return self._compute.test(share.batch, rows, joint_rows)
+            if isinstance(data, Share):
+                return self._compute.test(share.batch, share.rows, share.joint_rows)
+            # No collectives for test_on_batch, which a single rank may call.
+            return self._compute.test(share.batch, None, None)
 
     def predict(self, data: Any) -> Any:
         """Run ``predict_step``; returns ``Predicted`` for an element of a sharded dataset."""
@@ -189,10 +186,7 @@ class ModelSteps:
 
     @property
     def _fixed_variables(self) -> list[Any]:
-        """The variables that must stay the same: the trainable ones.
-
-        All variables if the user's ``train_step`` decides what it trains.
-        """
+        """The variables that must stay the same; all if the user's ``train_step`` selects them."""
         own = overrides(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 
@@ -216,13 +210,7 @@ def _if_rows(
     """Call ``compute`` if this rank has rows; otherwise take part in its collectives.
 
     Without rows the collectives receive zeros, the results are zeros, and the generator advances as
-    far as with rows.
-
-    Args:
-        rows: The number of rows that count.
-        compute: Returns nested tensors.
-        generator: The random generator of this rank.
-        afterwards: The function that will be called after this one.
+    far as with rows. ``afterwards`` will be called after this function.
 
     Raises:
         NoShadowError: The step runs eagerly, has collectives that can't be shadowed, or

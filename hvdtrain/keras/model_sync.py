@@ -36,10 +36,7 @@ __all__ = [
 
 # Keras converts constants, such as pretrained embeddings, to lists of Python numbers.
 _MAX_CONSTANTS = 1 << 20
-# Arguments of compile() that are described by their configuration.
-_COMPILED = ("loss_weights", "metrics", "weighted_metrics")
 _GRAPH = ("input_layers", "output_layers")
-_MAX_TEXT = 120
 
 
 def broadcast_model(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
@@ -73,7 +70,7 @@ def broadcast_weights(model: keras.Model, collectives: Engine, more: Sequence[An
     for index in np.flatnonzero(differs):
         variable = variables[index]
         value = np.asarray(variable.numpy())
-        # By index, as Keras numbers names by what a process has made before.
+        # By index, as names include counters of the process.
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
 
 
@@ -151,7 +148,7 @@ def describe_model(model: keras.Model) -> dict[str, str]:
     described |= _flatten("loss", _config_of(model.loss, keras.saving.serialize_keras_object))
     compiled = _config_of(model, lambda compiled: compiled.get_compile_config())
     if isinstance(compiled, Mapping):
-        for key in _COMPILED:
+        for key in ("loss_weights", "metrics", "weighted_metrics"):
             described |= _flatten(key, compiled.get(key))
     described["steps_per_execution"] = str(model.steps_per_execution)
     described["run_eagerly"] = str(model.run_eagerly)
@@ -177,19 +174,21 @@ def _describe_layers(model: keras.Model) -> dict[str, str]:
             continue
         config = _config_of(layer, lambda layer: layer.get_config())
         if isinstance(config, Mapping) and isinstance(config.get("layers"), list):
-            # Its layers are described by entries of their own.
+            # Its layers have their own entries.
             parts = [entry for entry in config["layers"] if isinstance(entry, Mapping)]
             graph: dict[str, Any] = {key: config.get(key) for key in _GRAPH}
             for number, entry in enumerate(parts):
                 graph[f"inputs of its layer {number}"] = entry.get("inbound_nodes")
             config = {key: config[key] for key in config.keys() - {"layers", *_GRAPH}}
-            config |= _relabel(graph, labels)
+            config |= keras.tree.map_structure(
+                lambda leaf: labels.get(leaf, leaf) if isinstance(leaf, str) else leaf, graph
+            )
         described |= _flatten(label, config)
     return described
 
 
 def _config_of(value: Any, read: Any) -> Any:
-    """Return a configuration; the name of the type if the value has none."""
+    """Return a configuration, or the name of the type if it can't be read."""
     try:
         with warnings.catch_warnings():
             # Keras warns that lambdas can't be loaded, but nothing is saved here.
@@ -217,7 +216,8 @@ def _to_json(value: Any) -> Any:
             return "a lambda"
         if str(value.get("class_name")).endswith("DTypePolicy"):
             return json.dumps(value.get("config"), default=str)  # identified by its name
-        keys = [key for key in value if not _may_differ(str(key))]
+        names = ("name", "shared_object_id")
+        keys = [key for key in value if key not in names and not str(key).endswith("seed")]
         return {str(key): _to_json(value[key]) for key in keys}
     if isinstance(value, (list, tuple)):
         return [_to_json(entry) for entry in value]
@@ -230,18 +230,5 @@ def _to_json(value: Any) -> Any:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def _may_differ(key: str) -> bool:
-    return key in ("name", "shared_object_id") or key.endswith("seed")
-
-
-def _relabel(value: Any, labels: Mapping[str, str]) -> Any:
-    """Replace the names of layers in a part of a configuration."""
-    if isinstance(value, Mapping):
-        return {key: _relabel(entry, labels) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_relabel(entry, labels) for entry in value]
-    return labels.get(value, value) if isinstance(value, str) else value
-
-
 def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
+    return text if len(text) <= 120 else f"{text[:120]} …"

@@ -38,7 +38,7 @@ class MovingStatistics:
 
     Args:
         model: A built model.
-        synchronized: Layers whose statistics are those of the joint batch already.
+        synchronized: Layers that compute the statistics of the joint batch themselves.
     """
 
     def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
@@ -94,7 +94,7 @@ class MovingStatistics:
     def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:
         """Set the joint statistics, and the mean of ``more`` variables, on all ranks; collective.
 
-        Integers, which have no mean, and joint moments are those of the rank with the most steps.
+        Integers and synchronized statistics are copied from the rank with the most steps.
         """
         if collectives.size == 1:
             return

@@ -44,10 +44,10 @@ _MARK = "_hvdtrain_reducer"
 
 
 class Weighting(NamedTuple):
-    """How the gradients of one step are combined with those of other ranks and steps.
+    """How an optimizer combines the gradients of one step with other ranks and steps.
 
     Attributes:
-        factor: Multiplies the gradients before they are accumulated; None for 1.
+        factor: Multiplies the gradients before they are accumulated; 1 if None.
         weight: The total weight that the gradients were multiplied by, for jobs that may lose
             ranks; see ``GradientReducer.average``.
         op: The reduction over the ranks.
@@ -59,7 +59,7 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """Knows the weight of gradients; that of accumulated ones after ``_track_weights``."""
+    """Tracks the weight of gradients, including accumulated ones after ``_track_weights``."""
 
     _hvdtrain_weighting = Weighting()
     _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients
@@ -129,7 +129,7 @@ class GradientAveragingMixin(GradientWeightMixin):
 class FiniteCheckMixin:
     """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one.
 
-    An overflow in gradients that will be multiplied by 0, on a rank without rows, is ignored.
+    A rank without rows, whose gradients will be multiplied by 0, is ignored.
     """
 
     _hvdtrain_reducer: GradientReducer
@@ -165,7 +165,7 @@ class WeightedStepsMixin(GradientWeightMixin):
 class LocalUpdateMixin(WeightedStepsMixin):
     """Updates a plain optimizer from this rank's gradients; saved as the plain class.
 
-    A step in which this rank has no samples, while others may have some, changes no weight.
+    Weights stay the same in a step without samples on this rank.
     """
 
     _hvdtrain_weight: tf.Tensor | None = None
@@ -194,7 +194,7 @@ class LocalUpdateMixin(WeightedStepsMixin):
 
 
 def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reducer: Any) -> None:
-    """Mix ``mixin`` into a plain optimizer, which updates by itself."""
+    """Mix ``mixin`` into a plain optimizer whose updates use this rank's gradients."""
     mix_in(optimizer, mixin, reducer)
     _track_weights(optimizer, "float64")
 
@@ -211,20 +211,16 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
             f"Expected a Keras 3 optimizer, got {type(optimizer).__name__}; replace optimizers of "
-            "tf_keras or keras.optimizers.legacy by those of keras.optimizers."
+            "tf_keras or keras.optimizers.legacy by ones of keras.optimizers."
         )
     check_inner_optimizers(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        distribute_optimizer(optimizer.inner_optimizer, reducer)
         mix_in(optimizer, FiniteCheckMixin, reducer)
-    elif _inner_optimizers(optimizer):
-        for inner in _inner_optimizers(optimizer):
-            distribute_optimizer(inner, reducer)
-        mark_distributed(optimizer, reducer)
-    else:
-        mix_in(optimizer, GradientAveragingMixin, reducer)
+    for leaf in plain_optimizers(optimizer):
+        mix_in(leaf, GradientAveragingMixin, reducer)
         if reducer.collectives.survives_losses:
-            _track_weights(optimizer, "float32")
+            _track_weights(leaf, "float32")
+    mark_distributed(optimizer, reducer)
     return optimizer
 
 
@@ -264,12 +260,9 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
 
 
 def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
-    """Make the optimizer's class a subclass of ``mixin``, of the same name.
+    """Make the optimizer's class a subclass of ``mixin`` with the same name.
 
-    Args:
-        optimizer: The optimizer.
-        mixin: The class with methods that use ``_hvdtrain_reducer``.
-        reducer: The object in ``_hvdtrain_reducer``, which reaches other ranks.
+    Methods of ``mixin`` find ``reducer`` as ``_hvdtrain_reducer``.
     """
     plain = type(optimizer)
     if not issubclass(plain, mixin):
@@ -299,13 +292,13 @@ def check_inner_optimizers(optimizer: Any) -> None:
     """Check that the optimizers of a ``MultiOptimizer`` exist.
 
     Raises:
-        ModelError: A function will make them for each variable when it is built.
+        ModelError: A function will create them when it is built.
     """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(outer, "optimizers", None) == []:
         raise ModelError(
-            f"{type(outer).__name__} has no optimizers yet, as a function chooses them when it is "
-            "built. Call optimizer.build(model.trainable_variables) before it is distributed."
+            f"{type(outer).__name__} has no optimizers yet, as a function creates them when it is "
+            "built. Call optimizer.build(model.trainable_variables) before you distribute it."
         )
 
 

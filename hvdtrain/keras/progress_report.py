@@ -43,10 +43,7 @@ class LossSum:
         return LossSum(self.steps - other.steps, self.rows - other.rows, self.total - other.total)
 
     def mean(self, logs: Any) -> float:
-        """Return the mean loss; without the metric, as with some ``train_step``, that of ``logs``.
-
-        NaN if there is neither.
-        """
+        """Return the mean loss, or the loss in ``logs`` if a ``train_step`` keeps no metric."""
         return (
             self.total / self.rows if self.rows > 0 else float((logs or {}).get("loss", math.nan))
         )
@@ -72,20 +69,23 @@ class ReportProgress(keras.callbacks.Callback):
         self._last = LossSum()
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Report that the first step compiles."""
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to read Keras' metric from zero."""
         self._epoch = epoch
         self._last = LossSum()
         if self._compiled:
             report.phase("training")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Exclude earlier steps of a resumed epoch."""
         if batch and not self._compiled and self._reads_loss():
-            # Resumed within an epoch: the metric includes the rows of an earlier run.
             self._last = LossSum.read(self.model, batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Report the step."""
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.planned(self._total_steps(batch + 1))
@@ -96,6 +96,7 @@ class ReportProgress(keras.callbacks.Callback):
             self._read_loss(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Report the samples of the epoch."""
         self._epochs.input_wait.report()
         self._report_samples()
         report.phase("end of an epoch")

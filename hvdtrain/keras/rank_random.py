@@ -2,7 +2,7 @@
 
 The global seed is equal on all ranks, as they must read their data in one order. Random numbers
 within layers and steps must differ: otherwise all ranks would drop the same units of their
-different samples. The chief's are those of a single process.
+different samples. The chief draws the same numbers as a single process.
 """
 
 from __future__ import annotations
@@ -109,18 +109,17 @@ class RankGenerator:
 
 
 def draws_of_step() -> list[tuple[Any, bool]]:
-    """Return the ``draws`` of the current step, from which those of dropped graphs are deleted."""
+    """Return the ``draws`` of the current step, for callers that drop a graph to edit."""
     generator = global_generator()
     return generator.draws if isinstance(generator, RankGenerator) else []
 
 
 @contextmanager
 def random_by_rank(member: int) -> Iterator[RankGenerator]:
-    """Draw the random numbers of this member within the block.
+    """Draw the random numbers of this member in a ``train_step`` or in layers without a generator.
 
-    For numbers that a ``train_step`` or a layer draws without a generator of its own. In a graph
-    this includes ``tf.random``. Run eagerly, ``tf.random`` has one sequence of numbers for the
-    whole program and is not changed.
+    In a graph this includes ``tf.random``. Run eagerly, ``tf.random`` has one sequence of numbers
+    for the whole program and is not changed.
     """
     own = RankGenerator(global_generator(), member)
     set_global_generator(own)

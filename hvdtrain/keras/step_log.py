@@ -37,11 +37,11 @@ class StepLog(keras.callbacks.Callback):
     its first step.
 
     - Steps are counted through all epochs, and through later calls of ``fit``.
-    - The loss of a line is the chief's average since the last line, that of the bar its average of
+    - A line shows the chief's average loss since the last line; the bar shows its average loss of
       the epoch so far.
-    - Examples are those of all ranks, estimated as the chief's times the number of ranks. The time
-      for validation and between epochs is excluded.
-    - The results of an epoch are those that ``fit`` returns, exact over all ranks after
+    - The number of examples is the chief's times the number of ranks. The time for validation and
+      between epochs is excluded.
+    - An epoch's results are equal to those in the history, and exact over all ranks after
       ``hvdtrain.distribute``.
 
     Pass ``verbose=0`` to ``fit`` to turn off Keras' own progress bar. Without ``hvdtrain.init()``
@@ -83,7 +83,7 @@ class StepLog(keras.callbacks.Callback):
         self._last = LossSum()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start the clock if there was no step before this one."""
+        """Start the clock before the first step."""
         measured, self._measures = self._measures, not world.is_initialized() or world.is_chief()
         begins = self._measures and not measured
         if self._resumes:
@@ -94,7 +94,7 @@ class StepLog(keras.callbacks.Callback):
             self._first_step = step - batch
             begins = True
         if begins:
-            # Steps before this one were not measured.
+            # Exclude the steps before this one, which were not measured.
             self._last = LossSum.read(self.model, batch) if batch else LossSum()
         if begins or self._last.steps == 0:
             self._marked_s = time.perf_counter()
@@ -152,7 +152,7 @@ class StepLog(keras.callbacks.Callback):
         return f"step {step}, loss = {loss:.2f} ({speed}{per_batch:.3f} sec/batch)"
 
     def _done(self, batch: int) -> int:
-        """Return the steps of this epoch, of which Keras counts the last block as a full one."""
+        """Return the steps of this epoch; Keras counts a short last block as a full one."""
         done, total = batch + 1, (self.params or {}).get("steps") or 0
         # Not min(): an epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done
