@@ -27,7 +27,6 @@ __all__ = [
     "StopTogether",
     "list_callbacks",
     "stops_at_nan",
-    "wrap_callbacks",
 ]
 
 CHIEF_ONLY = (
@@ -62,35 +61,6 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 def stops_at_nan(callbacks: Sequence[Any]) -> bool:
     """Return whether ``TerminateOnNaN`` is among the callbacks."""
     return any(isinstance(entry, keras.callbacks.TerminateOnNaN) for entry in callbacks)
-
-
-def wrap_callbacks(
-    failover: ChiefFailover,
-    collectives: Engine,
-    membership: Membership,
-    epochs: EpochIterator,
-    contributions: Contributions,
-    synchronize: Callable[[], None],
-) -> list[Any]:
-    """Return the user's callbacks for this rank, between hvdtrain's own.
-
-    A ``Checkpoint`` comes last: it saves the decisions of the others, and resuming must override
-    what they do when training begins.
-
-    ``synchronize`` makes the model equal on all ranks before the user's ``on_epoch_end``.
-    """
-    callbacks = failover.callbacks()
-    return [
-        _Before(membership, epochs, contributions, synchronize),
-        ReportProgress(epochs),
-        *([_share_nan(collectives)] if stops_at_nan(callbacks) else []),
-        *(entry for entry in callbacks if not isinstance(entry, Checkpoint)),
-        # Before StopTogether, as it waits for the chief's callbacks when training begins.
-        failover,
-        StopTogether(collectives, callbacks),
-        *(entry for entry in callbacks if isinstance(entry, Checkpoint)),
-        _stop_if_too_few(membership),
-    ]
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -267,8 +237,27 @@ class ChiefFailover(keras.callbacks.Callback):
         """Wait within the block for the chief's callbacks, which may save a large model."""
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
-    def callbacks(self) -> list[Any]:
-        """Return the user's callbacks for this rank."""
+    def wrapped(self, contributions: Contributions, synchronize: Callable[[], None]) -> list[Any]:
+        """Return the user's callbacks for this rank, between hvdtrain's own.
+
+        ``synchronize`` makes the model equal on all ranks before the user's ``on_epoch_end``.
+        """
+        callbacks = self._own_callbacks()
+        checkpoints = [entry for entry in callbacks if isinstance(entry, Checkpoint)]
+        return [
+            _Before(self._membership, self._epochs, contributions, synchronize),
+            ReportProgress(self._epochs),
+            *([_share_nan(self._collectives)] if stops_at_nan(callbacks) else []),
+            *(entry for entry in callbacks if entry not in checkpoints),
+            # Before StopTogether, as this waits for the chief's callbacks when training begins.
+            self,
+            StopTogether(self._collectives, callbacks),
+            # They save the decisions of the others, and override what these do to resume.
+            *checkpoints,
+            _stop_if_too_few(self._membership),
+        ]
+
+    def _own_callbacks(self) -> list[Any]:
         if self._membership.is_chief:
             return list(self._callbacks)
         if not self._membership.elastic:

@@ -20,7 +20,6 @@ from hvdtrain.keras.callback_list import (
     StopTogether,
     list_callbacks,
     stops_at_nan,
-    wrap_callbacks,
 )
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
@@ -267,14 +266,7 @@ class FitLoop:
             self._reducer.tolerate_lost_ranks(),
             self._allowing_nan(callbacks),
         ):
-            yield wrap_callbacks(
-                failover,
-                self._collectives,
-                membership,
-                epochs,
-                self._reducer.contributions,
-                self.synchronize,
-            )
+            yield failover.wrapped(self._reducer.contributions, self.synchronize)
 
     @_collective
     def evaluate(

@@ -1,4 +1,4 @@
-"""N ranks against one process: the same model, data and steps, and what came of them."""
+"""Training on N ranks compared with one process: the same model, data and steps."""
 
 from __future__ import annotations
 
@@ -14,29 +14,25 @@ import numpy as np
 
 from hvdtrain import world as state
 
-__all__ = ["alike", "distance", "from_chief", "train_both", "weights"]
-
-JOINT_BATCH = 12  # rows of all ranks together: divides by 2, 3 and 4
+JOINT_BATCH = 12  # divisible by 2, 3 and 4 ranks
 STEPS = 20
 
 REFERENCES = "HVDTRAIN_TEST_REFERENCES"
 if REFERENCES not in os.environ:
-    # Made by the process that collects the tests; those of its MPI jobs inherit it.
+    # Created by the process that collects the tests, and inherited by its MPI jobs.
     _folder = tempfile.TemporaryDirectory(prefix="hvdtrain-references-")
     os.environ[REFERENCES] = _folder.name
 
 
 def branches(case: str) -> tuple[str, ...]:
-    """Three models in one, with an output and a loss each, which saves most of the tracing.
-
-    They share nothing but the optimizer. XLA can't compile synchronized BatchNormalization.
-    """
+    """Return the parts of the model, which share only the optimizer and are traced together."""
+    # XLA can't compile synchronized BatchNormalization.
     return ("dense", "embedding") if case == "jit" else ("dense", "embedding", "conv")
 
 
 def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
-    """The compiled model; the same weights at each call."""
-    # Or the names of layers would tell how many came before. Collecting garbage takes long.
+    """Return the compiled model, with the same weights for each call."""
+    # Resets the counters in layer names. Collecting garbage would take long.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     ends = {name: _branch(name, dtype) for name in branches(case)}
@@ -60,7 +56,7 @@ def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
 
 
 def _create_variables(model: keras.Model, case: str) -> None:
-    """Those of losses, metrics and optimizer: a function that creates any is traced twice."""
+    """Create the variables of losses, metrics and optimizer, to avoid a second trace."""
     arguments = data(case)
     x = {name: rows[:1] for name, rows in arguments["x"].items()}
     y = {name: labels[:1] for name, labels in arguments["y"].items()}
@@ -84,7 +80,7 @@ def _branch(name: str, dtype: str) -> tuple[Any, Any]:
         rows = layers.Embedding(20, 6, dtype=dtype, name="rows")(start)
         return start, head(layers.GlobalAveragePooling1D(dtype=dtype)(rows))
     start = keras.Input((6, 6, 2), name=name)
-    # A bias before BatchNorm has a zero gradient; what rounding leaves of it Adam blows up.
+    # No bias before BatchNorm: its gradient is zero up to rounding, which Adam would amplify.
     x = layers.Conv2D(4, 3, use_bias=False, dtype=dtype, name="kernel")(start)
     x = layers.BatchNormalization(synchronized=True, momentum=0.9, dtype=dtype)(x)
     x = layers.GlobalAveragePooling2D(dtype=dtype)(layers.ReLU(dtype=dtype)(x))
@@ -105,9 +101,9 @@ def _optimizer(name: str, accumulation_steps: int | None) -> keras.optimizers.Op
 
 
 def data(case: str) -> dict[str, Any]:
-    """Arguments of ``fit``: x, y, perhaps weights; at least ``STEPS`` steps in all."""
+    """Return arguments of ``fit`` for at least ``STEPS`` steps."""
     rng = np.random.default_rng(11)
-    # Two rows in the last joint batch: with three ranks or more some have none.
+    # Two rows in the last joint batch, which three ranks or more can't share.
     rows = JOINT_BATCH * 6 + 2 if case == "uneven" else JOINT_BATCH * STEPS
     x = {
         "dense": rng.normal(size=(rows, 6)).astype("float32"),
@@ -126,54 +122,42 @@ def data(case: str) -> dict[str, Any]:
 
 
 def fit(model: keras.Model, arguments: dict[str, Any], batch_size: int) -> dict[str, list[float]]:
-    """Train; the history."""
+    """Train, and return the history."""
     history = model.fit(**arguments, batch_size=batch_size, shuffle=False, verbose=0)
     return history.history
 
 
 def weights(model: keras.Model) -> list[np.ndarray]:
-    """Weights and optimizer state, without random seeds."""
+    """Return weights and optimizer state, without random seeds."""
     variables = [*model.weights, *model.optimizer.variables]
     return [np.asarray(variable.numpy()) for variable in variables]
 
 
 def distance(model: keras.Model, other: list[np.ndarray]) -> float:
-    """The largest difference of any weight, relative to the largest value of its variable."""
-    differences = [
-        float(np.max(np.abs(mine - theirs)) / max(np.max(np.abs(theirs)), 1e-30))
-        for mine, theirs in zip(weights(model), other)
-    ]
-    return max(differences)
+    """Return the largest difference of a weight, relative to the largest value of its variable."""
+    return max(
+        float(np.max(np.abs(one - two)) / max(np.max(np.abs(two)), 1e-30))
+        for one, two in zip(weights(model), other, strict=True)
+    )
 
 
 def alike(model: keras.Model) -> bool:
-    """Whether all ranks hold bitwise equal weights and optimizer state."""
+    """Return whether weights and optimizer state are equal on all ranks, to the bit."""
     digest = hashlib.sha256(b"".join(array.tobytes() for array in weights(model))).hexdigest()
     return len(set(state.collectives().allgather_object(digest, name="weights"))) == 1
 
 
-def from_chief(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """The chief's arrays on every rank."""
-    collectives = state.collectives()
-    return [collectives.broadcast(array, name="reference") for array in arrays]
-
-
-def _from_chief(arrays: list[np.ndarray], index: int) -> np.ndarray:
-    """The chief's array of this index on every rank; the others don't know its shape yet."""
-    collectives = state.collectives()
-    mine = arrays[index] if arrays else np.empty(0, np.uint8)
-    kind = collectives.broadcast_object([mine.dtype.name, mine.shape], name="kind")
-    if collectives.rank > 0:
-        mine = np.empty(kind[1], kind[0])
-    return collectives.broadcast(mine, name="reference")
+def from_chief(value: Any) -> Any:
+    """Return the chief's value on every rank."""
+    return state.collectives().broadcast_object(value, name="reference", codec="pickle")
 
 
 def train_alone(
     optimizer: str, case: str, dtype: str
 ) -> tuple[list[np.ndarray], dict[str, list[float]]]:
-    """Weights and history of a plain Keras model on the joint batches, in this process.
+    """Return weights and history of a plain Keras model on the joint batches.
 
-    They don't depend on the number of ranks, so they are kept for the rest of the test run.
+    The results are stored for the rest of the test run, as they don't depend on the ranks.
     """
     path = Path(os.environ[REFERENCES]) / f"{optimizer}-{case}-{dtype}.npz"
     if not path.exists():
@@ -188,16 +172,15 @@ def train_alone(
 def train_both(
     hvdtrain: Any, optimizer: str, case: str, dtype: str = "float32"
 ) -> tuple[keras.Model, list[np.ndarray], dict[str, list[float]], dict[str, list[float]]]:
-    """The model trained on all ranks; weights of one process; both histories.
+    """Train on all ranks, and on the chief alone.
 
-    The single process is the chief, which trains a plain Keras model on the joint batches.
+    Returns:
+        The model trained on all ranks, the weights trained alone, and both histories.
     """
-    arguments = data(case)
-    reference, alone = train_alone(optimizer, case, dtype) if hvdtrain.is_chief() else ([], {})
-    count = state.collectives().broadcast_object(len(reference), name="references")
-    reference = [_from_chief(reference, index) for index in range(count)]
-    alone = state.collectives().broadcast_object(alone, name="history")
+    reference, alone = from_chief(
+        train_alone(optimizer, case, dtype) if hvdtrain.is_chief() else None
+    )
     together = build(optimizer, case, dtype)
     hvdtrain.distribute(together)
-    joint = fit(together, arguments, JOINT_BATCH // hvdtrain.size())
+    joint = fit(together, data(case), JOINT_BATCH // hvdtrain.size())
     return together, reference, joint, alone

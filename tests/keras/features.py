@@ -1,4 +1,4 @@
-"""A small model and data, and what they give in one process, for tests of single features."""
+"""A small model and data for tests of single features."""
 
 from typing import Any
 
@@ -27,14 +27,12 @@ def classifier(**options: Any) -> keras.Model:
 
 
 def compare(hvdtrain, make, train) -> keras.Model:
-    """Train what ``make()`` returns alone on the chief and together on all ranks."""
+    """Compare the weights of ``make()`` after training on the chief alone and on all ranks."""
     alone = make()
-    # These few steps take less time than tracing them does.
+    # Running these few steps eagerly is faster than tracing them.
     alone.jit_compile, alone.run_eagerly = False, True
     if hvdtrain.is_chief():
         train(alone, JOINT_BATCH)
-    elif not alone.optimizer.built:
-        alone.optimizer.build(alone.trainable_variables)
     reference = from_chief(weights(alone))
     together = make()
     hvdtrain.distribute(together)
@@ -49,7 +47,7 @@ def train_arrays(model: keras.Model, batch_size: int, **options: Any) -> None:
 
 
 class OwnStep(keras.Model):
-    """A subclassed model with its own train_step, as Keras' guides write it."""
+    """A subclassed model with a train_step as in Keras' guides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics whose variables add up over ranks are joined; others are errors on all ranks."""
+"""Metrics that are additive are combined over ranks; others are errors on all ranks."""
 
 from typing import Any
 
@@ -53,21 +53,21 @@ P = tf.nn.softmax(tf.constant(np.random.default_rng(1).normal(size=(12, 3)), tf.
 
 
 def tried(metric: keras.metrics.Metric, *args: Any) -> tuple[bool, bool]:
-    """Return what is found eagerly and in a graph of XLA; the state must be left alone."""
+    """Return the results of ``adds_up`` run eagerly and by XLA; check that it keeps the state."""
     metric.update_state(*args)
     before = [np.asarray(variable.numpy()) for variable in metric.variables]
 
     def attempt() -> tf.Tensor:
         return adds_up(metric, metric.update_state, args, {})
 
-    found = bool(attempt()), bool(tf.function(attempt, jit_compile=True)())
+    results = bool(attempt()), bool(tf.function(attempt, jit_compile=True)())
     for variable, value in zip(metric.variables, before):
         np.testing.assert_array_equal(variable.numpy(), value)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_what_adds_up(dtype):
+def test_sums_add_up_and_others_do_not(dtype):
     for made in (Total, Difference):
         assert tried(made(dtype), P, P) == (True, True)
     for made in (Largest, Last, Seen):
@@ -78,7 +78,7 @@ def test_averages_do_not_add_up():
     assert tried(Moving(), P, P) == (False, False)
 
 
-def test_states_within_a_metric_are_tried():
+def test_metrics_within_a_metric_are_tested():
     outer = Total()
     outer.inner = Largest()
     outer.inner.update_state = lambda p: OwnMetric.update_state(outer.inner, p, p)
@@ -105,7 +105,7 @@ BUILT_IN = {
 
 def test_metrics_of_keras_add_up():
     one_hot = tf.one_hot(np.arange(12) % 3, 3)
-    tried_out = 0
+    tested = 0
     for name, made in vars(keras.metrics).items():
         if not isinstance(made, type) or made is keras.metrics.Metric:
             continue
@@ -122,14 +122,14 @@ def test_metrics_of_keras_add_up():
         assert adds_up(metric, metric.update_state, args, {}), name
         metric.reset_state()
         assert not any(np.any(variable.numpy()) for variable in metric.variables), name
-        tried_out += 1
-    assert tried_out > 40
+        tested += 1
+    assert tested > 40
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", [Largest, LargestOfAll, Last, Moving, Product, Seen])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
-def test_a_metric_that_does_not_add_up_is_refused_on_all_ranks(world, kind, method):
+def test_a_metric_that_does_not_add_up_is_an_error_on_all_ranks(world, kind, method):
     model = classifier(metrics=[kind()])
     world.distribute(model)
     with pytest.raises(ModelError, match=r"metric 'own' \(Own\).*Keep sums"):
@@ -145,7 +145,7 @@ class OwnStep(keras.Sequential):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_metrics_of_a_train_step_are_tried(world, eagerly):
+def test_metrics_of_a_train_step_are_tested(world, eagerly):
     for kind in (Total, Largest):
         model = OwnStep([keras.Input((6,)), keras.layers.Dense(3)])
         model.own = kind()
@@ -159,7 +159,7 @@ def test_metrics_of_a_train_step_are_tried(world, eagerly):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_sums_of_the_users_are_exact(world):
+def test_a_user_defined_sum_is_exact(world):
     class Positive(keras.metrics.Mean):
         def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
             super().update_state(ops.max(p, axis=-1), sample_weight)
@@ -171,14 +171,14 @@ def test_sums_of_the_users_are_exact(world):
 
 
 @pytest.mark.ranks(1)
-def test_one_rank_may_keep_a_maximum(world):
+def test_one_rank_accepts_any_metric(world):
     model = classifier(metrics=[Largest()])
     world.distribute(model)
     assert model.evaluate(X, Y, verbose=0)[1] > 0
 
 
 @pytest.mark.ranks(2)
-def test_the_first_replica_is_the_chief(world):
+def test_only_first_replica_is_the_chief(world):
     class First(OwnMetric):
         def __init__(self) -> None:
             super().__init__()

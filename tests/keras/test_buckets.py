@@ -1,4 +1,4 @@
-"""Gradients that go in buckets, while others are computed, give what they give in one piece."""
+"""Reducing gradients in buckets changes no bit of the results."""
 
 import keras
 import pytest
@@ -17,7 +17,7 @@ WAYS = {
     "accumulation": lambda: classifier(
         optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     ),
-    "steps of one's own": lambda: built(OwnStep()),
+    "own step": lambda: built(OwnStep()),
 }
 
 
@@ -25,7 +25,7 @@ WAYS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_buckets_change_no_bit(world, monkeypatch, way):
-    found = []
+    states = []
     for size in (0, 8):
         monkeypatch.setattr(job.collectives(), "bucket_bytes", size)
         keras.utils.clear_session(free_memory=False)
@@ -33,5 +33,5 @@ def test_buckets_change_no_bit(world, monkeypatch, way):
         model = WAYS[way]()
         world.distribute(model)
         train_arrays(model, JOINT_BATCH // 2)
-        found.append([array.tobytes() for array in state(model)])
-    assert found[0] == found[1]
+        states.append([array.tobytes() for array in state(model)])
+    assert states[0] == states[1]

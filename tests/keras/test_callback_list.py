@@ -1,4 +1,4 @@
-"""Side effects on the chief alone, decisions alike everywhere."""
+"""Callbacks on ranks: files of the chief only, and equal decisions on all ranks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -16,20 +16,8 @@ from tests.keras.features import X, Y, classifier
 from tests.keras.saving import runs
 
 
-class StopOn(keras.callbacks.Callback):
-    """Decides to stop on one rank only."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if state.rank() == self._rank:
-            self.model.stop_training = True
-
-
 def linear() -> keras.Model:
-    """A model that NaN goes through; ReLU may turn it into 0."""
+    # Without ReLU, which may convert NaN to 0.
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -37,9 +25,9 @@ def linear() -> keras.Model:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("raises", [False, True])
-def test_terminate_on_nan_ends_all_ranks_at_the_same_batch(world, raises):
+def test_terminate_on_nan_stops_all_ranks_at_the_same_batch(world, raises):
     x = X[:36].copy()
-    x[16] = np.nan  # one rank's in the second of three batches
+    x[16] = np.nan  # in one rank's part of the second batch
     batches, ended = [], []
     callbacks = [
         keras.callbacks.TerminateOnNaN(raise_error=raises),
@@ -62,7 +50,7 @@ def test_terminate_on_nan_ends_all_ranks_at_the_same_batch(world, raises):
 
 
 @pytest.mark.ranks(2)
-def test_files_come_from_the_chief(world, tmp_path):
+def test_only_the_chief_writes_files(world, tmp_path):
     model = classifier()
     world.distribute(model)
     callbacks = [
@@ -86,15 +74,19 @@ def test_only_the_chief_prints(world, capfd):
 
 
 @pytest.mark.ranks(2)
-def test_a_stop_on_one_rank_stops_all(world):
+def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(world):
+    def stop(epoch: int, logs: Any) -> None:
+        model.stop_training = world.rank() == 1
+
     model = classifier()
     world.distribute(model)
-    history = model.fit(X, Y, batch_size=6, epochs=5, verbose=0, callbacks=[StopOn(1)])
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=stop)]
+    history = model.fit(X, Y, batch_size=6, epochs=5, verbose=0, callbacks=callbacks)
     assert history.epoch == [0]
 
 
 class StopAt(keras.callbacks.Callback):
-    """Ends a loop in one hook, on the last rank only, when it is called with a number."""
+    """Stops a loop on the last rank in the call of a hook with a number."""
 
     def __init__(self, hook: str, number: int, attribute: str = "stop_training") -> None:
         super().__init__()
@@ -124,7 +116,7 @@ class StopAt(keras.callbacks.Callback):
         ("on_epoch_begin", 0, 1),
     ],
 )
-def test_a_stop_within_an_epoch_on_one_rank_ends_all_at_that_batch(world, hook, number, steps):
+def test_a_stop_within_an_epoch_on_one_rank_stops_all_at_that_batch(world, hook, number, steps):
     model = classifier()
     world.distribute(model)
     stop = StopAt(hook, number)
@@ -137,7 +129,7 @@ def test_a_stop_within_an_epoch_on_one_rank_ends_all_at_that_batch(world, hook, 
 
 
 @pytest.mark.ranks(2)
-def test_a_stop_by_a_callback_that_one_rank_has_ends_all_at_that_block(world):
+def test_a_stop_by_a_callback_of_one_rank_stops_all_at_that_block(world):
     model = classifier(steps_per_execution=2)
     world.distribute(model)
     callbacks = []
@@ -152,7 +144,7 @@ def test_a_stop_by_a_callback_that_one_rank_has_ends_all_at_that_block(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_stop_in_an_eager_step_of_one_rank_ends_all_at_that_batch(world):
+def test_a_stop_in_an_eager_step_of_one_rank_stops_all_at_that_batch(world):
     class Stops(keras.Sequential):
         def train_step(self, data: Any) -> Any:
             logs = super().train_step(data)
@@ -169,7 +161,7 @@ def test_a_stop_in_an_eager_step_of_one_rank_ends_all_at_that_batch(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_stop_on_one_rank_ends_evaluation_and_prediction_of_all(world):
+def test_a_stop_on_one_rank_stops_evaluation_and_prediction_on_all(world):
     model = classifier()
     world.distribute(model)
     size = 12 // world.size()
@@ -182,16 +174,16 @@ def test_a_stop_on_one_rank_ends_evaluation_and_prediction_of_all(world):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_agree_on_every_batch_only_for_hooks_of_the_users(world, monkeypatch):
-    collectives = state.collectives()
+def test_ranks_agree_after_every_batch_only_for_hooks_of_the_user(world, monkeypatch):
+    engine = type(state.collectives())
     names = []
-    allreduce = type(collectives).allreduce
+    allreduce = engine.allreduce
 
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
+    def spy(self: Any, *args: Any, **options: Any) -> Any:
         names.append(options.get("name"))
         return allreduce(self, *args, **options)
 
-    monkeypatch.setattr(type(collectives), "allreduce", noted)
+    monkeypatch.setattr(engine, "allreduce", spy)
     model = classifier()
     world.distribute(model)
     stop = keras.callbacks.EarlyStopping("loss")
@@ -201,7 +193,7 @@ def test_ranks_agree_on_every_batch_only_for_hooks_of_the_users(world, monkeypat
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_early_stopping_and_plateaus_decide_alike(world):
+def test_early_stopping_and_plateaus_decide_equally(world):
     model = classifier(optimizer=keras.optimizers.SGD(0.5))
     world.distribute(model)
     stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
@@ -210,16 +202,16 @@ def test_early_stopping_and_plateaus_decide_alike(world):
         X, Y, batch_size=6, epochs=12, verbose=0, callbacks=[stop, plateau],
         validation_data=(X[:20], Y[::-1][:20]),
     )  # fmt: skip
-    told = state.collectives().allgather_object(
+    decisions = state.collectives().allgather_object(
         [history.epoch, stop.stopped_epoch, stop.best, history.history["learning_rate"][-1]]
     )
-    assert told[0] == told[1]
+    assert decisions[0] == decisions[1]
     assert len(history.epoch) < 12
     assert alike(model)
 
 
 @pytest.mark.ranks(2)
-def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
+def test_a_backup_that_the_chief_restores_reaches_all_ranks(world, tmp_path):
     first = classifier()
     world.distribute(first)
     backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
@@ -233,8 +225,7 @@ def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_callbacks_of_the_user_see_how_many_steps_an_epoch_has_as_it_begins(world):
-    """Not what an epoch before had, or the rest of one that was shared out anew."""
+def test_callbacks_see_the_number_of_steps_when_an_epoch_begins(world):
     seen = []
 
     class Reads(keras.callbacks.Callback):
@@ -270,14 +261,14 @@ print("epochs", history.epoch)
 
 
 @pytest.mark.more
-def test_ranks_wait_for_what_the_chief_restores(launch):
+def test_ranks_wait_without_timeout_while_the_chief_restores(launch):
     done = launch(2, SLOW_RESTORE, env={"HVDTRAIN_TIMEOUT_S": "6"}, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epochs [0]") == 2
 
 
 @pytest.mark.ranks(2)
-def test_logs_of_an_own_train_step_are_averaged_over_samples(world):
+def test_logs_of_an_own_train_step_are_weighted_by_samples(world):
     class Own(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -299,10 +290,9 @@ def test_logs_of_an_own_train_step_are_averaged_over_samples(world):
 
 
 @pytest.mark.ranks(2)
-def test_the_last_step_is_told_from_the_first(world, monkeypatch, tmp_path):
-    """Also where training goes on in the middle of an epoch; three have six steps each."""
-    told = []
-    monkeypatch.setattr(report, "planned", told.append)
+def test_the_planned_steps_are_reported_even_after_resuming(world, monkeypatch, tmp_path):
+    planned = []
+    monkeypatch.setattr(report, "planned", planned.append)
 
     def fit(*callbacks: Any) -> Any:
         saving = [Checkpoint(tmp_path, every_steps=2), *callbacks]
@@ -312,29 +302,26 @@ def test_the_last_step_is_told_from_the_first(world, monkeypatch, tmp_path):
     with pytest.raises(runs.Stop):
         runs.run(world, lambda: runs.model_of([]), fit(runs.StopAfter(9)), seed=1)
     runs.run(world, lambda: runs.model_of([]), fit(), seed=1)
-    assert set(told) == {18}
-    assert len(told) >= 18
+    assert set(planned) == {18}  # three epochs of six steps
+    assert len(planned) >= 18
 
 
 @pytest.mark.ranks(2)
 def test_all_samples_of_a_short_training_are_reported(world, monkeypatch):
-    """Even after the last reading of the loss, which happens once a second."""
-    told = []
-    monkeypatch.setattr(report, "learned", lambda samples, loss: told.append(samples))
+    # Including the ones since the last reading of the loss, which happens once a second.
+    reported = []
+    monkeypatch.setattr(report, "learned", lambda samples, loss: reported.append(samples))
     monkeypatch.setattr(report, "is_heard", lambda: True)
     model = linear()
     world.distribute(model)
     model.fit(X[:48], Y[:48], batch_size=12 // world.size(), epochs=2, verbose=0)
-    assert told[-1:] == ([96.0] if world.is_chief() else [])
+    assert reported[-1:] == ([96.0] if world.is_chief() else [])
 
 
 @pytest.mark.ranks(2)
-def test_a_training_that_resumes_within_an_epoch_reports_its_own_samples(
-    world, monkeypatch, tmp_path
-):
-    """Two of ten steps with 12 samples each were trained before."""
-    told = []
-    monkeypatch.setattr(report, "learned", lambda samples, loss: told.append(samples))
+def test_a_resumed_training_reports_only_its_own_samples(world, monkeypatch, tmp_path):
+    reported = []
+    monkeypatch.setattr(report, "learned", lambda samples, loss: reported.append(samples))
     monkeypatch.setattr(report, "is_heard", lambda: True)
 
     def fit(*callbacks: Any) -> Any:
@@ -344,6 +331,7 @@ def test_a_training_that_resumes_within_an_epoch_reports_its_own_samples(
 
     with pytest.raises(runs.Stop):
         runs.run(world, lambda: runs.model_of([]), fit(runs.StopAfter(3)), seed=1)
-    told.clear()
+    reported.clear()
     runs.run(world, lambda: runs.model_of([]), fit(), seed=1)
-    assert told[-1:] == ([8 * 12.0] if world.is_chief() else [])
+    # Two of ten steps with 12 samples each were made before.
+    assert reported[-1:] == ([8 * 12.0] if world.is_chief() else [])

@@ -1,4 +1,4 @@
-"""Trainings whose gradients cross between hosts in part; each rank is taken for a host."""
+"""Training with compressed gradients, with each rank as a host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORM = "powersgd:1"
 
 @pytest.fixture
 def compressed(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Turns the job that the test runs in into one of several hosts with this ``--compression``."""
+    """Return a function that sets ``--compression`` in a job of several hosts."""
 
     def turn(form: str) -> Any:
         settings = dataclasses.replace(job.settings(), compression=form)
@@ -66,7 +66,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "way",
     ["plain", *(pytest.param(way, marks=pytest.mark.more) for way in WAYS if way != "plain")],
 )
-def test_ranks_stay_alike_and_learn_nearly_as_fast(compressed, way):
+def test_ranks_stay_equal_and_learn_nearly_as_fast(compressed, way):
     losses = []
     for compression in ("none", FORM):
         world = compressed(compression)
@@ -80,13 +80,12 @@ def test_ranks_stay_alike_and_learn_nearly_as_fast(compressed, way):
 
 
 @pytest.mark.ranks(2)
-def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, tmp_path, caplog):
-    """On each rank to the bit, in the second of three epochs."""
+def test_a_resumed_training_equals_an_uninterrupted_one(compressed, tmp_path, caplog):
     world = compressed(FORM)
     whole = outcome(*run(world, make, fit(), seed=1))
     with pytest.raises(Stop):
         run(world, make, fit(Checkpoint(tmp_path, every_steps=2), StopAfter(9)), seed=1)
-    # The state must come from the checkpoint and not from the program's beginning.
+    # Another seed, as the state must come from the checkpoint.
     resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=2)), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
@@ -97,8 +96,7 @@ def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, tmp_path
 
 
 @pytest.mark.ranks(2)
-def test_steps_of_ones_own(compressed):
-    """A tape of hvdtrain's, and an optimizer."""
+def test_a_tape_and_an_optimizer_in_a_custom_loop(compressed):
     world = compressed(FORM)
     model = make()
     world.broadcast_variables(model.variables)
@@ -121,9 +119,7 @@ def test_steps_of_ones_own(compressed):
             np.testing.assert_allclose(tapes, optimizers, atol=1e-4)
 
 
-def test_another_number_of_ranks_has_the_mean_of_what_was_left():
-    """What they send of it then is what those that saved it would have sent."""
-
+def test_another_number_of_ranks_restores_the_mean_residual():
     def state_of() -> tuple[TrainingState, ErrorFeedback, list[Any]]:
         model, feedback = make(), ErrorFeedback(PowerSGD(1))
         samples = keras.Variable(0, dtype="int64", trainable=False)
@@ -175,7 +171,7 @@ SCRIPT = """
 
     def train(*callbacks):
         settings = dataclasses.replace(world.settings(), compression="powersgd:1")
-        # As if each rank had a host for itself.
+        # As if each rank had its own host.
         world._world = dataclasses.replace(world._world, settings=settings, hosts=(0, 1, 2))
         keras.utils.set_random_seed(1)
         layers = [keras.layers.Dense(40, "relu"), keras.layers.Dense(6)]
@@ -183,25 +179,25 @@ SCRIPT = """
         model.compile(keras.optimizers.SGD(0.2), "mse")
         hvdtrain.distribute(model)
         history = model.fit(x, x, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
-        mine = [w.tobytes().hex() for w in model.get_weights()]
-        alike = world.collectives().allgather_object(mine) == [mine] * hvdtrain.size()
+        own = [w.tobytes().hex() for w in model.get_weights()]
+        equal = world.collectives().allgather_object(own) == [own] * hvdtrain.size()
         kept = model.optimizer._hvdtrain_reducer.feedback.arrays(model.trainable_variables)
         assert all(array.value.any() for name, array in kept.items() if "0000" in name)
-        return alike, history.history["loss"]
+        return equal, history.history["loss"]
 
 
-    told = [train(Dies()), train()]
+    results = [train(Dies()), train()]
     if hvdtrain.is_chief():
-        print(json.dumps({"size": hvdtrain.size(), "told": told}))
+        print(json.dumps({"size": hvdtrain.size(), "results": results}))
 """
 
 
 @pytest.mark.mpi
-def test_ranks_go_on_without_one_and_what_it_had_left(elastic):
+def test_training_continues_without_a_lost_rank_and_its_residual(elastic):
     done = elastic(SCRIPT)
     assert done.returncode == 0, done
-    (found,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
-    assert found["size"] == 2
-    for alike_, losses in found["told"]:
-        assert alike_
+    (report,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
+    assert report["size"] == 2
+    for equal, losses in report["results"]:
+        assert equal
         assert losses[-1] < 0.5 * losses[0]

@@ -1,4 +1,4 @@
-"""Models that are built by the first data they see."""
+"""Models that are built by their first data."""
 
 import keras
 import numpy as np
@@ -28,7 +28,7 @@ FIRST = {
     "fit on a PyDataset": lambda model, size: model.fit(Batches(size), shuffle=False, verbose=0),
     "fit on a generator": lambda model, size: model.fit(
         ((X[i : i + size], Y[i : i + size]) for i in range(0, len(X), size)),
-        steps_per_epoch=4,  # where the number is unknown, Keras itself counts an update too many
+        steps_per_epoch=4,  # if unknown, Keras counts one update too many
         verbose=0,
     ),
     "evaluate": lambda model, size: model.evaluate(X, Y, size, verbose=0),
@@ -39,7 +39,7 @@ FIRST = {
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("first", FIRST)
-def test_it_is_distributed_before_the_first_data_are_used(world, first):
+def test_the_model_is_distributed_before_the_first_step(world, first):
     alone, together = bare(), bare(3 + world.rank())
     world.distribute(together)
     each = first == "train_on_batch"  # the same batch on both ranks
@@ -53,7 +53,7 @@ def test_it_is_distributed_before_the_first_data_are_used(world, first):
 
 
 @pytest.mark.ranks(1, 2)
-def test_data_that_do_not_fit_the_model_are_told(world):
+def test_data_that_do_not_fit_the_model_are_an_error(world):
     model = keras.Sequential([keras.layers.Conv2D(2, 3), keras.layers.Dense(3)])
     model.compile("sgd", LOSS)
     world.distribute(model)
@@ -62,7 +62,7 @@ def test_data_that_do_not_fit_the_model_are_told(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_loop_of_ones_own_would_average_nothing(world):
+def test_applying_gradients_to_an_unbuilt_model_is_an_error(world):
     model = bare()
     world.distribute(model)
     model(X[:1])
@@ -77,14 +77,14 @@ def test_a_loop_of_ones_own_would_average_nothing(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_parts_that_nothing_builds(world):
+def test_layers_that_nothing_builds_are_an_error(world):
     class Holder(keras.Model):
         def __init__(self):
             super().__init__()
             self.part = keras.Sequential([keras.layers.Dense(3)])
 
         def train_step(self, data):
-            pytest.fail("no step is to run")
+            pytest.fail("a step has run")
 
     model = Holder()
     model.compile("sgd")

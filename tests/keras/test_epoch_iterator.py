@@ -1,4 +1,4 @@
-"""Which samples are done again when ranks are lost; in one process, without a model."""
+"""The samples that are repeated when ranks are lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS, EACH = 24, 2
 
 
 class Ranks:
-    """Three of them at first."""
+    """Three ranks."""
 
     elastic = True
     rank = 0
@@ -28,7 +28,7 @@ class Ranks:
 
 
 class Share:
-    """What the first of the ranks has of some samples."""
+    """The share of the first rank."""
 
     steps = None
 
@@ -47,7 +47,7 @@ class Share:
 
 
 class Keras:
-    """What hvdtrain sets of Keras' own iterator."""
+    """Keras' own iterator."""
 
     _steps_seen = 0
 
@@ -70,8 +70,7 @@ def lose(epochs: EpochIterator, ranks: Ranks, member: int) -> None:
     epochs.redistribute(Change(before, ranks.members))
 
 
-def test_what_waited_with_a_rank_is_done_again_once():
-    """Also where another is lost after that."""
+def test_unapplied_samples_of_a_lost_rank_are_repeated_once():
     ranks, share = Ranks(), Share(3)
     epochs, steps = iterator(ranks, share)
     next(steps)
@@ -79,7 +78,7 @@ def test_what_waited_with_a_rank_is_done_again_once():
     next(steps)
     epochs.record_contributions([None])
     lose(epochs, ranks, 2)
-    # Two steps of six samples are done, but for what the third rank took.
+    # Two steps of six samples are done, except for the third rank's.
     assert share.begun[-1] == Position(epoch=0, start=12, missed=(4, 5, 10, 11))
     next(steps)
     epochs.record_contributions([{0, 1}])
@@ -87,7 +86,7 @@ def test_what_waited_with_a_rank_is_done_again_once():
     assert share.begun[-1] == Position(epoch=0, start=12)
 
 
-def test_what_was_applied_between_two_steps_waits_no_more():
+def test_samples_applied_between_two_steps_are_not_repeated():
     ranks, share = Ranks(), Share(3)
     epochs, steps = iterator(ranks, share)
     next(steps)

@@ -10,14 +10,14 @@ from tests.keras.equivalence import alike, distance, train_both
 
 @pytest.fixture
 def in_buckets(world, monkeypatch):
-    """Gradients go in buckets, as between hosts."""
+    """Reduce gradients in buckets, as between hosts."""
     monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
 
 
-# AdamW has clipping and averages of the weights as well; the others differ from it in Keras' rule.
+# AdamW also clips and averages weights.
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_training_equals_one_process(world):
+def test_two_ranks_equal_one_process(world):
     equals_one_process(world, "adamw", "accumulation")
 
 
@@ -30,7 +30,7 @@ def test_training_equals_one_process(world):
         pytest.param("adam", "jit", marks=pytest.mark.more),
     ],
 )
-def test_so_it_does_in_buckets(world, in_buckets, optimizer, case):
+def test_two_ranks_with_buckets_equal_one_process(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
@@ -42,13 +42,13 @@ def test_so_it_does_in_buckets(world, in_buckets, optimizer, case):
         ("momentum", "sample_weight"),
     ],
 )
-def test_and_on_three_ranks(world, in_buckets, optimizer, case):
+def test_three_ranks_equal_one_process(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
 @pytest.mark.more
 @pytest.mark.ranks(4)
-def test_and_on_four(world, in_buckets):
+def test_four_ranks_equal_one_process(world, in_buckets):
     equals_one_process(world, "adamw", "uneven")
 
 
@@ -59,7 +59,7 @@ def equals_one_process(world, optimizer, case):
     assert joint.keys() == alone.keys()
     for name, values in alone.items():
         if case == "uneven" and name.endswith("_loss"):
-            continue  # Keras gives the short last batch as much weight as the others
+            continue  # Keras weights the short last batch as a full one
         if name.endswith("accuracy"):
             assert joint[name] == pytest.approx(values, abs=1e-6)
         else:
@@ -67,7 +67,7 @@ def equals_one_process(world, optimizer, case):
 
 
 @pytest.mark.ranks(3)
-def test_training_in_float64_equals_one_process_to_rounding(world):
+def test_float64_training_equals_one_process_up_to_rounding(world):
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")

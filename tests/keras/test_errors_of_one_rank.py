@@ -1,4 +1,4 @@
-"""An error of one rank takes all ranks out of a fit; the next trains like one process."""
+"""An error of one rank ends ``fit`` on all ranks, and the next ``fit`` works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPECTED: dict[tuple[int, str], list[float]] = {}
 
 
 class Fails(keras.callbacks.Callback):
-    """Raises an error in one of the hooks, on the last rank alone."""
+    """Raises an error in a hook on the last rank."""
 
     def __init__(self, world: Any, hook: str, error: BaseException) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Fails(keras.callbacks.Callback):
 
 
 def losses(world: Any, key: str, **options: Any) -> list[float]:
-    """Train a new model, and return its losses, which must be those of the first time."""
+    """Train a new model, and check that its losses equal the ones of the first call."""
     model = classifier()
     world.distribute(model)
     history = model.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0, **options).history
@@ -52,7 +52,7 @@ HOOKS = (
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_in_a_callback_of_fit(world: Any, hook: str) -> None:
+def test_an_error_in_a_callback_of_fit(world: Any, hook: str) -> None:
     losses(world, "plain")
     fails = Fails(world, hook, ValueError("disk is full"))
     last = world.rank() == world.size() - 1
@@ -63,7 +63,7 @@ def test_in_a_callback_of_fit(world: Any, hook: str) -> None:
     if not last:
         assert str(error.value).startswith(f"rank {world.size() - 1} failed: ValueError")
     losses(world, "plain")
-    # The same model trains on, too.
+    # The same model can train again, too.
     model.fit(X, Y, batch_size=6, verbose=0)
 
 
@@ -87,20 +87,20 @@ OTHERS: dict[str, Callable[[Any, keras.Model], object]] = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("trouble", OTHERS.values(), ids=OTHERS)
-def test_in_other_places(world: Any, trouble: Callable[..., object]) -> None:
+@pytest.mark.parametrize("fail", OTHERS.values(), ids=OTHERS)
+def test_an_error_in_other_places(world: Any, fail: Callable[..., object]) -> None:
     losses(world, "plain")
     model = classifier()
     world.distribute(model)
     last = world.rank() == world.size() - 1
     with pytest.raises(BaseException, match="" if last else f"rank {world.size() - 1} ") as error:
-        trouble(world, model)
+        fail(world, model)
     assert last or isinstance(error.value, (PeerFailedError, MismatchError))
     losses(world, "plain")
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_evaluates_where_another_fits(world: Any) -> None:
+def test_evaluate_on_one_rank_and_fit_on_another_is_an_error(world: Any) -> None:
     model = classifier()
     world.distribute(model)
     call = model.fit if world.is_chief() else model.evaluate
@@ -110,7 +110,7 @@ def test_one_rank_evaluates_where_another_fits(world: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_trains_another_model_or_longer(world: Any) -> None:
+def test_training_another_model_or_longer_on_one_rank_is_an_error(world: Any) -> None:
     models = [classifier(), classifier()]
     for model in models:
         world.distribute(model)
@@ -122,8 +122,8 @@ def test_one_rank_trains_another_model_or_longer(world: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_skips_a_trial_is_an_error_of_both(world: Any) -> None:
-    """Trials differ in their data or in a regularizer; rank 1 does one less than rank 0."""
+def test_a_skipped_trial_on_one_rank_is_an_error(world: Any) -> None:
+    # So the ranks train on different data, or with different regularizers.
     models = [classifier() for _ in range(2)]
     for model in models:
         world.distribute(model)
@@ -138,7 +138,7 @@ def test_a_rank_that_skips_a_trial_is_an_error_of_both(world: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_data_that_fail_on_one_rank(world: Any) -> None:
+def test_an_error_in_the_data_of_one_rank(world: Any) -> None:
     model = classifier()
     world.distribute(model, presharded=True)
     data = batches() if world.rank() else ((X[:6], Y[:6]) for _ in range(8))
@@ -171,7 +171,7 @@ SCRIPT = """
             print(f"<{rank} {trial} {history['loss'][-1]:.6f}>", flush=True)
         except Exception as error:
             print(f"<{rank} {trial} {type(error).__name__} {error}>", flush=True)
-    # mpirun ends all ranks when the first one ends after a failure.
+    # mpirun kills all ranks when the first one exits after a failure.
     folder, ranks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     (folder / f"done-{rank}").touch()
     deadline = time.monotonic() + 60
@@ -181,7 +181,7 @@ SCRIPT = """
 
 
 def outcomes(stdout: str, ranks: int) -> dict[int, list[str]]:
-    """Return what each rank printed of its trials."""
+    """Return the results that each rank printed of its trials."""
     entries = [part.split(">")[0] for part in stdout.split("<")[1:]]
     return {
         rank: [entry[4:] for entry in entries if entry.startswith(f"{rank} ")]
@@ -191,7 +191,7 @@ def outcomes(stdout: str, ranks: int) -> dict[int, list[str]]:
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_with_parameter_servers_all_ranks_get_errors(launch: Any, tmp_path: Path) -> None:
+def test_parameter_servers_raise_errors_on_all_ranks(launch: Any, tmp_path: Path) -> None:
     done = launch(
         3, SCRIPT, str(tmp_path), "3", env={"HVDTRAIN_MODE": "async-ps", "HVDTRAIN_NUM_PS": "1"}
     )
@@ -204,14 +204,9 @@ def test_with_parameter_servers_all_ranks_get_errors(launch: Any, tmp_path: Path
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_in_local_sgd_ranks_realign(launch: Any, tmp_path: Path) -> None:
-    done = launch(
-        2,
-        SCRIPT,
-        str(tmp_path),
-        "2",
-        env={"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_SYNC_EVERY": "3"},
-    )
+def test_local_sgd_recovers_from_an_error(launch: Any, tmp_path: Path) -> None:
+    env = {"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_SYNC_EVERY": "3"}
+    done = launch(2, SCRIPT, str(tmp_path), "2", env=env)
     trials = outcomes(done.stdout, 2)
     assert "PeerFailedError rank 1 failed: ValueError: disk is full" in trials[0][1]
     assert trials[0][2] == trials[1][2] == trials[0][0] == trials[1][0]
@@ -220,7 +215,7 @@ def test_in_local_sgd_ranks_realign(launch: Any, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_in_an_elastic_job_ranks_realign(elastic: Any, tmp_path: Path) -> None:
+def test_an_elastic_job_recovers_from_an_error(elastic: Any, tmp_path: Path) -> None:
     done = elastic(SCRIPT, arguments=[str(tmp_path), "3"])
     trials = outcomes(done.stdout, 3)
     assert "PeerFailedError rank 1 failed: ValueError: disk is full" in trials[2][1]

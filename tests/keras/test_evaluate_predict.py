@@ -1,4 +1,4 @@
-"""evaluate and predict over all ranks give what one process gives."""
+"""``evaluate`` and ``predict`` on all ranks have the same results as on one process."""
 
 import time
 from typing import Any
@@ -33,7 +33,7 @@ def test_evaluate_is_exact_over_uneven_shards(world, rows):
 
 
 @pytest.mark.ranks(2)
-def test_files_come_from_the_chief(world, tmp_path):
+def test_only_the_chief_writes_files(world, tmp_path):
     class OwnFile(keras.callbacks.ModelCheckpoint):
         def on_predict_end(self, logs: Any = None) -> None:
             (tmp_path / "predicted").touch()
@@ -74,28 +74,6 @@ def test_losses_of_single_outputs_are_weighted_by_rows(world):
         assert joint == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.ranks(2)
-def test_validation_within_fit_equals_evaluation(world):
-    _, together = plain_and_distributed(world)
-    history = together.fit(
-        X, Y, batch_size=6, epochs=2, verbose=0, validation_data=(X[:17], Y[:17])
-    ).history
-    last = together.evaluate(X[:17], Y[:17], verbose=0, return_dict=True)
-    assert history["val_accuracy"][-1] == last["accuracy"]
-    assert history["val_loss"][-1] == pytest.approx(last["loss"], rel=1e-6)
-
-
-@pytest.mark.ranks(2)
-def test_validation_split_takes_the_same_rows_as_one_process(world):
-    alone, together = plain_and_distributed(world)
-    options = {"validation_split": 0.3, "shuffle": False, "verbose": 0}
-    expected = alone.fit(X, Y, batch_size=12, **options).history
-    joint = together.fit(X, Y, batch_size=6, **options).history
-    assert joint.keys() == expected.keys()
-    for name, values in expected.items():
-        assert joint[name] == pytest.approx(values, rel=1e-5)
-
-
 @pytest.mark.essential
 @pytest.mark.ranks(2, 4)
 def test_predict_returns_everything_in_order(world):
@@ -109,8 +87,7 @@ def test_predict_returns_everything_in_order(world):
 
 
 @pytest.mark.ranks(2)
-def test_no_rank_ends_predict_before_the_others(world):
-    """Callbacks see the end of all; putting the results together then takes no waiting."""
+def test_all_ranks_end_predict_together(world):
 
     class Late(keras.callbacks.Callback):
         def __init__(self):
@@ -132,8 +109,8 @@ def test_no_rank_ends_predict_before_the_others(world):
 
 
 @pytest.mark.ranks(2)
-def test_only_steps_of_fit_can_hang(world, monkeypatch):
-    """Who watches for hangs is told of what may take longer, also where a fit ended by an error."""
+def test_phases_other_than_training_are_reported(world, monkeypatch):
+    # The launcher detects hangs in the phase "training" only.
     phases = []
     plain = report.phase
 
@@ -171,15 +148,7 @@ def test_predict_with_several_outputs(world):
 
 
 @pytest.mark.ranks(2)
-def test_predict_with_several_steps_per_execution(world):
-    model = classifier(steps_per_execution=3)
-    world.distribute(model)
-    once = model.predict_on_batch(X)
-    np.testing.assert_allclose(model.predict(X, batch_size=4, verbose=0), once, atol=1e-6)
-
-
-@pytest.mark.ranks(2)
-def test_presharded_predictions_follow_each_other_in_rank_order(world):
+def test_presharded_predictions_are_in_rank_order(world):
     model = classifier()
     world.distribute(model, presharded=True)
     parts = [X[:10], X[10:17]]
@@ -200,7 +169,7 @@ def test_predict_is_traced_once(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("block", [1, 3])
-def test_callbacks_see_what_this_rank_predicted_and_no_more(world, block):
+def test_callbacks_see_the_outputs_of_this_rank(world, block):
     class Seen(keras.callbacks.Callback):
         def on_predict_batch_end(self, batch, logs=None):
             self.outputs = [*getattr(self, "outputs", []), *np.asarray(logs["outputs"])]
@@ -209,13 +178,14 @@ def test_callbacks_see_what_this_rank_predicted_and_no_more(world, block):
     model = classifier(steps_per_execution=block)
     world.distribute(model)
     joint = model.predict(X[:48], batch_size=4, verbose=0, callbacks=[seen])
-    # Steps of four rows on each rank in turn.
-    mine = [row for step in range(world.rank(), 12, 2) for row in joint[4 * step : 4 * step + 4]]
-    np.testing.assert_array_equal(seen.outputs, mine)
+    np.testing.assert_allclose(joint, model.predict_on_batch(X[:48]), atol=1e-6)
+    # Ranks take steps of four rows alternately.
+    own = [row for step in range(world.rank(), 12, 2) for row in joint[4 * step : 4 * step + 4]]
+    np.testing.assert_array_equal(seen.outputs, own)
 
 
 class Repeats(keras.layers.Layer):
-    """Makes a ragged row of each input row: its first entry, as often as its second says."""
+    """Repeats the first entry of each row by its second entry, in a ragged tensor."""
 
     def call(self, inputs):
         counts = tf.cast(inputs[:, 1], tf.int32)
@@ -238,14 +208,13 @@ def test_predict_returns_ragged_tensors(world):
     model = RaggedModel()
     model.compile("sgd", "mse")
     world.distribute(model)
-    found = model.predict(rows, batch_size=2, verbose=0)
-    assert isinstance(found, tf.RaggedTensor)
-    assert found.to_list() == [[float(number)] * (number % 3) for number in range(11)]
+    outputs = model.predict(rows, batch_size=2, verbose=0)
+    assert isinstance(outputs, tf.RaggedTensor)
+    assert outputs.to_list() == [[float(number)] * (number % 3) for number in range(11)]
 
 
 @pytest.mark.ranks(2)
-def test_loops_end_after_the_largest_number_of_steps(world):
-    """As ``keras.config.set_max_steps_per_epoch`` says, which is for programs under test."""
+def test_loops_are_limited_by_set_max_steps_per_epoch(world):
     steps = []
     count = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(batch)
@@ -255,7 +224,7 @@ def test_loops_end_after_the_largest_number_of_steps(world):
     keras.config.set_max_steps_per_epoch(2)
     try:
         options = {"epochs": 2, "shuffle": False, "verbose": 0}
-        told = together.fit(
+        history = together.fit(
             X, Y, 4, callbacks=[count], validation_data=(X, Y), validation_batch_size=4, **options
         ).history
         expected = alone.fit(
@@ -267,4 +236,4 @@ def test_loops_end_after_the_largest_number_of_steps(world):
     assert steps == [0, 1, 0, 1]
     assert predicted.shape == (16, 3)
     for name, values in expected.items():
-        assert told[name] == pytest.approx(values, rel=1e-4), name
+        assert history[name] == pytest.approx(values, rel=1e-4), name

@@ -1,4 +1,4 @@
-"""Every kind of input trains as one process on the joint batch."""
+"""Training on every kind of input equals one process on the joint batch."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.keras.features import JOINT_BATCH, ROWS, TOLERANCE, OwnStep, X, Y, cl
 @pytest.mark.ranks(2)
 def test_tf_data(world):
     def train(model: keras.Model, size: int) -> None:
-        # The user's batches are per rank; joint batch k is batches kN to kN+N-1.
+        # Batches are per rank: joint batch k consists of batches kN to kN+N-1.
         dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(size)
         model.fit(dataset, epochs=2, verbose=0)
 
@@ -44,7 +44,7 @@ def test_py_dataset(world):
 
 
 class Window(Batches):
-    """Has another number of rows after each call of ``on_epoch_end``, the first before fit."""
+    """A dataset whose number of rows changes in ``on_epoch_end``."""
 
     def __init__(self, size: int, *rows: int) -> None:
         super().__init__(size)
@@ -64,9 +64,7 @@ class Window(Batches):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.ranks(1, 2, 3)
-def test_a_py_dataset_whose_length_changes_is_read_as_by_keras(world, tmp_path):
-    """By its hook or by a callback, to fewer batches and to more, also for validation."""
-
+def test_a_py_dataset_may_change_its_length(world, tmp_path):
     def train(model: keras.Model, size: int, *callbacks: Any) -> Any:
         data, validation = Window(size, 48, 40, 25, 13, 60), Window(size, 12, 30, 20, 31, 13, 40)
 
@@ -81,23 +79,21 @@ def test_a_py_dataset_whose_length_changes_is_read_as_by_keras(world, tmp_path):
         return history.history
 
     alone, together = classifier(), classifier()
-    alone.run_eagerly = True  # a traced step that runs out of data still counts for the optimizer
+    alone.run_eagerly = True  # a traced step without data would advance the optimizer
     expected = train(alone, JOINT_BATCH)
     world.distribute(together)
-    # With this, one rank alone does not run Keras' own loop either.
-    found = train(together, JOINT_BATCH // world.size(), world.Checkpoint(tmp_path))
+    # With a Checkpoint, a single rank doesn't run Keras' own loop either.
+    history = train(together, JOINT_BATCH // world.size(), world.Checkpoint(tmp_path))
     assert int(together.optimizer.iterations) == 4 + 3 + 2 + 4 + 4
-    assert found.keys() == expected.keys()
+    assert history.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-4)
+        np.testing.assert_allclose(history[name], values, rtol=1e-4)
     assert alike(together)
     assert distance(together, weights(alone)) <= TOLERANCE
 
 
 @pytest.mark.ranks(2)
 def test_presharded_data(world):
-    """Each rank passes its own part; ranks with less data take part to the end."""
-
     def train(model: keras.Model, size: int) -> None:
         if size == JOINT_BATCH:
             order = np.r_[0:6, 20:26, 6:12, 26:32, 12:18]

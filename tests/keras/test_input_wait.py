@@ -1,4 +1,4 @@
-"""What a training waits for its batches is what it would be faster without."""
+"""The measured time that training waits for its batches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STEPS, READ_S = 9, 0.1
 
 
 class Report:
-    """A launcher that listens, or nobody."""
+    """A launcher that receives reports, or none."""
 
     INTERVAL_S = 0.2
 
     def __init__(self, *, heard: bool = True) -> None:
         self.is_heard = lambda: heard
-        self.told: list[float] = []
-        self.waited_for_input = self.told.append
+        self.waits_s: list[float] = []
+        self.waited_for_input = self.waits_s.append
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Report:
 
 
 def slow(tuned: bool) -> tf.data.Dataset:
-    """A pipeline of a reader that takes its time, one batch ahead of who asks."""
+    """Return a pipeline with a slow reader that prefetches one batch."""
 
     def read(number: np.ndarray) -> np.ndarray:
         time.sleep(READ_S)
@@ -53,7 +53,7 @@ def slow(tuned: bool) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_what_is_read_ahead_is_not_waited_for(report: Report, tuned: bool) -> None:
+def test_the_time_of_prefetching_is_excluded(report: Report, tuned: bool) -> None:
     wait = InputWait()
     iterator = iter(wait.timed(slow(tuned)))
 
@@ -65,14 +65,14 @@ def test_what_is_read_ahead_is_not_waited_for(report: Report, tuned: bool) -> No
     step(iterator)
     wait.report()
     for _ in range(STEPS - 1):
-        # The next one is on its way meanwhile.
+        # Meanwhile the next batch is prefetched.
         time.sleep(0.5 * READ_S)
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         step(iterator)
-        idle_s += time.perf_counter() - began_s
+        idle_s += time.perf_counter() - start_s
         wait.report_if_due()
     wait.report()
-    first_s, *rest_s = report.told
+    first_s, *rest_s = report.waits_s
     assert first_s >= 0.9 * READ_S
     # Calling the function takes some time itself.
     assert 0.2 * READ_S * (STEPS - 1) < sum(rest_s) <= idle_s
@@ -93,34 +93,33 @@ def test_elements_are_the_same(
     timed = InputWait().timed(dataset)
     assert timed.element_spec == dataset.element_spec
     assert [*map(str, timed.as_numpy_iterator())] == [*map(str, dataset.as_numpy_iterator())]
-    # AutoGraph writes what it converts into files, which a rank that is killed would leave behind.
+    # AutoGraph would write files, which a killed rank leaves behind.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_measured_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(heard=False)
     monkeypatch.setattr(fit_inputs, "report", report)
     wait, dataset = InputWait(), tf.data.Dataset.range(3)
     assert wait.timed(dataset) is dataset
     wait.report()
     wait.report_if_due()
-    assert report.told == []
+    assert report.waits_s == []
 
 
-def test_a_pass_over_the_same_dataset_is_timed_as_the_one_before(report: Report) -> None:
+def test_the_timed_dataset_is_reused_until_it_is_released(report: Report) -> None:
     wait, dataset = InputWait(), tf.data.Dataset.range(3)
     timed = wait.timed(dataset)
     assert wait.timed(dataset) is timed
     seen = weakref.ref(dataset)
     del dataset, timed
-    # It may hold the data of a training that has ended.
     wait.release_dataset()
     gc.collect()
     assert seen() is None
 
 
 @pytest.mark.ranks(2)
-def test_fit_tells_what_it_waits_for(world, report: Report) -> None:
+def test_fit_reports_the_time_it_waited(world, report: Report) -> None:
     model = classifier()
     world.distribute(model)
 
@@ -133,5 +132,5 @@ def test_fit_tells_what_it_waits_for(world, report: Report) -> None:
     dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
     model.fit(dataset, epochs=2, verbose=0)
     # Each rank reads all batches, and trains on some.
-    assert len(report.told) >= 2
-    assert sum(report.told) > 0.05
+    assert len(report.waits_s) >= 2
+    assert sum(report.waits_s) > 0.05

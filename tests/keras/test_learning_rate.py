@@ -1,4 +1,4 @@
-"""The learning rate and the number of ranks: scaled, warmed up, followed when ranks are lost."""
+"""The learning rate is scaled by the number of ranks, warmed up, and rescaled for lost ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scaled(world: Any, not_scaled: None) -> None:
-    """A program that has, on the one rank that there is."""
+    """A program on one rank that has called it."""
     assert world.scale_learning_rate(0.3) == 0.3
 
 
@@ -38,7 +38,7 @@ def schedule() -> Any:
 
 
 def multiple(rate: Any) -> Any:
-    """An optimizer with one of its own for biases."""
+    """Return a ``MultiOptimizer`` for biases and other weights."""
     others = {".*bias": keras.optimizers.SGD(rate)}
     rest = keras.optimizers.SGD(rate)
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(rest, others))
@@ -61,7 +61,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def step_of(optimizer: Any) -> tuple[Callable[[], list[float]], list[int]]:
-    """A traced step on a kernel and a bias; how far it moves them, and the traces made."""
+    """Return a traced step that returns the updates of two weights, and its list of traces."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     optimizer.build(model.trainable_variables)
     traces = []
@@ -84,10 +84,10 @@ def step_of(optimizer: Any) -> tuple[Callable[[], list[float]], list[int]]:
 
 @KINDS
 @pytest.mark.parametrize("rate", [lambda: 0.3, schedule], ids=["number", "schedule"])
-def test_the_next_step_of_a_traced_function_has_the_new_rate(scaled, make, rate):
+def test_the_next_traced_step_uses_the_new_rate(scaled, make, rate):
     optimizer = make(rate())
     prepare_rescaling(optimizer)
-    prepare_rescaling(optimizer)  # of a model that is distributed again
+    prepare_rescaling(optimizer)  # the model is distributed again
     step, traces = step_of(optimizer)
     decay = [1.0] * 3 if rate is not schedule else [0.5 ** (n / 10) for n in range(3)]
     assert step() == pytest.approx([0.3 * decay[0]] * 2, rel=1e-4)
@@ -99,7 +99,7 @@ def test_the_next_step_of_a_traced_function_has_the_new_rate(scaled, make, rate)
 
 
 @pytest.mark.parametrize("rate", [lambda: 0.3, lambda: lambda: 0.3], ids=["number", "function"])
-def test_a_rate_that_was_not_scaled_stays(not_scaled, rate):
+def test_a_rate_that_was_not_scaled_is_not_rescaled(not_scaled, rate):
     optimizer = keras.optimizers.SGD(rate())
     prepare_rescaling(optimizer)
     step, _ = step_of(optimizer)
@@ -107,7 +107,7 @@ def test_a_rate_that_was_not_scaled_stays(not_scaled, rate):
     assert step() == pytest.approx([0.3] * 2, rel=1e-4)
 
 
-def test_what_a_function_gives_follows_too(scaled):
+def test_the_rate_of_a_function_is_rescaled(scaled):
     optimizer = keras.optimizers.SGD(lambda: 0.3)
     prepare_rescaling(optimizer)
     step, _ = step_of(optimizer)
@@ -116,7 +116,7 @@ def test_what_a_function_gives_follows_too(scaled):
 
 
 class Shrink(keras.callbacks.Callback):
-    """Two of three ranks are lost after a step of ``fit``."""
+    """Rescales the rate as if two of three ranks were lost after a step."""
 
     def __init__(self, after: int, warm_up: Any = None) -> None:
         super().__init__()
@@ -137,9 +137,7 @@ class Shrink(keras.callbacks.Callback):
     "compiled",
     [pytest.param(False, id="graph"), pytest.param(True, id="XLA", marks=pytest.mark.slow)],
 )
-def test_fit_goes_on_with_the_new_rate(scaled, compiled):
-    """As one that had it from that step on."""
-
+def test_fit_continues_with_the_new_rate(scaled, compiled):
     def train(rate: Any, *callbacks: Any) -> keras.Model:
         model = classifier(optimizer=keras.optimizers.SGD(rate), jit_compile=compiled)
         prepare_rescaling(model.optimizer)
@@ -155,14 +153,14 @@ def test_fit_goes_on_with_the_new_rate(scaled, compiled):
 
 
 class Piecewise(keras.optimizers.schedules.LearningRateSchedule):
-    """``schedule()``, and a third of it from the third step on."""
+    """``schedule()``, divided by 3 from the third step on."""
 
     def __call__(self, step: Any) -> Any:
         return schedule()(step) * tf.where(step < 2, 1.0, 1 / 3)
 
 
 @pytest.mark.slow
-def test_the_saved_optimizer_has_the_schedule_of_the_program(scaled, run_command, tmp_path: Path):
+def test_the_saved_optimizer_has_the_programs_schedule(scaled, run_command, tmp_path: Path):
     model = classifier(optimizer=keras.optimizers.Adam(schedule()))
     plain = model.optimizer.get_config()
     variables = len(model.optimizer.variables)
@@ -206,7 +204,7 @@ def test_warm_up_reaches_the_scaled_rate(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_warm_up_on_data_of_unknown_length_asks_for_the_steps(world):
+def test_warm_up_on_data_of_unknown_length_needs_steps_per_epoch(world):
     data = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).filter(lambda x, y: True).batch(12)
     steps = 4 // world.size()
 
@@ -225,13 +223,13 @@ def test_warm_up_on_data_of_unknown_length_asks_for_the_steps(world):
     with pytest.raises(ModelError, match="pass steps_per_epoch to WarmUp"):
         rates()
     assert rates(steps_per_epoch=steps) == pytest.approx(ramp(steps))
-    assert rates(steps_per_epoch=1) == pytest.approx(ramp(1))  # too few: it never falls
+    assert rates(steps_per_epoch=1) == pytest.approx(ramp(1))  # the rate never decreases
     with pytest.raises(ModelError, match="at least 1, got 0"):
         world.WarmUp(initial=0.1, steps_per_epoch=0)
 
 
 @pytest.mark.parametrize("follows", [True, False], ids=["scaled", "not scaled"])
-def test_warm_up_aims_at_the_rate_of_the_ranks_that_are_left(world, not_scaled, follows):
+def test_the_target_of_warm_up_is_rescaled(world, not_scaled, follows):
     rate = world.scale_learning_rate(0.3) if follows else 0.3
     model = classifier(optimizer=keras.optimizers.SGD(rate))
     warm_up = world.WarmUp(initial=0.1, epochs=2)
@@ -243,7 +241,7 @@ def test_warm_up_aims_at_the_rate_of_the_ranks_that_are_left(world, not_scaled, 
     assert watch.rates == pytest.approx([*there, *then, *[target] * 4])
 
 
-def test_a_restored_rate_was_that_of_other_ranks_and_a_computed_one_was_not(scaled):
+def test_only_plain_rates_are_rescaled_after_restoring(scaled):
     plain, computed = keras.optimizers.SGD(0.3), keras.optimizers.SGD(schedule())
     for optimizer in (plain, computed):
         prepare_rescaling(optimizer)

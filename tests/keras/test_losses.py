@@ -1,4 +1,4 @@
-"""Losses, weights of samples and masks: each equals one process on the joint batch."""
+"""Losses, sample weights and masks: each equals one process on the joint batch."""
 
 from typing import Any
 
@@ -7,40 +7,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.keras.features import ROWS, X, Y, classifier, compare, train_arrays
-
-
-@pytest.mark.ranks(2)
-def test_class_weights(world):
-    compare(
-        world,
-        classifier,
-        lambda model, size: train_arrays(model, size, class_weight={0: 1.0, 1: 3.0, 2: 0.2}),
-    )
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
-def test_other_loss_reductions(world, reduction):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    sample_weight = np.random.default_rng(4).random(ROWS).astype("float32")
-    optimizer = keras.optimizers.SGD
-    compare(
-        world,
-        lambda: classifier(optimizer=optimizer(0.01), loss=loss),
-        lambda model, size: train_arrays(model, size, sample_weight=sample_weight),
-    )
-
+from tests.keras.features import ROWS, X, Y, classifier, compare
 
 TOKENS = np.random.default_rng(5).integers(0, 7, (ROWS, 6))  # zeros are masked
-TOKENS[:4] = 0  # the first rank's first batch has no valid value
+TOKENS[:4] = 0  # all values in the first rank's first batch are masked
 LABELS = np.where(np.arange(ROWS) % 3 == 1, -1, Y)
-WHOLE = 36  # Keras gives each batch the same weight in the losses of single outputs
+WHOLE = 36  # full batches, as Keras weights batches equally in the losses of single outputs
 WEIGHTS = np.random.default_rng(4).random(ROWS).astype("float32")
 
 
 class Smallest(keras.losses.Loss):
-    """Masks the largest errors of its own accord."""
+    """A loss that masks the largest errors."""
 
     def call(self, y_true, y_pred):
         errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
@@ -49,7 +26,7 @@ class Smallest(keras.losses.Loss):
 
 
 def tagger(*losses: Any, head: Any, **options: Any) -> keras.Model:
-    """A model of masked tokens with an output for each loss."""
+    """Return a model of masked tokens with an output for each loss."""
     keras.utils.set_random_seed(3)
     tokens = keras.Input((6,))
     embedded = keras.layers.Embedding(7, 4, mask_zero=True)(tokens)
@@ -79,7 +56,7 @@ def regularized(loss: keras.losses.Loss, units: int = 3) -> keras.Model:
 
 CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "ignore_class": (lambda: regularized(cross_entropy(ignore_class=-1)), X, LABELS, None),
-    "mask of its own": (lambda: regularized(Smallest(), 6), X, X, None),
+    "own mask": (lambda: regularized(Smallest(), 6), X, X, None),
     "ignore_class, weights": (
         lambda: regularized(cross_entropy(ignore_class=-1, reduction="mean_with_sample_weight")),
         X,
@@ -127,7 +104,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_that_are_no_means_over_rows(world, case):
+def test_losses_other_than_means_over_rows(world, case):
     make, x, y, sample_weight = CASES[case]
 
     def train(distribute: bool) -> tuple[list[Any], dict[str, list[float]]]:
@@ -163,32 +140,3 @@ def test_masked_sequences_compiled_by_xla(world):
         lambda: tagger(cross_entropy(), head=lambda: [keras.layers.Dense(7)], jit_compile=True),
         lambda model, size: model.fit(TOKENS, TOKENS, batch_size=size, shuffle=False, verbose=0),
     )
-
-
-@pytest.mark.ranks(2)
-def test_several_inputs_outputs_and_losses(world):
-    def make() -> keras.Model:
-        keras.utils.set_random_seed(3)
-        first, second = keras.Input((6,), name="first"), keras.Input((6,), name="second")
-        joined = keras.layers.Dense(5, "relu")(keras.layers.add([first, second]))
-        outputs = {
-            "label": keras.layers.Dense(3, name="label")(joined),
-            "value": keras.layers.Dense(1, name="value")(joined),
-        }
-        model = keras.Model({"first": first, "second": second}, outputs)
-        model.compile(
-            keras.optimizers.Adam(0.01),
-            loss={
-                "label": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                "value": "mse",
-            },
-            loss_weights={"label": 1.0, "value": 0.3},
-            metrics={"label": "accuracy", "value": "mae"},
-        )
-        return model
-
-    def train(model: keras.Model, size: int) -> None:
-        inputs, targets = {"first": X, "second": X[::-1]}, {"label": Y, "value": X[:, :1]}
-        model.fit(inputs, targets, batch_size=size, epochs=2, shuffle=False, verbose=0)
-
-    compare(world, make, train)

@@ -1,4 +1,4 @@
-"""Which differences between the ranks' models are errors, and which are not."""
+"""Differences between the models of ranks: which are errors, and which are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compiled(model: keras.Model, **options: Any) -> keras.Model:
 
 
 def branches(first: int) -> keras.Model:
-    """Return a model of two layers of one size, the first or second of which is used twice."""
+    """Return a model of two layers of the same size, in either order."""
     inputs = keras.Input((6,))
     layers = [keras.layers.Dense(6), keras.layers.Dense(6)]
     one, two = layers[0](inputs), layers[1](inputs)
@@ -62,6 +62,16 @@ DIFFERENT: dict[str, tuple[Callable[[int], keras.Model], str]] = {
     "connections": (branches, "inputs of its layer 3"),
     "loss": (lambda n: compiled(of_layers(), loss=smoothed(n)), "label_smoothing"),
     "loss-weights": (lambda n: compiled(of_layers(), loss_weights=[1.0 + n]), "loss_weights"),
+    "units": (lambda n: of_layers(keras.layers.Dense(3 + n, name="head")), "head/kernel"),
+    "learning-rate": (
+        lambda n: classifier(optimizer=keras.optimizers.SGD(0.1 + n)),
+        "optimizer learning_rate",
+    ),
+    "optimizer": (
+        lambda n: classifier(optimizer=[keras.optimizers.SGD, keras.optimizers.Lion][n](0.1)),
+        "optimizer",
+    ),
+    "steps": (lambda n: classifier(steps_per_execution=1 + n), "steps_per_execution"),
     "constant": (
         lambda n: of_layers(
             keras.layers.Dense(3, bias_initializer=keras.initializers.Constant([n, 1, 2]))
@@ -72,13 +82,20 @@ DIFFERENT: dict[str, tuple[Callable[[int], keras.Model], str]] = {
 
 
 @pytest.mark.parametrize(("build", "name"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_makes_models_different(build: Callable[[int], keras.Model], name: str) -> None:
+def test_different_models(build: Callable[[int], keras.Model], name: str) -> None:
     one, two = describe_model(build(0)), describe_model(build(1))
     assert [key for key in {**one, **two} if one.get(key) != two.get(key) and name in key]
     assert describe_model(build(0)) == one
 
 
-ALIKE: dict[str, Callable[[int], keras.Model]] = {
+def scheduled(loss_scaling: int) -> keras.Model:
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9))
+    if loss_scaling:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return classifier(optimizer=optimizer)
+
+
+EQUAL: dict[str, Callable[[int], keras.Model]] = {
     "numbered-names": lambda n: branches(1),
     "seeds": lambda n: of_layers(keras.layers.Dropout(0.1, seed=n)),
     "seeds-of-initializers": lambda n: of_layers(
@@ -91,13 +108,16 @@ ALIKE: dict[str, Callable[[int], keras.Model]] = {
     "many-constants": lambda n: of_layers(
         keras.layers.Dense(3, kernel_initializer=keras.initializers.Constant(np.ones((6, 3))))
     ),
+    "numbered-optimizers": lambda n: scheduled(0),
+    "numbered-loss-scale-optimizers": lambda n: scheduled(1),
 }
 
 
-@pytest.mark.parametrize("build", ALIKE.values(), ids=ALIKE)
-def test_what_leaves_models_alike(build: Callable[[int], keras.Model]) -> None:
+@pytest.mark.parametrize("build", EQUAL.values(), ids=EQUAL)
+def test_equal_models(build: Callable[[int], keras.Model]) -> None:
     one = describe_model(build(0))
-    keras.layers.Dense(1)  # so that Keras counts on
+    keras.layers.Dense(1)  # increments the counter in layer names
+    keras.optimizers.SGD()
     assert describe_model(build(1)) == one
 
 

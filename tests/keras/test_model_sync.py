@@ -1,4 +1,4 @@
-"""Which of a model's variables cross, for all ranks to have the chief's."""
+"""The variables that are sent when the chief's weights are broadcast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.keras.model_sync import broadcast_weights
 
 
 @pytest.mark.ranks(2)
-def test_weights_cross_where_ranks_have_others(world) -> None:
+def test_only_variables_that_differ_are_sent(world) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     more = keras.Variable([1.0, float("nan")])

@@ -16,12 +16,12 @@ from hvdtrain.keras.saving.training_state import TrainingState
 ROWS = 22
 X = np.random.default_rng(3).normal(size=(ROWS, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-# Of 3 ranks one has most rows, one has two and one has none.
+# Most rows on one rank, two on the next, and zero on the third.
 OWN_ROWS = {2: [range(2, 22), range(2)], 3: [range(2, 22), range(2), range(0)]}
 
 
 class NanForZeros(keras.layers.Layer):
-    """Any batch that stands for no data gives NaN, in the loss and in all gradients."""
+    """Makes the loss and all gradients of a placeholder batch NaN."""
 
     def call(self, x: Any) -> Any:
         norms = tf.reduce_sum(tf.square(x), axis=-1, keepdims=True)
@@ -60,7 +60,7 @@ def _moments(model: keras.Model) -> list[np.ndarray]:
 
 
 def _expected() -> list[np.ndarray]:
-    """The moments after two epochs: a step of both parts, weighted by rows, then one part's."""
+    """Return the moments after two epochs of one step with two ranks' rows and nine with one's."""
     mean, variance = np.zeros(4), np.ones(4)
     for _ in range(2):
         for start in range(2, ROWS, 2):
@@ -89,8 +89,9 @@ def test_a_rank_without_rows_contributes_nothing(world, name, kind):
         options["optimizer"] = options["optimizer"]()
     model = _model(kind, False, **options)
     world.distribute(model, presharded=True)
-    mine = list(OWN_ROWS[3][world.rank()])
-    logs = model.fit(X[mine], Y[mine], batch_size=2, epochs=2, shuffle=False, verbose=0).history
+    own_rows = list(OWN_ROWS[3][world.rank()])
+    options = {"batch_size": 2, "epochs": 2, "shuffle": False, "verbose": 0}
+    logs = model.fit(X[own_rows], Y[own_rows], **options).history
     for found, expected in zip(_moments(model), _expected()):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert np.isfinite(logs["loss"]).all()
@@ -100,7 +101,7 @@ def test_a_rank_without_rows_contributes_nothing(world, name, kind):
 
 
 @pytest.mark.ranks(2, 3)
-def test_synchronized_layers_of_an_own_step_see_only_rows(world):
+def test_synchronized_layers_of_an_own_step_ignore_ranks_without_rows(world):
     alone = _model(OwnStep, True)
     for _ in range(2):
         first = [2, 3, 0, 1]
@@ -108,16 +109,15 @@ def test_synchronized_layers_of_an_own_step_see_only_rows(world):
         alone.fit(X[4:], Y[4:], batch_size=2, shuffle=False, verbose=0)
     together = _model(OwnStep, True)
     world.distribute(together, presharded=True)
-    mine = list(OWN_ROWS[world.size()][world.rank()])
-    together.fit(X[mine], Y[mine], batch_size=2, epochs=2, shuffle=False, verbose=0)
+    own_rows = list(OWN_ROWS[world.size()][world.rank()])
+    together.fit(X[own_rows], Y[own_rows], batch_size=2, epochs=2, shuffle=False, verbose=0)
     for found, expected in zip(together.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("batches", ["array", "dataset"])
-def test_the_last_step_of_an_epoch_counts_by_rows(world, batches):
-    """Of 22 rows in steps of 2 times 4 the last has 6: 3 and 3, or in batches 4 and 2."""
+def test_the_last_step_of_an_epoch_is_weighted_by_rows(world, batches):
     model = _model(keras.Model, False)
     world.distribute(model)
     if batches == "array":
@@ -134,7 +134,7 @@ def test_the_last_step_of_an_epoch_counts_by_rows(world, batches):
 
 
 class Watched(keras.layers.Layer):
-    """Counts its calls in training, draws random numbers, and refuses a batch that is no data."""
+    """Counts its calls in training, draws random numbers, and rejects a placeholder batch."""
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(
@@ -150,7 +150,7 @@ class Watched(keras.layers.Layer):
 
 
 class Smallest(keras.losses.Loss):
-    """Masks the largest errors, so that ranks exchange counts."""
+    """A loss that masks the largest errors, so ranks exchange counts."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
@@ -162,8 +162,6 @@ class Smallest(keras.losses.Loss):
 @pytest.mark.parametrize("exchanged", ["nothing", "counts", "moments"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_does_not_run_without_rows(world, exchanged, jit):
-    """The chief has the fewest rows: of three ranks it has none."""
-
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
         layers = [keras.Input((4,)), Watched(), keras.layers.Dense(1)]
@@ -182,26 +180,24 @@ def test_a_model_does_not_run_without_rows(world, exchanged, jit):
         alone.fit(X[4:], Y[4:], batch_size=2, shuffle=False, verbose=0)
     together = make()
     world.distribute(together, presharded=True)
-    mine = list(OWN_ROWS[world.size()][world.size() - 1 - world.rank()])
+    own_rows = list(OWN_ROWS[world.size()][world.size() - 1 - world.rank()])
     seen: list[int] = []
     calls = together.layers[0].calls
     watch = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(int(calls))
     )
     options = {"batch_size": 2, "epochs": 2, "shuffle": False, "verbose": 0}
-    together.fit(X[mine], Y[mine], callbacks=[watch], **options)
-    assert [seen[9], seen[19], int(calls)] == [len(mine) // 2, 10 + len(mine) // 2, 20]
+    together.fit(X[own_rows], Y[own_rows], callbacks=[watch], **options)
+    assert [seen[9], seen[19], int(calls)] == [len(own_rows) // 2, 10 + len(own_rows) // 2, 20]
     for found, value in zip(together.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
-    # After the training all ranks draw the same.
+    # After training the generators are equal on all ranks.
     drawn = float(keras.random.uniform(()))
     assert job.collectives().allgather_object(drawn, name="test") == [drawn] * world.size()
 
 
 @pytest.mark.ranks(2)
 def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
-    """Sparse gradients and missing ones have the same form on all ranks."""
-
     class Sparse(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -229,7 +225,7 @@ def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
 
 
 class LargestError(keras.metrics.Metric):
-    """Holds no variable, but a tensor of the last update."""
+    """A metric that holds a tensor of its last update."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.last = tf.reduce_max(tf.abs(y_true - y_pred))
@@ -239,7 +235,7 @@ class LargestError(keras.metrics.Metric):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_metric_may_hold_tensors_of_the_last_update(world):
+def test_a_metric_may_hold_tensors_of_its_last_update(world):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[LargestError(name="largest")])
@@ -256,8 +252,8 @@ def test_a_metric_may_hold_tensors_of_the_last_update(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_says_whose_statistics_are_complete(world):
-    """The chief has made two of ten steps; the job resumes before the end of the epoch."""
+def test_a_checkpoint_includes_whose_statistics_are_complete(world):
+    # The chief made two of ten steps before the job was resumed.
     collectives = job.collectives()
 
     def make() -> tuple[Any, MovingStatistics, TrainingState]:

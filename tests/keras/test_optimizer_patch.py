@@ -1,4 +1,4 @@
-"""Averaged gradients under any optimizer, any precision and a train step of one's own."""
+"""Averaged gradients with any optimizer, precision and train step."""
 
 import keras
 import numpy as np
@@ -9,7 +9,6 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from tests.keras.equivalence import alike, distance, weights
 from tests.keras.features import (
-    JOINT_BATCH,
     ROWS,
     OwnStep,
     X,
@@ -18,12 +17,13 @@ from tests.keras.features import (
     compare,
     train_arrays,
 )
+from tests.keras.patterns.pattern import built
 
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_gradients_are_averaged_and_not_only_when_the_batches_are_alike(world):
-    """One step of SGD from zero, by hand: the weight is minus the mean of all ranks' gradients."""
+def test_gradients_of_different_batches_are_averaged(world):
+    # One step of SGD from zero: the weight is minus the mean of the gradients.
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.layers[-1].kernel.assign([[0.0]])
@@ -36,8 +36,7 @@ def test_gradients_are_averaged_and_not_only_when_the_batches_are_alike(world):
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_without_the_reducer_ranks_would_drift_apart(world, monkeypatch):
-    """The check that ranks are alike can fail: it does when nothing is averaged."""
+def test_without_averaging_ranks_differ(world, monkeypatch):
     monkeypatch.setattr(
         GradientReducer, "average", lambda self, gradients, *_, **__: list(gradients)
     )
@@ -68,7 +67,7 @@ def test_clipping_sees_the_average(world, clipping):
         ),
     ],
 )
-def test_any_optimizer(world, name):
+def test_every_kind_of_optimizer(world, name):
     if not hasattr(keras.optimizers, name):
         pytest.skip(f"this Keras has no {name}")
     compare(
@@ -80,8 +79,7 @@ def test_any_optimizer(world, name):
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.14")
 @pytest.mark.ranks(2)
-def test_optimizers_by_variable_in_a_loop_of_ones_own(world):
-    """A function makes them when they are built; before, there is nothing that could average."""
+def test_a_multi_optimizer_must_be_built_before_it_is_distributed(world):
     momentum = keras.optimizers.SGD(1.0, momentum=0.5)
     optimizer = keras.optimizers.MultiOptimizer(lambda variable: momentum)
     with pytest.raises(ModelError, match=r"no optimizers yet.*optimizer\.build"):
@@ -94,27 +92,23 @@ def test_optimizers_by_variable_in_a_loop_of_ones_own(world):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("accumulation", [None, 2])
-def test_a_train_step_of_ones_own(world, accumulation):
+def test_accumulation_with_an_own_train_step(world):
     def make() -> keras.Model:
         keras.utils.set_random_seed(3)
-        model = OwnStep()
-        model(X[:1])
-        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        return built(OwnStep(), optimizer=optimizer)
 
     compare(world, make, train_arrays)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 3}])
-def test_ways_to_run(world, options):
+def test_eager_steps_and_several_steps_per_execution(world, options):
     compare(world, lambda: classifier(**options), train_arrays)
 
 
 @pytest.mark.ranks(2)
-def test_sparse_gradients_travel_as_rows(world, monkeypatch):
+def test_sparse_gradients_are_sent_as_rows(world, monkeypatch):
     sizes = []
     gather = type(state.collectives()).allgather
 
@@ -130,12 +124,12 @@ def test_sparse_gradients_travel_as_rows(world, monkeypatch):
     model.compile("sgd", "mse")
     world.distribute(model)
     model.fit(np.arange(16).reshape(8, 2), np.zeros(8), batch_size=4, verbose=0)
-    # The rows of the batch, and one that says what the rank counts for: 3 numbers and an index.
+    # The rows of the batch, and one with the weight of the rank: 3 values and an index each.
     assert sizes == [(8 + 1, 3 * 4 + 4)]
 
 
 @pytest.mark.ranks(2)
-def test_half_precision_skips_an_overflow_on_all_ranks(world):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16")])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=128.0)
@@ -143,7 +137,7 @@ def test_half_precision_skips_an_overflow_on_all_ranks(world):
     world.distribute(model)
     before = model.layers[0].kernel.numpy().copy()
     x = np.ones((8, 4), "float32")
-    x[7] = 3e4  # in the last joint batch, of rank 1 alone
+    x[7] = 3e4  # only in rank 1's part of the last joint batch
     y = np.zeros((8, 2), "float32")
     model.fit(x[4:], y[4:], batch_size=2, shuffle=False, verbose=0)
     assert alike(model)
@@ -156,7 +150,7 @@ def test_half_precision_skips_an_overflow_on_all_ranks(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision_trains_alike(world, policy):
+def test_mixed_precision_keeps_ranks_equal(world, policy):
     keras.utils.set_random_seed(3)
     layers = [keras.Input((6,)), keras.layers.Dense(8, "relu", dtype=policy)]
     model = keras.Sequential([*layers, keras.layers.Dense(3, dtype="float32")])
@@ -170,7 +164,7 @@ def test_mixed_precision_trains_alike(world, policy):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("loss_scaling", [False, True])
-def test_accumulation_reduces_once_for_all_its_steps(world, monkeypatch, loss_scaling):
+def test_accumulation_reduces_once_per_update(world, monkeypatch, loss_scaling):
     calls = []
     engine = state.collectives()
     allreduce = engine.grouped_allreduce
@@ -187,11 +181,11 @@ def test_accumulation_reduces_once_for_all_its_steps(world, monkeypatch, loss_sc
     model = classifier(optimizer=optimizer)
     world.distribute(model)
     model.fit(X[:48], Y[:48], batch_size=3, verbose=0)
-    assert len(calls) == 2  # 8 steps, 4 to an update
+    assert len(calls) == 2  # 8 steps, 4 per update
 
 
 @pytest.mark.ranks(2)
-def test_the_saved_model_is_a_plain_one(world, tmp_path):
+def test_the_saved_model_is_a_plain_keras_model(world, tmp_path):
     model = classifier(optimizer=keras.optimizers.Adam(0.01))
     world.distribute(model)
     train_arrays(model, 6)
@@ -202,44 +196,3 @@ def test_the_saved_model_is_a_plain_one(world, tmp_path):
     assert loaded.optimizer.iterations.numpy() == model.optimizer.iterations.numpy()
     np.testing.assert_array_equal(loaded.predict(X, verbose=0).shape, (ROWS, 3))
     assert b"hvdtrain" not in path.read_bytes()
-
-
-@pytest.mark.ranks(2)
-def test_train_on_batch_averages(world):
-    def train(model: keras.Model, size: int) -> None:
-        for step in range(3):
-            start = step * JOINT_BATCH
-            if size != JOINT_BATCH:
-                start += world.rank() * size
-            model.train_on_batch(X[start : start + size], Y[start : start + size])
-
-    compare(world, classifier, train)
-
-
-@pytest.mark.ranks(2)
-def test_local_batch_normalization_ends_with_averaged_statistics(world):
-    def make() -> keras.Model:
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
-        )
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    model = make()
-    world.distribute(model)
-    train_arrays(model, 6)
-    assert alike(model)
-    assert np.abs(model.layers[0].moving_mean.numpy()).max() > 0
-
-
-@pytest.mark.ranks(2)
-def test_dropout_differs_between_ranks(world):
-    model = keras.Sequential([keras.Input((100,)), keras.layers.Dropout(0.5)])
-    model.add(keras.layers.Dense(1))
-    model.compile("sgd", "mse")
-    world.distribute(model)
-    mask = model.layers[0](np.ones((1, 100), "float32"), training=True).numpy()
-    masks = state.collectives().allgather(mask)
-    assert (masks[0] != masks[1]).any()
-    assert 20 < (masks[1] == 0).sum() < 80

@@ -1,4 +1,4 @@
-"""Programs as Keras' guides write them: on two ranks each gives what it gives in one process."""
+"""Programs from Keras' guides have the same results on two ranks as in one process."""
 
 import random
 
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ModelError
+from tests.keras.equivalence import from_chief
 from tests.keras.features import JOINT_BATCH, TOLERANCE, OwnStep, X, Y
 from tests.keras.patterns import PATTERNS
 from tests.keras.patterns.pattern import (
@@ -34,39 +35,34 @@ def _marked(name):
 def test_a_pattern_of_keras_guides(world, name):
     pattern = PATTERNS[name]
     if pattern.since > tuple(map(int, keras.version().split(".")[:2])):
-        pytest.skip(f"Keras {keras.version()} has nothing of the kind")
+        pytest.skip(f"not supported by Keras {keras.version()}")
     keras.utils.set_random_seed(3)
-    expected = None
+    alone = None
     if world.is_chief():
-        alone = pattern.make()
-        alone.run_eagerly = pattern.eager
-        told_alone = outcome(pattern.train(alone, JOINT_BATCH))
-        expected = told_alone, state(alone)
-    told_alone, state_alone = job.collectives().broadcast_object(
-        expected, name="alone", codec="pickle"
-    )
-    # Or names would tell that the chief has built one before.
+        model = pattern.make()
+        model.run_eagerly = pattern.eager
+        alone = outcome(pattern.train(model, JOINT_BATCH)), state(model)
+    expected, state_alone = from_chief(alone)
+    # Resets the counters in names, which are higher on the chief.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     together = pattern.make()
     world.distribute(together)
-    told = outcome(pattern.train(together, JOINT_BATCH // world.size()))
-    for mine, theirs in zip(state(together), state_alone, strict=True):
-        scale = max(np.max(np.abs(theirs), initial=0.0), 1e-30)
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE * scale)
-    assert told.keys() == told_alone.keys()
-    for entry, values in told_alone.items():
-        np.testing.assert_allclose(told[entry], values, rtol=1e-4, atol=1e-6, err_msg=entry)
+    results = outcome(pattern.train(together, JOINT_BATCH // world.size()))
+    for one, other in zip(state(together), state_alone, strict=True):
+        scale = max(np.max(np.abs(other), initial=0.0), 1e-30)
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * scale)
+    assert results.keys() == expected.keys()
+    for entry, values in expected.items():
+        np.testing.assert_allclose(results[entry], values, rtol=1e-4, atol=1e-6, err_msg=entry)
     digests = [array.tobytes().hex() for array in state(together)]
     assert job.collectives().allgather_object(digests, name="test") == [digests] * world.size()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.more
-def test_recurrent_layers_that_keep_their_states_between_batches(world):
-    """Sample i of a batch goes on where that of the batch before ended: each rank has its own."""
-
-    class Forget(keras.callbacks.Callback):
+def test_stateful_recurrent_layers_have_states_on_each_rank(world):
+    class Reset(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
                 self.model.layers[0].reset_state()
@@ -76,13 +72,13 @@ def test_recurrent_layers_that_keep_their_states_between_batches(world):
         start = keras.Input(batch_shape=(size, 5, 3))
         model = stack(keras.layers.GRU(3, stateful=True), keras.layers.Dense(3), start=start)
         distribute(model)
-        history = fit(SEQUENCES[:48], Y[:48], epochs=4, callbacks=[Forget()])(model, size)
+        history = fit(SEQUENCES[:48], Y[:48], epochs=4, callbacks=[Reset()])(model, size)
         return [state(model), history["loss"]]
 
     alone = train(JOINT_BATCH, lambda model: None)
     together = train(JOINT_BATCH // 2, world.distribute)
-    for mine, theirs in zip(keras.tree.flatten(together), keras.tree.flatten(alone), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    for one, other in zip(keras.tree.flatten(together), keras.tree.flatten(alone), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -93,7 +89,7 @@ def test_recurrent_layers_that_keep_their_states_between_batches(world):
         *(pytest.param(name, marks=pytest.mark.more) for name in ("keras.random", "tf.random")),
     ],
 )
-def test_ranks_draw_their_own_numbers_in_a_step(world, source):
+def test_random_numbers_of_a_step_differ_between_ranks(world, source):
     draws = {
         "generator of the model": lambda shape, seeds: keras.random.normal(shape, seed=seeds),
         "keras.random": lambda shape, seeds: keras.random.normal(shape),
@@ -106,22 +102,22 @@ def test_ranks_draw_their_own_numbers_in_a_step(world, source):
         tf.numpy_function(lambda array: seen.append(array[0].tolist()), [noise], [])
         return noise
 
-    _begin_anew()
+    _reset_generators()
     gan = make_gan(draw=draw)
     world.distribute(gan)
     fit(X, NOISE, epochs=1)(gan, JOINT_BATCH // 2)
     drawn = job.collectives().allgather_object(seen, name="test")
     assert len(drawn[0]) == len(drawn[1]) >= 5
-    assert not any(mine == theirs for mine in drawn[0] for theirs in drawn[1])
-    _begin_anew()
+    assert not any(one == other for one in drawn[0] for other in drawn[1])
+    _reset_generators()
     seen.clear()
     fit(X, NOISE, epochs=1)(make_gan(draw=draw), JOINT_BATCH // 2)
     if world.is_chief():
-        assert seen[: len(drawn[0])] == drawn[0], "the chief's numbers are those of one process"
+        assert seen[: len(drawn[0])] == drawn[0], "the chief draws other numbers than one process"
 
 
-def _begin_anew():
-    """With all generators as they are in a new process; Keras makes one when it is first used."""
+def _reset_generators():
+    """Reset all generators, including Keras' global one."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     keras.random.normal(())
@@ -129,15 +125,14 @@ def _begin_anew():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.more)])
-def test_a_gan_that_is_resumed_ends_as_if_it_had_not_been_stopped(world, tmp_path_factory, steps):
-    """In a new process the optimizers are not built yet: the checkpoint tells for which weights."""
-
+def test_a_resumed_gan_ends_like_an_uninterrupted_one(world, tmp_path_factory, steps):
+    # The optimizers are not built yet when training resumes.
     def train(*callbacks):
         keras.utils.set_random_seed(3)
         gan = make_gan(draw=lambda shape, seeds: keras.random.normal(shape, seed=seeds))
         world.distribute(gan)
-        told = fit(X, NOISE, callbacks=[*callbacks])(gan, JOINT_BATCH // 2)
-        return [array.tobytes() for array in state(gan)], told
+        history = fit(X, NOISE, callbacks=[*callbacks])(gan, JOINT_BATCH // 2)
+        return [array.tobytes() for array in state(gan)], history
 
     folder = job.collectives().broadcast_object(str(tmp_path_factory.mktemp("saved")), name="test")
     whole = train()
@@ -149,28 +144,27 @@ def test_a_gan_that_is_resumed_ends_as_if_it_had_not_been_stopped(world, tmp_pat
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-def test_models_with_nothing_to_train(world):
-    """Frozen weights stay as they are; a layer without any adds a loss."""
+def test_models_without_trainable_weights(world):
     frozen = stack(keras.layers.Dense(3), metrics=["accuracy"])
     frozen.trainable = False
     frozen.compile("adam", "mse", metrics=["mae"])
     before = [array.tobytes() for array in frozen.get_weights()]
     world.distribute(frozen)
     before = job.collectives().broadcast_object([b.hex() for b in before], name="test")
-    told = fit(X, X[:, :3])(frozen, JOINT_BATCH // 2)
+    history = fit(X, X[:, :3])(frozen, JOINT_BATCH // 2)
     assert [array.tobytes().hex() for array in frozen.get_weights()] == before
-    assert told["mae"][0] == pytest.approx(told["mae"][1])
+    assert history["mae"][0] == pytest.approx(history["mae"][1])
 
     start = keras.Input((6,))
     weightless = keras.Model(start, keras.layers.ReLU()(start))
     weightless.compile("adam", "mse")
     world.distribute(weightless)
-    told = fit(X, X)(weightless, JOINT_BATCH // 2)
-    assert told["loss"][0] == pytest.approx(np.mean(np.minimum(X, 0) ** 2), rel=1e-5)
+    history = fit(X, X)(weightless, JOINT_BATCH // 2)
+    assert history["loss"][0] == pytest.approx(np.mean(np.minimum(X, 0) ** 2), rel=1e-5)
 
 
 @pytest.mark.ranks(2)
-def test_what_compute_metrics_adds_is_seen(world):
+def test_metrics_added_by_compute_metrics_are_in_the_history(world):
     class Root(keras.Sequential):
         def compute_metrics(self, x, y, y_pred, sample_weight=None):
             results = super().compute_metrics(x, y, y_pred, sample_weight)
@@ -179,14 +173,14 @@ def test_what_compute_metrics_adds_is_seen(world):
     model = Root([keras.Input((6,)), keras.layers.Dense(3)])
     model.compile("sgd", "mse", metrics=["mse"])
     world.distribute(model)
-    told = fit(X, X[:, :3], validation_data=(X, X[:, :3]))(model, JOINT_BATCH // 2)
-    assert told["root"] == pytest.approx(np.sqrt(told["mse"]), rel=0.05)
-    assert told["val_root"] == pytest.approx(np.sqrt(told["val_mse"]), rel=0.05)
+    history = fit(X, X[:, :3], validation_data=(X, X[:, :3]))(model, JOINT_BATCH // 2)
+    assert history["root"] == pytest.approx(np.sqrt(history["mse"]), rel=0.05)
+    assert history["val_root"] == pytest.approx(np.sqrt(history["val_mse"]), rel=0.05)
 
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_a_step_that_lets_ranks_drift_apart_is_an_error(world):
+def test_a_train_step_that_averages_nothing_is_an_error(world):
     optimizer = keras.optimizers.SGD(0.1)
 
     class Apart(OwnStep):
@@ -204,7 +198,7 @@ def test_a_step_that_lets_ranks_drift_apart_is_an_error(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_fit_of_the_models_own(world):
+def test_arguments_of_an_overridden_fit_are_an_error(world):
     class Repeats(keras.Sequential):
         def fit(self, *args, repeat=1, **options):
             return [super(Repeats, self).fit(*args, **options) for _ in range(repeat)][-1]
@@ -219,15 +213,15 @@ def test_a_fit_of_the_models_own(world):
 
 @keras.saving.register_keras_serializable("tests")
 class Renamed(keras.optimizers.SGD):
-    """An optimizer of the user's own."""
+    """A user-defined optimizer."""
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_of_ones_own_is_saved_as_what_it_is(world, tmp_path):
+def test_a_user_defined_optimizer_is_saved_by_its_name(world, tmp_path):
     model = stack(keras.layers.Dense(3), optimizer=Renamed(0.1))
     state = random.getstate()
     world.distribute(model)
-    assert random.getstate() == state, "what the program draws next is what it draws alone"
+    assert random.getstate() == state, "distribute changes the program's random numbers"
     fit(epochs=1)(model, JOINT_BATCH // 2)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -235,7 +229,7 @@ def test_an_optimizer_of_ones_own_is_saved_as_what_it_is(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_what_one_optimizer_alone_can_do_says_so(world):
+def test_errors_about_optimizers(world):
     gan = make_gan()
     world.distribute(gan)
     with pytest.raises(ModelError, match="WarmUp sets the rate of one optimizer"):

@@ -26,7 +26,7 @@ EPOCH = re.compile(r"epoch (\d+)/(\d+): (\w+ = -?\d+\.\d{4}(, )?)+")
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")
 
-# The same for programs of their own.
+# The same for other processes.
 FIT = """
 import time
 import numpy as np, keras, hvdtrain
@@ -55,7 +55,7 @@ def _model(**options: int) -> keras.Model:
 
 
 def _fit(model: keras.Model, every: int = 10, **options: object) -> list[float]:
-    """Train in 13 steps an epoch; returns the losses of the epochs."""
+    """Train 13 steps per epoch, and return the losses of the epochs."""
     history = model.fit(
         X, Y, batch_size=8, verbose=0, callbacks=[hvdtrain.StepLog(every)], **options
     )
@@ -68,14 +68,10 @@ def test_lines_of_one_process(capsys) -> None:
     _fit(model)
     text = capsys.readouterr().out
     lines = text.splitlines()
-    # Steps count on in the next epoch, and in the next fit().
+    # Steps are counted through epochs, and through calls of fit.
     assert [_kind(line) for line in lines] == [
-        "step 10",
-        "epoch 1/2",
-        "step 20",
-        "epoch 2/2",
-        "step 30",
-        "epoch 1/1",
+        *("step 10", "epoch 1/2", "step 20", "epoch 2/2"),
+        *("step 30", "epoch 1/1"),
     ]
     assert lines[1].startswith("epoch 1/2: accuracy = ")
     assert "val_accuracy = " in lines[1]
@@ -95,9 +91,8 @@ def test_several_steps_in_one_execution_print_one_line(capsys) -> None:
     assert kinds == ["step 4", "step 8", "step 12", "epoch 1/1"]
 
 
-def test_steps_count_on_where_an_epoch_has_more_than_keras_knows(capsys) -> None:
-    """As one in which ranks are lost: what they had left falls to the others."""
-
+def test_an_epoch_may_have_more_steps_than_keras_knows(capsys) -> None:
+    # As after ranks were lost.
     class KnowsFewer(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
             self.params["steps"] = 7
@@ -111,7 +106,7 @@ def test_steps_count_on_where_an_epoch_has_more_than_keras_knows(capsys) -> None
     ]
 
 
-def test_every_must_be_a_number_above_0() -> None:
+def test_an_invalid_number_of_steps_is_an_error() -> None:
     for every in (0, -1, 2.5):
         with pytest.raises(hvdtrain.ConfigurationError, match="expected a whole number above 0"):
             hvdtrain.StepLog(every)
@@ -127,26 +122,21 @@ def test_only_the_chief_prints_and_counts_all_ranks(launch) -> None:
     done = launch(2, program)
     assert done.returncode == 0, done
     lines = [line for line in done.stdout.splitlines() if line]
-    # 100 rows in joint steps of 16: 7 an epoch. No bar: mpirun's output is a pipe, though
-    # Open MPI gives each rank a terminal.
+    # 7 steps of 16 rows per epoch. No bar: the output of mpirun is a pipe, though Open MPI gives
+    # each rank a terminal.
     assert [_kind(line) for line in lines] == [
-        "step 5",
-        "epoch 1/3",
-        "step 10",
-        "epoch 2/3",
-        "step 15",
-        "step 20",
-        "epoch 3/3",
+        *("step 5", "epoch 1/3", "step 10", "epoch 2/3"),
+        *("step 15", "step 20", "epoch 3/3"),
     ]
     assert "\x1b" not in done.stdout
     match = STEP.fullmatch(lines[-2])
     assert match is not None
-    # 16 rows a step; the last line counts no step with fewer.
+    # 16 rows in each step of the last line.
     assert float(match[3]) * float(match[4]) == pytest.approx(16, rel=0.05)
     assert float(match[4]) > 0.1
 
 
-# The chief is lost in step 9, the second of an epoch; the loss is another number on each rank.
+# The chief is lost in step 9, the second of an epoch. The loss differs between ranks.
 LOSES_ITS_CHIEF = """
 import os, signal, time
 import keras, numpy as np, tensorflow as tf
@@ -179,22 +169,21 @@ model.fit(x, batch_size=4, epochs=3, verbose=0, callbacks=[hvdtrain.StepLog(2)])
 """
 
 
-def test_another_chief_goes_on(elastic) -> None:
+def test_the_next_chief_continues(elastic) -> None:
     done = elastic(LOSES_ITS_CHIEF)
     assert done.returncode == 0, done
     lines = [line for line in done.stdout.splitlines() if "step" in line or "epoch" in line]
-    told = [(line.split("]")[0], _kind(line.split("] ")[1])) for line in lines]
-    # Only who was the chief throughout a step tells of it.
-    assert told == [
+    # A rank prints only steps during which it was the chief.
+    assert [(line.split("]")[0], _kind(line.split("] ")[1])) for line in lines] == [
         *[("[0", kind) for kind in ("step 2", "step 4", "step 6", "epoch 1/3", "step 8")],
         *[("[1", kind) for kind in ("step 10", "step 12", "step 14", "epoch 2/3")],
         *[("[1", kind) for kind in ("step 16", "step 18", "step 20", "epoch 3/3")],
     ]
-    said = [match for match in (STEP.search(line) for line in lines) if match]
-    # Of steps 1 and 2, and so on, on rank 0; then of 10 alone, and of 11 and 12, on rank 1.
-    assert [float(match[2]) for match in said[:6]] == [1.5, 3.5, 5.5, 7.5, 11.0, 12.5]
-    # Each rank has 4 rows a step; the first line is that of a slow step.
-    for match, ranks in zip(said[1:], [*[3] * 3, *[2] * 6]):
+    steps = [match for match in (STEP.search(line) for line in lines) if match]
+    # Means over two steps each on rank 0; then of step 10, and of 11 and 12, on rank 1.
+    assert [float(match[2]) for match in steps[:6]] == [1.5, 3.5, 5.5, 7.5, 11.0, 12.5]
+    # Each rank has 4 rows per step. The first line includes a slow step.
+    for match, ranks in zip(steps[1:], [*[3] * 3, *[2] * 6]):
         assert float(match[3]) * float(match[4]) == pytest.approx(4 * ranks, rel=0.05)
 
 
@@ -211,7 +200,7 @@ def test_lines_and_bars_share_a_terminal(forked_python: list[str], tmp_path: Pat
     assert re.search(r"epoch 1/2 \[=+\.*\] \d+/13", own)
     kinds = ["step 10", "epoch 1/2", "step 20", "epoch 2/2"]
     assert [_kind(line) for line in _render(own) if line] == kinds
-    # Keras' own bar does not tear the lines either, and there are not two bars.
+    # With Keras' own bar, StepLog draws none and prints complete lines.
     assert not re.search(r"epoch 1/2 \[", keras_bar)
     lines = [line for line in _render(keras_bar) if line.startswith(("step", "epoch"))]
     kinds = ["step 30", "epoch 1/2", "step 40", "step 50", "epoch 2/2"]
@@ -228,7 +217,6 @@ def test_the_chief_draws_on_the_terminal_of_mpirun(
         "          callbacks=[hvdtrain.StepLog(5), Slow(0.1)])\n"
     )
     raw = _run_on_terminal(mpirun(2, [*forked_python, "-c", program]), tmp_path)
-    # 7 joint steps an epoch.
     assert re.search(r"epoch 1/2 \[=+\.*\] \d/7", raw)
     kinds = ["step 5", "epoch 1/2", "step 10", "epoch 2/2"]
     assert [_kind(line) for line in _render(raw) if line] == kinds
@@ -238,7 +226,7 @@ def test_the_chief_draws_on_the_terminal_of_mpirun(
 def test_the_chief_draws_on_the_terminal_of_hvdtrain_run(
     forked_python: list[str], tmp_path: Path
 ) -> None:
-    """Below the lines of all ranks, though each of them writes to pipes."""
+    # Below the lines of all ranks, though their output is a pipe.
     script = tmp_path / "train.py"
     script.write_text(
         FIT + "hvdtrain.init()\n"
@@ -258,13 +246,13 @@ def test_the_chief_draws_on_the_terminal_of_hvdtrain_run(
 
 
 def _kind(line: str) -> str:
-    """What a line is about; fails if it is not a whole line of StepLog's."""
+    """Return the first part of a line, which must be a complete line of ``StepLog``."""
     assert STEP.fullmatch(line) or EPOCH.fullmatch(line), repr(line)
     return line.split(",")[0] if line.startswith("step") else line.split(":")[0]
 
 
 def _run_on_terminal(argv: list[str], folder: Path) -> str:
-    """Run a program with a terminal as standard output; returns what it wrote there."""
+    """Run a program with a terminal as standard output, and return its output."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     process = subprocess.Popen(
@@ -277,7 +265,7 @@ def _run_on_terminal(argv: list[str], folder: Path) -> str:
     )
     os.close(side)
     parts = []
-    with contextlib.suppress(OSError):  # how the end of a terminal's output shows
+    with contextlib.suppress(OSError):  # raised at the end of a terminal's output
         while part := os.read(main, 65536):
             parts.append(part)
     os.close(main)
@@ -286,7 +274,7 @@ def _run_on_terminal(argv: list[str], folder: Path) -> str:
 
 
 def _render(text: str) -> list[str]:
-    """What a person sees in the end: carriage returns, backspaces and erasures carried out."""
+    """Return the lines on the screen after carriage returns, backspaces and erasures."""
     lines, column = [""], 0
     for token in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|.|\n", re.sub(r"\x1b\[[0-9;]*m", "", text)):
         line = lines[-1]

@@ -1,4 +1,4 @@
-"""Horovod's layer: the moments of the batches of all ranks, with their gradients."""
+"""``SyncBatchNormalization`` has the moments of all ranks, with gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"]
 
 
 def rows(rank: int) -> np.ndarray:
-    """Ranks have different means and different numbers of rows."""
+    """Return rows whose mean and number differ between ranks."""
     rng = np.random.default_rng([8, rank])
     return rng.normal(rank, 1 + rank, size=(ROWS + rank, 3)).astype("float32")
 
 
 @several
 @WAYS
-def test_it_is_that_of_one_process(world, compiled):
+def test_it_equals_one_process(world, compiled):
     every = np.concatenate([rows(rank) for rank in range(hvd.size())])
     weights = np.random.default_rng(1).normal(size=every.shape).astype("float32")
     start = sum(ROWS + rank for rank in range(hvd.rank()))
-    mine = slice(start, start + ROWS + hvd.rank())
+    own = slice(start, start + ROWS + hvd.rank())
 
     def step(layer, x, weights):
         with tf.GradientTape() as tape:
@@ -41,15 +41,15 @@ def test_it_is_that_of_one_process(world, compiled):
     layer.build((None, 3))
     alone.build((None, 3))
     call = tf.function(step) if compiled else step
-    found = call(layer, tf.constant(every[mine]), tf.constant(weights[mine]))
+    gradient = call(layer, tf.constant(every[own]), tf.constant(weights[own]))
     expected = step(alone, tf.constant(every), tf.constant(weights))
-    np.testing.assert_allclose(found, expected[mine], rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(gradient, expected[own], rtol=2e-4, atol=2e-5)
     for one, other in zip(layer.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @several
-def test_it_is_saved_and_loaded(world, tmp_path):
+def test_it_can_be_saved_and_loaded(world, tmp_path):
     model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(center=False)])
     file = tmp_path / f"{hvd.rank()}.keras"
     model.save(file)
@@ -58,6 +58,6 @@ def test_it_is_saved_and_loaded(world, tmp_path):
     assert not layer.center
 
 
-def test_fused_is_refused(world):
+def test_fused_is_an_error(world):
     with pytest.raises(ValueError, match="Received fused=True"):
         hvd.SyncBatchNormalization(fused=True)

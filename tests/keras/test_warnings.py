@@ -1,4 +1,4 @@
-"""A training under ``-W error``: nothing that hvdtrain does warns."""
+"""A training with ``-W error`` raises no warnings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A program: cases train like one process, with whatever combines gradients in this job.
-
-train_all_cases.py CASE ...
-"""
+"""Train cases like one process, with the job's collectives: train_all_cases.py CASE ..."""
 
 import sys
 
@@ -17,5 +14,5 @@ for case in sys.argv[1:]:
     assert alike(together), case
     assert joint.keys() == alone.keys()
     np.testing.assert_allclose(joint["loss"], alone["loss"], rtol=1e-5, err_msg=case)
-# Unbuffered, as horovodrun has it, several words are several writes, which mpirun tags.
+# In one write: unbuffered output, as under horovodrun, is tagged by mpirun per write.
 print(f"trained {len(sys.argv) - 1}\n", end="", flush=True)

@@ -1,4 +1,4 @@
-"""What Keras' guides and its pages on the API show, each as a small model and a way to train it."""
+"""The examples of Keras' guides and API pages, each as a small model and its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,5 @@ from tests.keras.patterns.layers import LAYERS
 from tests.keras.patterns.loops import LOOPS
 from tests.keras.patterns.pattern import Pattern
 from tests.keras.patterns.steps import STEPS
-
-__all__ = ["PATTERNS"]
 
 PATTERNS: dict[str, Pattern] = {**STEPS, **LAYERS, **LOOPS, **CALLBACKS}

@@ -1,4 +1,4 @@
-"""Guides on callbacks, saving and the API: what is given to Keras' loops."""
+"""Guides on callbacks, saving and the API."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from hvdtrain import world as job
 from tests.keras.features import JOINT_BATCH, X, Y, classifier
 from tests.keras.patterns.pattern import LOSS, WEIGHTS, Pattern, fit, validated
 
-__all__ = ["CALLBACKS"]
 
-
-def _goes_on(again: keras.Model, model: keras.Model, size: int, **compiled: Any) -> Any:
-    """Train ``again`` from the weights of ``model``, which gets what came of them."""
+def _loaded(model: keras.Model, size: int) -> Any:
+    """Train a model with the same configuration and weights, as in the guide on saving."""
+    again = keras.Sequential.from_config(model.get_config())
     again.set_weights(model.get_weights())
-    again.compile(loss=LOSS, **compiled)
+    again.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
     if size < JOINT_BATCH:
         hvdtrain.distribute(again)
     history = fit()(again, size)
@@ -30,22 +29,15 @@ def _goes_on(again: keras.Model, model: keras.Model, size: int, **compiled: Any)
     return history
 
 
-def _loaded(model: keras.Model, size: int) -> Any:
-    """Rebuilt from its configuration and weights, as the guide on saving does."""
-    again = keras.Sequential.from_config(model.get_config())
-    optimizer = keras.optimizers.SGD(0.1)
-    return _goes_on(again, model, size, optimizer=optimizer, metrics=["accuracy"])
-
-
 def _evaluated(model: keras.Model, size: int) -> Any:
     fit()(model, size)
-    told = model.evaluate(X, Y, batch_size=size, verbose=0, return_dict=True)
+    named = model.evaluate(X, Y, batch_size=size, verbose=0, return_dict=True)
     listed = model.evaluate(X, Y, batch_size=size, verbose=0)
-    return np.concatenate([[told[name] for name in sorted(told)], np.ravel(listed)])
+    return np.concatenate([[named[name] for name in sorted(named)], np.ravel(listed)])
 
 
-class Noted(keras.callbacks.Callback):
-    """As the guide on callbacks: looks at logs of epochs, sets the rate, stops."""
+class Recorder(keras.callbacks.Callback):
+    """Reads the logs of epochs, sets the learning rate and stops, as in the guide on callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +51,9 @@ class Noted(keras.callbacks.Callback):
 
 
 def _with_callbacks(model: keras.Model, size: int) -> Any:
-    noted = Noted()
+    recorder = Recorder()
     callbacks = [
-        noted,
+        recorder,
         keras.callbacks.LambdaCallback(on_train_begin=lambda logs: None),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
         keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0),
@@ -69,7 +61,7 @@ def _with_callbacks(model: keras.Model, size: int) -> Any:
         keras.callbacks.TerminateOnNaN(),
     ]
     history = fit(callbacks=callbacks, epochs=5, validation_split=0.25)(model, size)
-    return {"seen": noted.seen, **history}
+    return {"seen": recorder.seen, **history}
 
 
 def _swapped(model: keras.Model, size: int) -> Any:
@@ -84,15 +76,15 @@ def _pipeline(model: keras.Model, size: int) -> Any:
 
 
 def _saved(model: keras.Model, size: int) -> Any:
-    """Every rank loads what the callbacks of the chief wrote, and goes on with it."""
+    """Continue on every rank with the model that the chief's callbacks saved."""
     together = size < JOINT_BATCH
     with tempfile.TemporaryDirectory(prefix="patterns-") as own:
         if not together:
             return _saved_in(Path(own), model, size)
         shared = job.collectives().broadcast_object(own, name="test")
-        told = _saved_in(Path(shared), model, size)
-        job.collectives().barrier(name="test")  # others may still read the chief's folder
-    return told
+        results = _saved_in(Path(shared), model, size)
+        job.collectives().barrier(name="test")  # other ranks may still read the chief's folder
+    return results
 
 
 def _saved_in(folder: Path, model: keras.Model, size: int) -> Any:
@@ -109,14 +101,14 @@ def _saved_in(folder: Path, model: keras.Model, size: int) -> Any:
         hvdtrain.distribute(again)
     after = fit(**validated)(again, size)
     model.load_weights(folder / "1.weights.h5")
-    told = {name: [*values, *after[name]] for name, values in before.items()}
+    results = {name: [*values, *after[name]] for name, values in before.items()}
     with open(folder / "log.csv") as file:
-        told["log"] = [float(row["loss"]) for row in csv.DictReader(file)]
-    return told
+        results["log"] = [float(row["loss"]) for row in csv.DictReader(file)]
+    return results
 
 
 class BestWeights(keras.callbacks.Callback):
-    """Keeps weights, looks at batches, predicts, and stops, as the guide's examples do."""
+    """Restores the best weights, reads batches, predicts and stops, as in the guide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,30 +137,18 @@ def _kept(model: keras.Model, size: int) -> Any:
     return {"seen": best.seen, "batches": best.batches, **history}
 
 
-def _cloned(model: keras.Model, size: int) -> Any:
-    """A copy of the architecture with the weights, trained instead."""
-    again = keras.models.clone_model(model)
-    return _goes_on(again, model, size, optimizer=keras.optimizers.Adam(0.01))
-
-
 def _steps(model: keras.Model, size: int) -> Any:
-    """So many steps an epoch of one endless pass, and a part of the validation."""
+    """Train steps of one endless pass, and validate on a part of the data."""
     data = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(size)
     options = {"steps_per_epoch": 3, "epochs": 3, "validation_steps": 2, "verbose": 0}
     return model.fit(data.repeat(), validation_data=data, **options).history
 
 
-def _two_kinds(variable: Any, made: dict[str, Any]) -> Any:
-    """The optimizer of a variable, as a function for MultiOptimizer."""
-    return made["kernels" if variable.ndim == 2 else "others"]
-
-
 def _multi_optimizer() -> keras.Model:
-    made = {
-        "kernels": keras.optimizers.Muon(0.01),
-        "others": keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
-    }
-    return classifier(optimizer=keras.optimizers.MultiOptimizer(lambda v: _two_kinds(v, made)))
+    kernels = keras.optimizers.Muon(0.01)
+    others = keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2)
+    choose = lambda variable: kernels if variable.ndim == 2 else others  # noqa: E731
+    return classifier(optimizer=keras.optimizers.MultiOptimizer(choose))
 
 
 def _decaying() -> keras.Model:
@@ -192,11 +172,10 @@ CALLBACKS: dict[str, Pattern] = {
         fit(),
     ),
     "validation_split, callbacks, early stopping": Pattern(
-        OWN_CALLBACKS, lambda: classifier(optimizer=keras.optimizers.SGD(0.1)), _with_callbacks
+        OWN_CALLBACKS, classifier, _with_callbacks, often=True
     ),
     "batches seen, weights kept and set": Pattern(OWN_CALLBACKS, classifier, _kept),
     "from_config and weights": Pattern(SAVING, classifier, _loaded),
-    "clone_model": Pattern(SAVING, classifier, _cloned),
     "files of callbacks, load_model and fit again": Pattern(
         SAVING, lambda: classifier(optimizer=keras.optimizers.Adam(0.01)), _saved
     ),
@@ -204,7 +183,10 @@ CALLBACKS: dict[str, Pattern] = {
         API, lambda: classifier(metrics=["accuracy"]), _evaluated
     ),
     "initial_epoch and class weights": Pattern(
-        API, classifier, fit(epochs=4, initial_epoch=2, class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+        API,
+        classifier,
+        fit(epochs=4, initial_epoch=2, class_weight={0: 1.0, 1: 2.0, 2: 0.5}),
+        often=True,
     ),
     "moving averages swapped in": Pattern(
         API,

@@ -1,4 +1,4 @@
-"""Guides on layers, models, losses and data: what is trained."""
+"""Guides on layers, models, losses and data."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from tests.keras.patterns.pattern import (
     validated,
 )
 
-__all__ = ["LAYERS"]
-
 layers = keras.layers
 
 
 class Watching(layers.Layer):
-    """Adds a loss and keeps a metric of what goes through."""
+    """Adds a loss and a metric of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +59,9 @@ def two_outputs() -> keras.Model:
 
 def _train_two(model: keras.Model, size: int) -> Any:
     inputs = {"first": X, "second": NOISE}
-    told = fit(inputs, {"label": Y, "value": X[:, :1]})(model, size)
-    # Keras gives the short last batch of single outputs as much weight as the others.
-    return {name: told[name] for name in ("loss", "label_accuracy", "value_mae")}
+    history = fit(inputs, {"label": Y, "value": X[:, :1]})(model, size)
+    # Keras weights the short last batch as a full one in the losses of single outputs.
+    return {name: history[name] for name in ("loss", "label_accuracy", "value_mae")}
 
 
 def _sums() -> keras.Model:
@@ -82,12 +80,8 @@ def _tagger() -> keras.Model:
     return stack(*parts, start=keras.Input((5,), dtype="int32"), metrics=["accuracy"])
 
 
-def _tag(model: keras.Model, size: int) -> Any:
-    return fit(TOKENS, TOKENS % 3)(model, size)
-
-
 def _frozen() -> keras.Model:
-    """A frozen base, whose BatchNormalization runs in inference mode, under a new head."""
+    """A new head on a frozen base with BatchNormalization in inference mode."""
     base = keras.Sequential([keras.Input((6,)), layers.Dense(4, use_bias=False)])
     base.add(layers.BatchNormalization(synchronized=True))
     base.trainable = False
@@ -98,7 +92,7 @@ def _frozen() -> keras.Model:
 
 
 def _fine_tune(model: keras.Model, size: int) -> Any:
-    """Train the head, then all of it at a lower rate."""
+    """Train the head, then the whole model at a lower rate."""
     before = fit(epochs=1)(model, size)
     model.layers[1].trainable = True
     model.compile(keras.optimizers.Adam(1e-3), LOSS, metrics=["accuracy"])
@@ -119,7 +113,7 @@ def _encoder_decoder() -> keras.Model:
 
 
 class Endpoint(layers.Layer):
-    """Takes targets and logits, and adds the loss and a metric itself."""
+    """Adds the loss and a metric of targets and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +134,7 @@ def _endpoint() -> keras.Model:
 
 
 class Penalized(keras.losses.Loss):
-    """A loss of one's own, which gives a scalar for the batch."""
+    """A loss that returns a scalar for the batch."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         squares = keras.ops.mean(keras.ops.square(keras.ops.cast(y_true, y_pred.dtype) - y_pred))
@@ -148,12 +142,12 @@ class Penalized(keras.losses.Loss):
 
 
 def squares(y_true: Any, y_pred: Any) -> Any:
-    """A loss that is a function, with a number for each row."""
+    """Return the loss of each row."""
     return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
 
 class Linear(layers.Layer):
-    """Weights of its own, a regularizer, and an argument for training."""
+    """A layer with weights, a regularizer and an argument ``training``."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(
@@ -165,7 +159,7 @@ class Linear(layers.Layer):
 
 
 class Autoencoder(keras.Model):
-    """Variational, of nested layers; what it samples depends on its input alone."""
+    """A variational autoencoder; its samples depend only on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +174,7 @@ class Autoencoder(keras.Model):
 
 
 class Residual(keras.Model):
-    """Its forward pass goes through parts of a functional model, in a loop of Python."""
+    """A model that calls its blocks in a Python loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,14 +195,14 @@ def _unbuilt() -> keras.Model:
 
 
 def _preprocessed() -> keras.Model:
-    """Layers of preprocessing, one of which has learnt the data."""
+    """Preprocessing layers, one of them adapted to the data."""
     normalization = layers.Normalization()
     normalization.adapt(X)
     return stack(normalization, layers.Rescaling(0.5), layers.Dense(3))
 
 
 def _lists() -> keras.Model:
-    """Two outputs in a list, one of which has no loss."""
+    """A list of two outputs, one without a loss."""
     start = keras.Input((6,))
     model = keras.Model(start, [layers.Dense(2, name="unused")(start), layers.Dense(3)(start)])
     model.compile(keras.optimizers.RMSprop(0.01), loss=[None, LOSS])
@@ -231,36 +225,38 @@ LAYERS: dict[str, Pattern] = {
     "losses and metrics of layers": Pattern(
         BUILT_IN, lambda: stack(layers.Dense(4), Watching(), layers.Dense(3)), fit(**validated)
     ),
-    "losses of layers alone": Pattern(
-        BUILT_IN, lambda: stack(layers.Dense(4), Watching(), loss=None), fit(X, None)
-    ),
     "targets as an input, an endpoint with the loss": Pattern(
         BUILT_IN, _endpoint, fit({"inputs": X, "targets": Y[:, np.newaxis]}, None)
     ),
     "losses that are sums": Pattern(BUILT_IN, _sums, fit(**validated), often=True),
     "losses that are means by sample weights": Pattern(
-        BUILT_IN, _means, fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17]))
+        BUILT_IN,
+        _means,
+        fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17])),
+        often=True,
     ),
-    "an output of each step, some of them masked": Pattern(BUILT_IN, _tagger, _tag),
-    "a metric of one's own": Pattern(
-        # With a validation Keras alone shows its value as that of the training, too.
+    "masked outputs of each time step": Pattern(BUILT_IN, _tagger, fit(TOKENS, TOKENS % 3)),
+    "a user-defined metric": Pattern(
+        # No validation: Keras alone would report its value for the training as well.
         BUILT_IN,
         lambda: classifier(metrics=[Hits(), "accuracy"]),
         fit(),
         eager=False,
     ),
-    "a loss of one's own": Pattern(
+    "a loss class": Pattern(
         BUILT_IN, lambda: stack(layers.Dense(3), loss=Penalized()), fit(X, X[:, :3])
     ),
-    "a loss that is a function": Pattern(
+    "a loss function": Pattern(
         BUILT_IN,
         lambda: stack(layers.Dense(3), loss=squares, metrics=[squares]),
         fit(X, X[:, :3], WEIGHTS),
     ),
-    "several inputs and outputs, a shared layer": Pattern(FUNCTIONAL, two_outputs, _train_two),
+    "several inputs and outputs, a shared layer": Pattern(
+        FUNCTIONAL, two_outputs, _train_two, often=True
+    ),
     "an output without a loss": Pattern(BUILT_IN, _lists, fit(X, [None, Y])),
-    "a layer of one's own": Pattern(SUBCLASSING, lambda: stack(Linear()), fit(**validated)),
-    "an autoencoder with a loss of its own": Pattern(
+    "a user-defined layer": Pattern(SUBCLASSING, lambda: stack(Linear()), fit(**validated)),
+    "an autoencoder that adds a loss": Pattern(
         SUBCLASSING, lambda: built(Autoencoder(), loss="mse"), fit(X, X)
     ),
     "a model that is never called before fit": Pattern(SUBCLASSING, _unbuilt, fit()),
@@ -269,15 +265,10 @@ LAYERS: dict[str, Pattern] = {
         lambda: stack(layers.Dense(4, activity_regularizer="l2"), layers.Dense(3)),
         fit(),
     ),
-    "a Sequential without an Input": Pattern(
-        "sequential model",
-        lambda: stack(layers.Dense(4), layers.Dense(3), start=layers.Activation("tanh")),
-        fit(**validated),
-    ),
-    "layers that preprocess": Pattern("preprocessing layers", _preprocessed, fit()),
+    "preprocessing layers": Pattern("preprocessing layers", _preprocessed, fit()),
     "frozen, then fine-tuned": Pattern("transfer learning", _frozen, _fine_tune),
     "recurrent layers with masks and states": Pattern(RNNS, _encoder_decoder, fit(TOKENS, Y)),
-    "cells one above the other": Pattern(RNNS, _stacked_cells, fit(SEQUENCES, Y)),
+    "stacked recurrent cells": Pattern(RNNS, _stacked_cells, fit(SEQUENCES, Y)),
     "a Masking layer": Pattern(
         MASKING,
         lambda: stack(layers.Masking(), layers.LSTM(3), layers.Dense(3), start=keras.Input((5, 1))),

@@ -1,11 +1,10 @@
-"""Guide "Writing a training loop from scratch in TensorFlow", and batches by hand."""
+"""Guide "Writing a training loop from scratch in TensorFlow", and ``train_on_batch``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import hvdtrain
@@ -14,48 +13,29 @@ from tests.keras.patterns.layers import Watching
 from tests.keras.patterns.pattern import LOSS, NOISE, Pattern, stack
 from tests.keras.patterns.steps import make_gan
 
-__all__ = ["LOOPS"]
-
 
 def _part(step: int, size: int) -> slice:
-    """The rows of a step that this rank, or one process, computes."""
+    """Return this rank's rows of a joint step, or all of them in one process."""
     first = step * JOINT_BATCH + (hvdtrain.rank() * size if size < JOINT_BATCH else 0)
     return slice(first, first + size)
 
 
 def _batches(model: keras.Model, size: int) -> Any:
-    """train_on_batch and test_on_batch on this rank's part of each joint batch."""
-    told: list[Any] = []
+    """Train on this rank's part of each joint batch."""
     for step in range(2):
         rows = _part(step, size)
         model.train_on_batch(X[rows], Y[rows])
-    told.append(model.predict_on_batch(X[:3]))
-    return np.concatenate(told)
-
-
-def _own_loop(model: keras.Model, size: int) -> Any:
-    """A custom training loop; each rank computes its part of a joint batch."""
-    averages = size < JOINT_BATCH
-    for step in range(2):
-        rows = _part(step, size)
-        with tf.GradientTape() as tape:
-            loss = LOSS(Y[rows], model(X[rows], training=True))
-        if averages:
-            tape = hvdtrain.DistributedGradientTape(tape)
-        gradients = tape.gradient(loss, model.trainable_weights)
-        for gradient, weight in zip(gradients, model.trainable_weights):
-            weight.assign_sub(0.1 * gradient)
     return model.predict_on_batch(X[:3])
 
 
 def _new_optimizer(size: int) -> Any:
-    """One made beside the model, as for a loop of one's own."""
+    """Return an optimizer for a custom loop."""
     optimizer = keras.optimizers.Adam(0.01)
     return hvdtrain.DistributedOptimizer(optimizer) if size < JOINT_BATCH else optimizer
 
 
 def _compiled_loop(model: keras.Model, size: int) -> Any:
-    """A tf.function with the losses of layers, an optimizer and a metric of its own."""
+    """Train in a tf.function with the losses of layers, an optimizer and a metric."""
     optimizer = _new_optimizer(size)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
 
@@ -76,7 +56,7 @@ def _compiled_loop(model: keras.Model, size: int) -> Any:
 
 
 def _two_loops(model: keras.Model, size: int) -> Any:
-    """A GAN in a loop of one's own; the optimizers are given zipped pairs, as of old."""
+    """Train a GAN in a custom loop with ``apply_gradients``."""
     d_optimizer, g_optimizer = _new_optimizer(size), _new_optimizer(size)
 
     @tf.function
@@ -105,8 +85,7 @@ def _watching() -> keras.Model:
 LOOP, API = "custom training loops", "API"
 
 LOOPS: dict[str, Pattern] = {
-    "a loop of one's own": Pattern(LOOP, classifier, _own_loop),
     "a compiled loop with the losses of layers": Pattern(LOOP, _watching, _compiled_loop),
     "a GAN in a loop": Pattern(LOOP, make_gan, _two_loops),
-    "train_on_batch, predict_on_batch": Pattern(API, classifier, _batches),
+    "train_on_batch, predict_on_batch": Pattern(API, classifier, _batches, often=True),
 }

@@ -1,4 +1,4 @@
-"""What a pattern is, and the small models and data that most of them share."""
+"""The class of patterns, and the models and data that they share."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ import numpy as np
 
 from hvdtrain.keras.model_parts import optimizer_variables
 from tests.keras.features import ROWS, X, Y
-
-__all__ = [
-    "LOSS",
-    "NOISE",
-    "SEQUENCES",
-    "TOKENS",
-    "WEIGHTS",
-    "Hits",
-    "Pattern",
-    "Train",
-    "built",
-    "fit",
-    "outcome",
-    "stack",
-    "state",
-    "validated",
-]
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 NOISE = np.random.default_rng(8).normal(size=(ROWS, 2)).astype("float32")
@@ -42,12 +25,12 @@ class Pattern(NamedTuple):
     """One way to train.
 
     Attributes:
-        guide: Where Keras shows it.
-        make: The model, compiled.
-        train: Takes the model and a batch size; returns what the user sees of it.
-        often: Whether ``make test-keras`` runs it, and not ``make test-all`` alone.
-        since: The first Keras that has what it shows.
-        eager: Whether it can be run step by step, too, which takes less time than to trace it.
+        guide: The guide that shows it.
+        make: Returns the compiled model.
+        train: Takes the model and a batch size, and returns the results that a user sees.
+        often: Whether ``make test-keras`` runs it, not only ``make test-all``.
+        since: The first version of Keras that supports it.
+        eager: Whether the reference may run eagerly, which is faster than tracing.
     """
 
     guide: str
@@ -59,46 +42,46 @@ class Pattern(NamedTuple):
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
-    """Weights and the state of all optimizers, without random seeds."""
+    """Return weights and the state of all optimizers, without random seeds."""
     variables = [*model.weights, *optimizer_variables(model)]
     return [np.asarray(variable.numpy()) for variable in variables]
 
 
-def outcome(told: Any) -> dict[str, np.ndarray]:
-    """What a user sees of a training, as arrays by name."""
-    if not isinstance(told, dict):
-        return {"": np.asarray(told, np.float64)}
-    return {name: np.asarray(values, np.float64) for name, values in sorted(told.items())}
+def outcome(results: Any) -> dict[str, np.ndarray]:
+    """Return the results of a training as arrays by name."""
+    if not isinstance(results, dict):
+        return {"": np.asarray(results, np.float64)}
+    return {name: np.asarray(values, np.float64) for name, values in sorted(results.items())}
 
 
 def fit(*arrays: Any, **options: Any) -> Train:
-    """Training on arrays for two epochs; the last batch is an uneven one."""
+    """Return a training on arrays for two epochs, with a shorter last batch."""
     x, y, *rest = arrays or (X, Y)
     weights = {"sample_weight": rest[0]} if rest else {}
 
     def train(model: keras.Model, size: int) -> Any:
-        given = {"epochs": 2, "shuffle": False, "verbose": 0, **weights, **options}
-        return model.fit(x, y, batch_size=size, **given).history
+        arguments = {"epochs": 2, "shuffle": False, "verbose": 0, **weights, **options}
+        return model.fit(x, y, batch_size=size, **arguments).history
 
     return train
 
 
 def built(model: keras.Model, x: Any = X, **options: Any) -> keras.Model:
-    """A subclassed model after its first call, compiled."""
+    """Build a subclassed model by calling it, and compile it."""
     model(x[:1])
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": LOSS, **options})
     return model
 
 
 def stack(*parts: Any, start: Any = None, **options: Any) -> keras.Model:
-    """Layers one after another, compiled; of six numbers a row, if no other start is given."""
+    """Return a compiled Sequential; the input has six numbers per row unless ``start`` is set."""
     model = keras.Sequential([keras.Input((6,)) if start is None else start, *parts])
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": LOSS, **options})
     return model
 
 
 class Hits(keras.metrics.Metric):
-    """A metric of the user's own."""
+    """A user-defined metric."""
 
     def __init__(self) -> None:
         super().__init__(name="hits")

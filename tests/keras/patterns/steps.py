@@ -1,4 +1,4 @@
-"""Guide "Customizing what happens in fit() with TensorFlow": steps of one's own."""
+"""Guide "Customizing what happens in fit() with TensorFlow"."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from tests.keras.patterns.pattern import (
     validated,
 )
 
-__all__ = ["STEPS", "make_gan"]
-
 layers = keras.layers
 
 
 class NestedLogs(keras.Model):
-    """Updates all metrics in its step and returns each by name: those of compile are a dict."""
+    """Returns all metrics of a step by name; the compiled ones are a nested dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +58,7 @@ class NestedLogs(keras.Model):
 
 
 class EmbeddedOwnStep(NestedLogs):
-    """Adam treats the same row of a table several times in a batch otherwise than its sum."""
+    """Has sparse gradients, whose repeated rows must be summed up before Adam applies them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ def _reduced(reduction: str) -> keras.losses.Loss:
 
 
 def _weights_alone(model: keras.Model, size: int) -> Any:
-    """The tracker of such a step counts what a rank's part of the batch adds up to."""
+    """Train without comparing the losses, which the step sums over this rank's rows."""
     fit()(model, size)
     return {}
 
@@ -87,7 +85,7 @@ def _weighted(model: keras.Model, size: int) -> Any:
 
 
 class OwnTrackers(keras.Model):
-    """As autoencoders do: trackers whose names are not those in the logs; others by the batch."""
+    """Returns metrics by other names, and values of the batch, as autoencoders do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class OwnTrackers(keras.Model):
 
 
 class Gan(keras.Model):
-    """Two networks and two optimizers, no call(); noise comes with the data or is drawn."""
+    """Two networks and two optimizers without call(); noise is in the data or drawn."""
 
     def __init__(self, every: int = 1, draw: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -152,7 +150,7 @@ class Gan(keras.Model):
         d_loss = self.loss_fn(ones, real) + self.loss_fn(zeros, fake)
         return d_loss, self.loss_fn(ones, fake)
 
-    def _told(self, d_loss: Any, g_loss: Any, rows: Any) -> Any:
+    def _update(self, d_loss: Any, g_loss: Any, rows: Any) -> Any:
         self.d_loss.update_state(d_loss, sample_weight=rows)
         self.g_loss.update_state(g_loss, sample_weight=rows)
         return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
@@ -177,7 +175,7 @@ class Gan(keras.Model):
                 lambda: self._apply(gradients, mine),
                 lambda: 0,
             )
-        return self._told(d_loss, g_loss, keras.ops.shape(real)[0])
+        return self._update(d_loss, g_loss, keras.ops.shape(real)[0])
 
     def _apply(self, gradients: Any, mine: Any) -> int:
         self.g_optimizer.apply(gradients, mine)
@@ -185,11 +183,11 @@ class Gan(keras.Model):
 
     def test_step(self, data: Any) -> Any:
         real, noise = data
-        return self._told(*self._both_losses(real, noise), keras.ops.shape(real)[0])
+        return self._update(*self._both_losses(real, noise), keras.ops.shape(real)[0])
 
 
 def make_gan(scaled: bool = False, **options: Any) -> keras.Model:
-    """Compiled; nothing of it has been called as a whole."""
+    """Return a compiled GAN that was never called."""
     gan = Gan(**options)
     d_optimizer: Any = keras.optimizers.Adam(0.01)
     if scaled:
@@ -197,13 +195,13 @@ def make_gan(scaled: bool = False, **options: Any) -> keras.Model:
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     gan.compile(d_optimizer, keras.optimizers.SGD(0.05, momentum=0.9), loss)
     if gan.every > 1:
-        # Within tf.cond nothing can be built.
+        # An optimizer can't be built within tf.cond.
         gan.g_optimizer.build(gan.generator.trainable_weights)
     return gan
 
 
 class Distiller(keras.Model):
-    """Holds built models, has a call(), and is never called itself before fit."""
+    """Holds built models, and is not called before fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,10 +212,9 @@ class Distiller(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **options: Any
     ) -> Any:
-        theirs = keras.ops.softmax(self.teacher(x, training=False))
-        mine = keras.ops.softmax(y_pred)
+        expected = keras.ops.softmax(self.teacher(x, training=False))
         loss = super().compute_loss(x, y, y_pred, *args, **options)
-        return loss + keras.ops.mean(keras.ops.square(theirs - mine))
+        return loss + keras.ops.mean(keras.ops.square(expected - keras.ops.softmax(y_pred)))
 
     def call(self, x: Any) -> Any:
         return self.student(x)
@@ -230,7 +227,7 @@ def distiller() -> keras.Model:
 
 
 def _by_layer() -> keras.Model:
-    """A dict and a list of optimizers, each for a layer."""
+    """A model with an optimizer for each layer, in a dict and a list."""
 
     class ByLayer(NestedLogs):
         def train_step(self, data: Any) -> Any:
@@ -252,33 +249,8 @@ def _by_layer() -> keras.Model:
     return built(model, optimizer=None, metrics=["accuracy"])
 
 
-class GuideTrackers(keras.Model):
-    """Built from inputs and outputs; has trackers, updated once a batch."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.tracker = keras.metrics.Mean(name="loss")
-        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
-        self.loss_fn = keras.losses.MeanSquaredError()
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker, self.mae]
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.loss_fn(y, y_pred)
-        trainable = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, trainable), trainable)
-        self.tracker.update_state(loss)
-        self.mae.update_state(y, y_pred)
-        return {"loss": self.tracker.result(), "mae": self.mae.result()}
-
-
 class OwnTest(keras.Model):
-    """Keras' step of training, and one of its own for evaluation."""
+    """Overrides only the evaluation step."""
 
     def test_step(self, data: Any) -> Any:
         x, y = data
@@ -293,7 +265,7 @@ class OwnTest(keras.Model):
 
 
 class OwnPrediction(keras.Model):
-    """Tells probabilities where the model computes logits."""
+    """Predicts probabilities instead of logits."""
 
     def predict_step(self, data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -303,8 +275,8 @@ class OwnPrediction(keras.Model):
 def _predicted(model: keras.Model, size: int) -> Any:
     fit()(model, size)
     data = tf.data.Dataset.from_tensor_slices(X).batch(size)
-    told = [model.predict(given, batch_size=n, verbose=0) for given, n in [(X, size), (data, None)]]
-    return np.concatenate([entry["label"] for entry in told])
+    outputs = [model.predict(x, batch_size=n, verbose=0) for x, n in [(X, size), (data, None)]]
+    return np.concatenate([entry["label"] for entry in outputs])
 
 
 def functional(kind: type[keras.Model], **options: Any) -> keras.Model:
@@ -315,7 +287,7 @@ def functional(kind: type[keras.Model], **options: Any) -> keras.Model:
 
 
 class Images(keras.Model):
-    """A step on elements that are one tensor; the images it makes depend on no random numbers."""
+    """A step on elements that are one tensor, with a tracker that counts batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +314,7 @@ def _images() -> keras.Model:
 
 
 def _on_images(model: keras.Model, size: int) -> Any:
-    """A pipeline without labels, and one more on a part of it."""
+    """Train on a pipeline without labels, then on a part of it."""
     data = tf.data.Dataset.from_tensor_slices(X[:48]).batch(size)
     history = model.fit(data, epochs=2, verbose=0).history
     more = model.fit(data.take(2 if size == 12 else 4), epochs=1, verbose=0).history
@@ -359,7 +331,7 @@ class Four(NamedTuple):
 
 
 class AnyStructure(OwnTrackers):
-    """Steps that see whether they get what the user passed."""
+    """Steps that check the structure of their data."""
 
     expected: Callable[[Any], Any]
 
@@ -386,7 +358,7 @@ class AnyStructure(OwnTrackers):
 
 
 def _on_any_structure(model: keras.Model, size: int) -> Any:
-    told = {}
+    results = {}
     structures: dict[str, Callable[[Any], Any]] = {
         "tensor": lambda x: x,
         "dict": lambda x: {"b": x, "a": x + 1},
@@ -398,12 +370,12 @@ def _on_any_structure(model: keras.Model, size: int) -> Any:
         model.expected = structure
         data = tf.data.Dataset.from_tensor_slices(structure(X[:48])).batch(size)
         history = model.fit(data, validation_data=data, verbose=0).history
-        told.update({f"{name} {entry}": values for entry, values in history.items()})
-        told[f"{name} prediction"] = model.predict(data, verbose=0)
+        results.update({f"{name} {entry}": values for entry, values in history.items()})
+        results[f"{name} prediction"] = model.predict(data, verbose=0)
     model.expected = structures["tensor"]
-    given = {"batch_size": size, "shuffle": False, "verbose": 0}
-    told["array"] = model.fit(X[:48], validation_data=X[:24], **given).history["val_loss"]
-    return told
+    options = {"batch_size": size, "shuffle": False, "verbose": 0}
+    results["array"] = model.fit(X[:48], validation_data=X[:24], **options).history["val_loss"]
+    return results
 
 
 CUSTOM = "custom train_step"
@@ -416,30 +388,27 @@ STEPS: dict[str, Pattern] = {
         often=True,
         eager=False,
     ),
-    "sample weights in a step of one's own": Pattern(
+    "sample weights in an own step": Pattern(
         CUSTOM,
         lambda: built(NestedLogs(), weighted_metrics=["accuracy"]),
         fit(X, Y, WEIGHTS),
     ),
-    "sums over samples in a step of one's own": Pattern(
+    "sums over samples in an own step": Pattern(
         CUSTOM, lambda: built(NestedLogs(), loss=_reduced("sum")), _weights_alone, often=True
     ),
-    "means by sample weights in a step of one's own": Pattern(
+    "means by sample weights in an own step": Pattern(
         CUSTOM, lambda: built(NestedLogs(), loss=_reduced("mean_with_sample_weight")), _weighted
     ),
-    "an embedding in a step of one's own": Pattern(
+    "an embedding in an own step": Pattern(
         CUSTOM, lambda: built(EmbeddedOwnStep(), TOKENS), fit(TOKENS, Y), often=True
     ),
-    "trackers of one's own": Pattern(CUSTOM, lambda: built(OwnTrackers(), loss=None), fit()),
-    "trackers that count each batch as one": Pattern(
-        CUSTOM, lambda: functional(GuideTrackers), fit(X[:48], X[:48, :3])
-    ),
-    "an evaluation step of one's own": Pattern(
+    "own trackers": Pattern(CUSTOM, lambda: built(OwnTrackers(), loss=None), fit()),
+    "an own evaluation step": Pattern(
         CUSTOM,
         lambda: functional(OwnTest, loss="mse", metrics=["mae"]),
         fit(X[:48], X[:48, :3], validation_data=(X[:24], X[:24, :3])),
     ),
-    "predictions of one's own": Pattern(
+    "an own prediction step": Pattern(
         CUSTOM, lambda: functional(OwnPrediction, loss=LOSS), _predicted
     ),
     "elements that are one tensor": Pattern(CUSTOM, _images, _on_images),
@@ -454,5 +423,5 @@ STEPS: dict[str, Pattern] = {
     ),
     "GAN with a LossScaleOptimizer": Pattern(CUSTOM, lambda: make_gan(scaled=True), fit(X, NOISE)),
     "an optimizer for each layer": Pattern(CUSTOM, _by_layer, fit()),
-    "compute_loss of one's own, not called before": Pattern(CUSTOM, distiller, fit()),
+    "an own compute_loss": Pattern(CUSTOM, distiller, fit()),
 }
