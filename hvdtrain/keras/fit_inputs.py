@@ -53,7 +53,8 @@ class FitInputs:
         """Return this rank's share of an input; collective. ``options`` go to ``ShardPlan``.
 
         Raises:
-            DataError: The input can't be sharded.
+            DataError: The input can't be sharded, or an elastic job can't read it again in the same
+                order for training.
         """
         self._membership.renew()
         plan = ShardPlan(
@@ -66,15 +67,7 @@ class FitInputs:
         )
         sharded = shard_input(x, y, sample_weight, plan=plan)
         self._warn(sharded.notice)
-        return sharded
-
-    def check_repeatable(self, sharded: ShardedInput) -> None:
-        """Check that an elastic job can redistribute the rest of a pass.
-
-        Raises:
-            DataError: Another iterator over the input would have another order.
-        """
-        if self._membership.elastic and not sharded.repeatable:
+        if plan.trains and self._membership.elastic and not sharded.repeatable:
             raise DataError(
                 "In an elastic job (--elastic) a pass over the tf.data pipeline must be able to "
                 "begin again when a rank is lost, and its shuffle has another order then. Use "
@@ -82,6 +75,7 @@ class FitInputs:
                 "itself and once; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
                 "shuffles; or use --max-restarts instead of --elastic."
             )
+        return sharded
 
     def run_whole_pass(
         self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]

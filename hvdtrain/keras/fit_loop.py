@@ -194,7 +194,6 @@ class FitLoop:
             class_weight=class_weight,
             trains=True,
         )
-        self._inputs.check_repeatable(sharded)
         validation = None
         if validation_data is not None:
             validation = self._whole.shard(

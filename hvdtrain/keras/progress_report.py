@@ -116,7 +116,7 @@ class ReportProgress(keras.callbacks.Callback):
         self._report_samples()
 
     def _report_samples(self) -> None:
-        """Report the samples up to now, those since the last reading at its rows per step."""
+        """Report the samples so far; estimate those since the last reading by its rows per step."""
         if self._counted_step is not None:
             new_steps = self._epochs.step - self._counted_step
             self._samples += new_steps * self._rows_per_step * world.size()

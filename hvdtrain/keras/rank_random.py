@@ -109,7 +109,7 @@ class RankGenerator:
 
 
 def draws_of_step() -> list[tuple[Any, bool]]:
-    """Return the ``draws`` of the current step, for callers that drop a graph to edit."""
+    """Return the ``draws`` of the current step; entries of dropped graphs must be deleted."""
     generator = global_generator()
     return generator.draws if isinstance(generator, RankGenerator) else []
 
