@@ -48,7 +48,7 @@ def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
         "name",
         metavar="NAME",
         nargs="+" if several else None,
-        help="name of a job, or its unique beginning; see hvdtrain jobs",
+        help="name of a job or a unique prefix; see hvdtrain jobs",
     )
     # For argcomplete.
     action.completer = _complete_names  # type: ignore[attr-defined]
@@ -78,11 +78,7 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def named_job(arguments: argparse.Namespace, name: str | None = None) -> JobFolder:
-    """Return the job with a name, by default that of the arguments.
-
-    Raises:
-        JobError: There is no such job, or more than one.
-    """
+    """Return the job with a name, by default ``arguments.name``; see ``find_job``."""
     return find_job(directory_of(arguments), arguments.name if name is None else name)
 
 
@@ -126,11 +122,6 @@ class _Parser(argparse.ArgumentParser):
 
 def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
     """Return the request for a job after a check of its options.
-
-    Args:
-        job: The folder.
-        spec: The specification.
-        environ: The environment of this process.
 
     Raises:
         ConfigurationError: The options or the program are not valid.

@@ -66,15 +66,10 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
 def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
     """Run a job to its end, or print its plan; return the exit code.
 
-    Args:
-        job: The job.
-        environ: The environment of its ranks.
-        spec: The specification for the job's folder.
-
     Raises:
         ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
         JobError: The queue can't be used.
-        LaunchError: There is no usable mpirun or srun, or it can't be started.
+        LaunchError: No usable mpirun or srun was found, or it can't be started.
     """
     if (folder_path := environ.pop(JOB_FOLDER, None)) is not None:
         return _run_submitted(job, environ, JobFolder(Path(folder_path)))

@@ -56,15 +56,9 @@ class JobBackend(Protocol[Plan]):
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return the log of a job without a log in its folder; None if it has one.
+        """Return the time (RFC 3339) and text of log lines that are later than ``after``.
 
-        Args:
-            job: The folder.
-            spec: The specification.
-            after: The time of a line; only later lines are returned. Empty for all lines.
-
-        Returns:
-            The time of each line (RFC 3339), and its text.
+        All lines are returned if ``after`` is empty, and None if the job's folder has the log.
 
         Raises:
             JobError: The log can't be read, or has been deleted.
@@ -73,11 +67,7 @@ class JobBackend(Protocol[Plan]):
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Remove a queued job at once; request a started one to stop, which may take a while.
 
-        Args:
-            job: The folder.
-            spec: The specification.
-            is_queued: Whether the job has not started.
-            save: Whether the ranks save a checkpoint first.
+        With ``save``, its ranks save a checkpoint first.
 
         Raises:
             JobError: The queue does not answer.

@@ -183,11 +183,7 @@ def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
 
 
 def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the steps per second of the last minute; None if unknown.
-
-    Args:
-        rows: Rows of ``metrics.jsonl``, the newest last.
-    """
+    """Return the steps per second in the last minute of ``metrics.jsonl``; None if unknown."""
     known = [
         (row["time"], row["step"])
         for row in rows

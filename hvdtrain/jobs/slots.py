@@ -156,9 +156,6 @@ def acquire_slots(
 
     Returns:
         The numbers of the slots on each host; None if a signal arrived first.
-
-    Raises:
-        JobError: The queue can't be used.
     """
     keys = {host: _host_key(host) for host in wanted}
     total: Counter[str] = Counter()

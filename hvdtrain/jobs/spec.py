@@ -84,14 +84,7 @@ def make_spec(
     environ: Mapping[str, str],
     exported: Iterable[str] = (),
 ) -> JobSpec:
-    """Return the specification of a job of this process.
-
-    Args:
-        options: The options of ``hvdtrain run``.
-        program: The program with its arguments.
-        environ: The environment of this process.
-        exported: Names of variables that are passed on to the ranks.
-    """
+    """Return the specification of a job of this process; ``exported`` variables go to its ranks."""
     settings = [variable_name(entry.name) for entry in fields(Settings)]
     return JobSpec(
         options=remove_secrets(options),

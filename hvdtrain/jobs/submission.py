@@ -46,9 +46,7 @@ def submit_job(request: JobRequest) -> JobFolder:
 def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
     """Submit a job that has ended again, in the same folder.
 
-    Args:
-        job: The folder.
-        request_for: Returns the request for a specification.
+    ``request_for`` returns the request for the job's specification.
 
     Raises:
         ConfigurationError: The job can't be started as described.
@@ -98,12 +96,7 @@ def _job_errors(job: JobFolder) -> Iterator[None]:
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
-    """Request that a job that is not over stops, which may take a while.
-
-    Args:
-        job: The job.
-        view: Its view.
-        save: Whether its ranks save a checkpoint first.
+    """Request that a job that is not over stops; with ``save``, after a checkpoint.
 
     Raises:
         JobError: It is unknown whether the job runs, or it can't be reached.

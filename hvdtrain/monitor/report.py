@@ -46,6 +46,13 @@ INTERVAL_S = 1.0
 # Writes up to PIPE_BUF bytes to a pipe are atomic.
 MOST_BYTES = 4096
 _STDERR = 2
+# The reported numbers and how they are rounded.
+_NUMBERS: dict[str, Callable[[float], float]] = {
+    **dict.fromkeys(("step", "epoch", "total_steps", "saved", "resumed"), int),
+    **dict.fromkeys(("samples", "reduced_bytes"), round),
+    **dict.fromkeys(("waited_s", "input_s"), lambda seconds: round(seconds, 3)),
+    "loss": lambda loss: float(f"{loss:.6g}"),
+}
 
 
 def step(step: int, epoch: int) -> None:
@@ -73,7 +80,7 @@ def planned(total_steps: int | None) -> None:
 
 def waited_for_input(more_s: float) -> None:
     """Report that this rank has waited ``more_s`` more seconds for its next batches."""
-    _update(input_s=(_update().input_s or 0.0) + more_s)
+    _update(input_s=_update().values.get("input_s", 0.0) + more_s)
 
 
 def phase(name: str) -> None:
@@ -134,18 +141,7 @@ class _Reporter:
     """The newest state, and the file that it is written to; None if there is no launcher."""
 
     def __init__(self, file: int | None) -> None:
-        self.step: int | None = None
-        self.epoch: int | None = None
-        self.phase = ""
-        self.total_steps: int | None = None
-        self.saved: int | None = None
-        self.resumed: int | None = None
-        self.samples: float | None = None
-        self.loss: float | None = None
-        self.input_s: float | None = None
-        self.waiting_in: Callable[[], str] = lambda: ""
-        self.waited_s: Callable[[], float] | None = None
-        self.reduced_bytes: Callable[[], int] | None = None
+        self.values: dict[str, Any] = {}
         self._file = file
         self._pid: int | None = None
         self._sent = b""
@@ -154,6 +150,11 @@ class _Reporter:
         self._lock = threading.RLock()
         if file is not None:
             self._start()
+
+    @property
+    def phase(self) -> str:
+        """The current phase of the program."""
+        return str(self.values.get("phase", ""))
 
     @property
     def is_open(self) -> bool:
@@ -179,23 +180,14 @@ class _Reporter:
             return
         with contextlib.suppress(Exception), self._lock:
             state: dict[str, Any] = {"kind": "report", "pid": self._pid}
-            for name in ("step", "epoch", "total_steps", "saved", "resumed"):
-                if (value := getattr(self, name)) is not None:
-                    state[name] = int(value)
-            if (samples := _finite(self.samples)) is not None:
-                state["samples"] = round(samples)
-            if (loss := _finite(self.loss)) is not None:
-                state["loss"] = float(f"{loss:.6g}")
-            if (waited_s := _finite(self.waited_s)) is not None:
-                state["waited_s"] = round(waited_s, 3)
-            if (input_s := _finite(self.input_s)) is not None:
-                state["input_s"] = round(input_s, 3)
-            if (reduced_bytes := _finite(self.reduced_bytes)) is not None:
-                state["reduced_bytes"] = round(reduced_bytes)
-            state["phase"] = str(self.phase)[:MAX_TEXT_LENGTH]
+            for name, convert in _NUMBERS.items():
+                if (number := _finite(self.values.get(name))) is not None:
+                    state[name] = convert(number)
+            state["phase"] = self.phase[:MAX_TEXT_LENGTH]
             state["waiting_in"] = ""
-            with contextlib.suppress(Exception):
-                state["waiting_in"] = str(self.waiting_in())[:MAX_TEXT_LENGTH]
+            if (waiting_in := self.values.get("waiting_in")) is not None:
+                with contextlib.suppress(Exception):
+                    state["waiting_in"] = str(waiting_in())[:MAX_TEXT_LENGTH]
             line = _line(state)
             # If the pipe is full, the next state replaces this one.
             if line != self._sent and self._write(line):
@@ -257,10 +249,10 @@ class _Reporter:
 def _finite(value: float | Callable[[], float] | None) -> float | None:
     """Return a number, possibly from a function; None if it is unknown or not finite."""
     try:
-        number = float(value()) if callable(value) else value
+        number = value() if callable(value) else value
+        return None if number is None or not math.isfinite(number) else number
     except Exception:
         return None
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -272,13 +264,13 @@ _start_lock = threading.RLock()
 
 
 def _update(**values: Any) -> _Reporter:
-    """Set attributes of this process's reporter, and return it."""
+    """Update the state of this process's reporter, and return it."""
     global _reporter
     reporter = _reporter
     if reporter is None:
         with _start_lock:
             reporter = _reporter = _reporter or _Reporter(_open_pipe())
-    vars(reporter).update(values)
+    reporter.values.update(values)
     return reporter
 
 

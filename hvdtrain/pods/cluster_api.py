@@ -145,10 +145,7 @@ class ClusterApi:
     def log(self, pod: str, container: str, since: str) -> str:
         """Return the output of a container, each line with a time stamp of the node.
 
-        Args:
-            pod: The name of the pod.
-            container: The name of the container.
-            since: The time stamp to start from, rounded down to a second; empty for all output.
+        Output starts with the second of the time stamp ``since``; empty for all output.
         """
         query = [("container", container), ("timestamps", "true")]
         query += [("sinceTime", since)] if since else []
@@ -179,13 +176,7 @@ class ClusterApi:
         self._send("PATCH", path, f"StatefulSet {name}-worker", content=content)
 
     def may(self, verb: str, resource: str, group: str = "") -> bool:
-        """Return whether this user has a right in this namespace.
-
-        Args:
-            verb: The action, such as ``create``.
-            resource: The resource, such as ``jobs`` or ``pods/log``.
-            group: The API group of the resource; empty for the core group.
-        """
+        """Return whether this user has a right, such as ``create``, ``jobs`` of ``batch``."""
         name, _, part = resource.partition("/")
         attributes = {"verb": verb, "group": group, "resource": name, "subresource": part}
         attributes["namespace"] = self.namespace

@@ -255,12 +255,8 @@ def _watch_workers(name: str, slots: int, process: RunProcess) -> WorkerWatch | 
 def release_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
     """Release the resources of the workers, and keep a failed job from starting again.
 
-    Nothing else would release them, so requests are repeated until the cluster answers.
-
-    Args:
-        name: The name of the job's objects.
-        has_failed: Whether the job failed.
-        give_up: Returns whether to stop retrying, because this pod has to end.
+    Nothing else would release them, so requests are repeated until the cluster answers, or
+    ``give_up`` returns that this pod has to end.
     """
     never_again = {"spec": {"backoffLimit": 0}}
     try:
@@ -321,11 +317,8 @@ def wait_for_workers(hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bo
 def wait_for_own_name(host: str, is_stopped: Callable[[], bool]) -> bool:
     """Wait until DNS resolves to this pod alone; return False if the job is stopped first.
 
-    Workers of MPICH and Intel MPI connect to the launcher by its name.
-
-    Args:
-        host: The hostname of this pod, which is also its subdomain.
-        is_stopped: Returns whether the job has to stop.
+    Workers of MPICH and Intel MPI connect to the launcher by its hostname ``host``, which is also
+    its subdomain.
     """
     if socket.gethostname() != host:
         # A pod in the network of its node has the hostname of the node.

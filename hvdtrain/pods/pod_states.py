@@ -48,12 +48,7 @@ def _role(pod: Object) -> str:
 
 
 def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
-    """Return the names of terminating launchers, whose ranks may still save a checkpoint.
-
-    Args:
-        pods: The pods of the job.
-        now_s: The time in seconds since 1970.
-    """
+    """Return the names of terminating launchers, whose ranks may still save a checkpoint."""
     # A pod that is long overdue is on a node that does not answer.
     return [
         str(pod["metadata"]["name"])
@@ -67,13 +62,7 @@ def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
 def managed_hosts(
     pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
 ) -> tuple[ManagedHost, ...]:
-    """Return the workers of a job as hosts.
-
-    Args:
-        pods: The pods of the job.
-        addresses: The hostname of each worker by pod.
-        slots: The number of ranks on each worker.
-    """
+    """Return the workers of a job as hosts, by the hostname of each worker's pod."""
     by_name = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
     return tuple(
         _managed_host(by_name.get(name), address, slots=slots)

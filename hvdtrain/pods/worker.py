@@ -30,12 +30,7 @@ _EXCLUDED = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "
 
 
 def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
-    """Return the configuration of sshd.
-
-    Args:
-        folder: The private folder with its keys.
-        environ: The environment of its sessions.
-    """
+    """Return the configuration of sshd: its keys are in ``folder``, sessions get ``environ``."""
     variables = [
         _quoted(f"{name}={value}")
         for name, value in environ.items()

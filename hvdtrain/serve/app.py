@@ -62,7 +62,7 @@ def make_app(
         scheme: http or https.
         codes: One-time login codes.
         read_only: Whether requests that change something are refused.
-        environ: The environment of submitted jobs; by default that of this process.
+        environ: The environment of submitted jobs; by default ``os.environ``.
         rank_metrics: Whether ``/metrics`` includes each rank.
     """
     closing = asyncio.Event()

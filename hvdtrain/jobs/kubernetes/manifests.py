@@ -106,12 +106,7 @@ class PodJob:
 
 
 def job_objects(job: PodJob, keys: Mapping[str, str]) -> list[Object]:
-    """Return the objects of a job in the order of their creation; the first owns the others.
-
-    Args:
-        job: The job.
-        keys: Its ssh keys, as ``make_keys`` returns them.
-    """
+    """Return the objects of a job in the order of their creation; the first owns the others."""
     secret = {**keys, **job.secrets}
     files = {"hostfile": _hostfile(job), "ssh_config": _ssh_config(job)}
     return [

@@ -61,13 +61,7 @@ def object_name(name: str) -> str:
 def pod_job(
     folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
 ) -> PodJob:
-    """Return the job of a specification.
-
-    Args:
-        folder: The job's folder.
-        spec: The specification.
-        environ: The environment of the caller, which has the values of secrets.
-        ranks: The number of ranks.
+    """Return the job of a specification; ``environ`` has the values of exported secrets.
 
     Raises:
         ConfigurationError: The job can't run in pods as described.
@@ -223,13 +217,8 @@ class PodBackend:
 
 
 def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> bool:
-    """Return whether the submitting process may still create a job's objects.
-
-    Args:
-        job: The Job in the cluster; None if there is none.
-        created_s: When the job was submitted, in seconds since 1970.
-        now_s: The current time. The cluster's clock may differ, so the wait is limited.
-    """
+    """Return whether the submitting process may still create or replace a job's objects."""
+    # The wait is limited, as the cluster's clock may differ.
     if not created_s <= now_s < created_s + _CREATED_WITHIN_S:
         return False
     if job is None:
@@ -263,13 +252,7 @@ def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
 
 
 def job_state(state: str, reason: str, pods: Sequence[Object]) -> JobState | None:
-    """Return the state of a job whose folder its pods don't see; None if it waits for its pods.
-
-    Args:
-        state: The state in the cluster, from ``queue_state``, or ``GONE``.
-        reason: The reason for it.
-        pods: The pods of the job.
-    """
+    """Return the state of a job whose folder pods don't see; None while its pods are pending."""
     if state in ("PENDING", "REQUEUED"):
         return None
     if state in (RESTARTABLE, "RUNNING"):

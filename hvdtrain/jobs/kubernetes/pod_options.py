@@ -127,7 +127,9 @@ class _Option(NamedTuple):
 
 _OPTIONS = (
     _Option("--image", "image", str, "IMAGE", "container image with hvdtrain, an MPI and sshd"),
-    _Option("--namespace", "namespace", _name, "NAME", "default the namespace of the context"),
+    _Option(
+        "--namespace", "namespace", _name, "NAME", "namespace; default: as in the kubectl context"
+    ),
     _Option("--context", "context", str, "NAME", "kubectl context; default the current one"),
     _Option("--ranks-per-pod", "ranks_per_pod", positive_int, "N", "ranks per worker; default 1"),
     _Option("--gpus-per-rank", "gpus_per_rank", count, "N", "NVIDIA GPUs per rank; default 0"),

@@ -281,10 +281,11 @@ def test_no_step_is_lost_when_pods_are_deleted_and_scaled(commands: Commands) ->
     *_, last = commands.events(name, "ended")
     assert last["cause"] == "preempted"
     assert last["step"] - 20 <= last["saved"] <= last["step"]
-    assert f"{worker}.{objects_named(name)} was taken away: " in last["words"]
+    host = f"{worker}.{objects_named(name)}"
+    assert f"host {host} was removed: " in last["words"]
     log = commands.run("logs", name).stdout
-    assert f"{worker}.{objects_named(name)} (its pod is deleted); ranks save what they have" in log
-    assert "a checkpoint is written, and 1 rank more can take part now" in log
+    assert f"{host} (its pod is deleted) will be removed; saving a checkpoint to restart" in log
+    assert "checkpoint written; restarting with 1 more rank" in log
     commands.run("stop", "--save", "--wait", "240", name)
     view = commands.view(name)
     assert (view["status"], view["saved"]) == ("stopped", view["step"])
