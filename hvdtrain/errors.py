@@ -1,25 +1,4 @@
-"""The exceptions of hvdtrain.
-
-::
-
-    HvdtrainError
-    ├── ConfigurationError        an invalid flag, variable or argument
-    ├── NotInitializedError       hvdtrain.init() has not been called
-    ├── LaunchError               launcher, MPI or GPUs are missing or don't match
-    ├── ModelError                a model that can't be distributed
-    ├── DataError                 an input that can't be divided among ranks
-    ├── CheckpointError           a checkpoint can't be written or read
-    ├── JobError                  a job doesn't exist or can't be changed as requested
-    └── CollectiveError           a failure between ranks
-        ├── MismatchError         ranks made different calls
-        ├── NonFiniteError        NaN or infinity in a gradient
-        ├── PeerFailedError       another rank failed or left
-        │   ├── PeerLostError     a rank died that this rank communicates with
-        │   ├── RanksLostError    data of a lost rank is gone
-        │   └── TooFewRanksError  fewer ranks are left than training needs
-        └── CollectiveTimeoutError  a rank did not arrive in time
-
-``Preempted`` is separate: like ``SystemExit``, it ends the program without being an error.
+"""The exceptions of hvdtrain, which all derive from ``HvdtrainError``, except for ``Preempted``.
 
 Messages name the problem, the received value, and a remedy.
 """

@@ -211,7 +211,7 @@ def test_flags_variables_and_files_exist() -> None:
     files = [
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".sh")
     ]
-    words = set(re.findall(r"[\w-]+", "\n".join(path.read_text() for path in files)))
+    identifiers = set(re.findall(r"[\w-]+", "\n".join(path.read_text() for path in files)))
     programs = [path for path in files if path.parent.name in ("examples", "benchmarks")]
     flags = {flag for command in _commands().values() for flag in command}
     flags |= {flag for path in programs for flag in _flags_of_program(path)}
@@ -223,7 +223,9 @@ def test_flags_variables_and_files_exist() -> None:
         unknown = own_flags - flags - FOREIGN_FLAGS
         assert not unknown, f"{path.name}: {unknown}"
         for variable in set(re.findall(r"\bHVDTRAIN_[A-Z_]+[A-Z]\b", text)):
-            known = words | {variable_name(field.name) for field in dataclasses.fields(Settings)}
+            known = identifiers | {
+                variable_name(field.name) for field in dataclasses.fields(Settings)
+            }
             assert variable in known or variable.startswith("HVDTRAIN_TEST_"), (
                 f"{path.name}: {variable}"
             )

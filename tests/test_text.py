@@ -1,5 +1,3 @@
-"""Lists and durations in messages are cut."""
-
 from __future__ import annotations
 
 import pytest
@@ -18,21 +16,21 @@ from hvdtrain.text import format_duration, format_list, plural
         (1000, "0, 1, 2, 3, 4, 5, 6, 7, 992 more"),
     ],
 )
-def test_eight_are_named(count: int, text: str) -> None:
+def test_format_list(count: int, text: str) -> None:
     assert format_list(range(count)) == text
 
 
-def test_the_rest_has_a_name() -> None:
+def test_the_noun_of_the_rest() -> None:
     hosts = (f"node{number}" for number in range(10))
     assert format_list(hosts, "hosts").endswith(", node7, 2 more hosts")
 
 
-def test_one_thing_and_several() -> None:
+def test_plural() -> None:
     assert [plural(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [
         (-1, "0 s"),
         (0.4, "0 s"),
@@ -45,5 +43,5 @@ def test_one_thing_and_several() -> None:
         (86400 * 400 + 60, "400 d"),
     ],
 )
-def test_a_span_has_two_parts(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
+def test_format_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -87,16 +87,16 @@ def _check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Pro
                 _INSTALL.get(title, f"python -m pip install {package}"),
             )
             continue
-        wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
+        wrong = [host for value, hosts in groups.items() if value != expected for host in hosts]
         text = _groups_text(groups)
         if expected not in groups:
             text = f"{expected or 'none'} on the launcher; {text}"
-        where, wanted = ("there", expected) if expected else ("on the launcher", max(groups))
+        where, install = ("there", expected) if expected else ("on the launcher", max(groups))
         yield _error(
             wrong,
             f"{title} differs: {text}{note}",
             f"{expected or 'the same'} everywhere, as on the launcher",
-            _REMEDIES.get(title, f"{where}: python -m pip install {package}=={wanted}"),
+            _REMEDIES.get(title, f"{where}: python -m pip install {package}=={install}"),
         )
 
 

@@ -137,8 +137,8 @@ def measure_allreduce(
         )
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
-    _, found, text = stdout.getvalue().partition(mark)
-    if code != 0 or not found:
+    _, has_result, text = stdout.getvalue().partition(mark)
+    if code != 0 or not has_result:
         return allreduce_problem(code or ExitCode.CANNOT_START, stderr.getvalue(), answers)
     if line := text.splitlines()[0]:
         return line

@@ -17,10 +17,10 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
 
 
-def check(cluster: KubernetesCluster, *words: str) -> Completed:
-    argv = [sys.executable, "-m", "hvdtrain", "check", "--on", "kubernetes", *words]
+def check(cluster: KubernetesCluster, *options: str) -> Completed:
+    argv = [sys.executable, "-m", "hvdtrain", "check", "--on", "kubernetes", *options]
     done = cluster.run(argv, timeout_s=200)
-    print(" ".join(words), done.stdout, done.stderr, sep="\n")
+    print(" ".join(options), done.stdout, done.stderr, sep="\n")
     return done
 
 
@@ -35,7 +35,7 @@ def make_namespace(cluster: KubernetesCluster, name: str) -> str:
     """Create a namespace and wait until it accepts pods."""
     cluster.ask(NAMESPACES, {"metadata": {"name": name}})
     account = f"{NAMESPACES}/{name}/serviceaccounts/default"
-    cluster.wait_for("default account", account, lambda found: found.get("secrets"))
+    cluster.wait_for("default account", account, lambda account: account.get("secrets"))
     return name
 
 
@@ -56,7 +56,7 @@ def make_claim(cluster: KubernetesCluster, namespace: str, name: str, mode: str)
     claims = f"{NAMESPACES}/{namespace}/persistentvolumeclaims"
     cluster.ask(claims, {"metadata": {"name": name}, "spec": spec})
     cluster.wait_for(
-        "bound claim", f"{claims}/{name}", lambda found: found["status"].get("phase") == "Bound"
+        "bound claim", f"{claims}/{name}", lambda claim: claim["status"].get("phase") == "Bound"
     )
 
 
@@ -74,8 +74,8 @@ def test_a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
     }
     assert done.stdout.endswith("\n\nready to train\n")
     for collection in ("/api/v1/{}/pods", "/api/v1/{}/configmaps", "/apis/batch/v1/{}/jobs"):
-        found = kubernetes.ask(collection.format("namespaces/fit"))["items"]
-        assert "hvdtrain" not in json.dumps(found), "a dry run creates nothing"
+        objects = kubernetes.ask(collection.format("namespaces/fit"))["items"]
+        assert "hvdtrain" not in json.dumps(objects), "a dry run creates nothing"
 
 
 def test_a_missing_namespace(kubernetes: KubernetesCluster) -> None:
@@ -120,7 +120,7 @@ def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None
     kubernetes.wait_for(
         "quota",
         f"{NAMESPACES}/small/resourcequotas/few",
-        lambda found: "used" in found.get("status", {}),
+        lambda quota: "used" in quota.get("status", {}),
     )
     done = check(
         kubernetes, "--namespace", namespace, "-np", "3", "--resources", "cpu=2,memory=1Mi"
@@ -139,9 +139,9 @@ def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None
 def test_missing_objects(kubernetes: KubernetesCluster) -> None:
     make_namespace(kubernetes, "empty")
     make_claim(kubernetes, "empty", "own", "ReadWriteOnce")
-    words = ("--namespace", "empty", "--volume", "data:/data", "--volume", "own:/own")
+    options = ("--namespace", "empty", "--volume", "data:/data", "--volume", "own:/own")
     named = ("--pull-secret", "registry", "--service-account", "me", "--queue", "all")
-    done = check(kubernetes, *words, *named)
+    done = check(kubernetes, *options, *named)
     assert done.returncode == 1, done
     for name, resource in {
         "data": "persistentvolumeclaims",
