@@ -354,12 +354,17 @@ def _modified(tree: ast.Module) -> Iterator[str]:
                 yield container.id
 
 
-def test_the_architecture_lists_module_level_state() -> None:
+def _listed_in_architecture(heading: str) -> set[str]:
+    """Return the names in the first column of the table under a heading."""
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
-    table = text.split("## Module-level state")[1].split("\n## ")[0]
+    table = text.split(f"## {heading}")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    assert listed == {name for module in NAMES for name in _state(module)}
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_architecture_lists_module_level_state() -> None:
+    state = {name for module in NAMES for name in _state(module)}
+    assert _listed_in_architecture("Module-level state") == state
 
 
 def _replaced(module: str) -> Iterator[str]:
@@ -379,12 +384,9 @@ def _replaced(module: str) -> Iterator[str]:
                 yield target
 
 
-def test_the_architecture_lists_what_is_changed_in_other_modules() -> None:
-    text = (REPOSITORY / "docs" / "architecture.md").read_text()
-    table = text.split("## Changes to other modules")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    assert listed == {name for module in NAMES for name in _replaced(module)}
+def test_the_architecture_lists_changes_of_other_packages() -> None:
+    replaced = {name for module in NAMES for name in _replaced(module)}
+    assert _listed_in_architecture("Changes to other modules") == replaced
 
 
 # Private names of Python that code may use.

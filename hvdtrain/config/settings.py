@@ -47,14 +47,14 @@ class ModeSettings:
         1, positive_int, "local-sgd: number of steps between averages of the weights"
     )
     outer_learning_rate: float = setting(
-        1.0, rate, "local-sgd: learning rate of the step to the averaged weights"
+        1.0, rate, "local-sgd: learning rate of the outer step toward the averaged weights"
     )
-    outer_momentum: float = setting(0.0, fraction, "local-sgd: Nesterov momentum of that step")
+    outer_momentum: float = setting(0.0, fraction, "local-sgd: Nesterov momentum of the outer step")
     num_ps: int = setting(1, positive_int, "async-ps, sync-ps: number of parameter servers")
     ps_ranks: tuple[int, ...] = setting(
         (),
         ranks,
-        "async-ps, sync-ps: ranks of the parameter servers, such as 2,3; last: the highest "
+        "async-ps, sync-ps: ranks of the parameter servers, such as 2,3; last: the last "
         "--num-ps ranks",
         written="last",
     )
@@ -162,13 +162,13 @@ class Settings(ModeSettings):
     chunk_bytes: int | None = setting(
         None,
         count_or("auto", minimum=1),
-        "bytes per chunk of an allreduce; auto: by the number of hosts",
+        "bytes per chunk of an allreduce; auto: depends on the number of hosts",
         written="auto",
     )
     bucket_bytes: int | None = setting(
         None,
         count_or("auto"),
-        "bytes per bucket of gradients between hosts; 0: a single bucket; auto: by the link speed",
+        "bytes per bucket of gradients between hosts; 0: a single bucket; auto: depends on the link",
         written="auto",
     )
     compression: str = setting(

@@ -4,7 +4,14 @@ import sys
 
 import pytest
 
-from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts, slurm_hosts, ssh_user
+from hvdtrain.cluster.hosts import (
+    Host,
+    parse_hostfile,
+    parse_hosts,
+    slurm_hosts,
+    slurm_task_counts,
+    ssh_user,
+)
 from hvdtrain.errors import ConfigurationError
 from tests.cluster import environments as env
 from tests.harness.jobs import REPOSITORY
@@ -260,6 +267,12 @@ def test_a_heterogeneous_allocation_is_an_error_that_names_all_hosts() -> None:
         with pytest.raises(ConfigurationError, match=r"2 groups.*-H a1:2,a2:3,b1:3; .*group=0-1 "):
             slurm_hosts(environ)
     assert slurm_hosts({**first, "SLURM_HET_SIZE": "1"}) == hosts(("a1", 2), ("a2", 2))
+
+
+def test_slurm_task_counts() -> None:
+    assert slurm_task_counts("2(x3),1") == [2, 2, 2, 1]
+    assert slurm_task_counts("1,2(x2),3") == [1, 2, 2, 3]
+    assert slurm_task_counts("4") == [4]
 
 
 BAD_ALLOCATIONS = {

@@ -10,10 +10,11 @@ import pytest
 from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from tests.cluster import environments
 
-CASES = {
-    name: value
-    for name, value in vars(environments).items()
-    if isinstance(value, dict) and name.isupper()
+LAUNCHERS = {
+    "openmpi": environments.OPENMPI_5,
+    "hydra": environments.MPICH_5,
+    "slurm": environments.SRUN_PMIX,
+    "horovod": environments.HOROVODRUN_GLOO,
 }
 PROGRAM = (
     "import os; from hvdtrain.cluster.rank_process import find_rank_process as f;"
@@ -21,7 +22,7 @@ PROGRAM = (
 )
 
 
-@pytest.mark.parametrize("environ", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("environ", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_a_child_finds_the_rank_process(environ: dict[str, str]) -> None:
     environ = dict(environ)
     assert find_rank_process(environ) is None

@@ -65,24 +65,6 @@ def test_mpirun_wins_over_slurm(name: str, around: dict[str, str]) -> None:
     assert read_topology({**around, **environ}) == expected
 
 
-@pytest.mark.parametrize("node", range(4))
-@pytest.mark.parametrize(
-    ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),3", [1, 2, 2, 3]), ("4(x4)", [4] * 4)]
-)
-def test_packed_slurm_counts(text: str, counts: list[int], node: int) -> None:
-    tasks = range(sum(counts[:node]), sum(counts[: node + 1]))
-    environ = {
-        "SLURM_PROCID": str(tasks[-1]),
-        "SLURM_STEP_NUM_TASKS": str(sum(counts)),
-        "SLURM_LOCALID": str(len(tasks) - 1),
-        "SLURM_NODEID": str(node),
-        "SLURM_STEP_TASKS_PER_NODE": text,
-        "SLURM_GTIDS": ",".join(map(str, tasks)),
-    }
-    local = (counts[node] - 1, counts[node])
-    assert read_topology(environ) == place(tasks[-1], sum(counts), local, node, "slurm")
-
-
 def without(environ: dict[str, str], name: str) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key != name}
 
