@@ -147,7 +147,7 @@ class Client:
 
     @property
     def has_newer_weights(self) -> bool:
-        """Whether an overlapping push brought weights, or will, that were not returned yet."""
+        """Whether the weights of an overlapping push were not returned yet."""
         return self._in_flight is not None or self._unused is not None
 
     def close(self) -> None:

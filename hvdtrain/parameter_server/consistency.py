@@ -51,11 +51,11 @@ class Asynchronous:
         return self._pushed[worker]
 
     def leave(self, worker: int) -> None:
-        """Stop waiting for a worker, which is done, lost or silent."""
+        """Stop waiting for a worker that is done, lost or silent."""
         self.active.discard(worker)
 
     def rejoin(self, worker: int) -> None:
-        """Wait for a worker again that was silent."""
+        """Wait again for a worker that was silent."""
         self._clocks[worker] = max(self._clocks[worker], self._slowest)
         self.active.add(worker)
 
@@ -116,11 +116,11 @@ class Synchronous:
         return self._step
 
     def leave(self, worker: int) -> None:
-        """Stop waiting for a worker, which is done, lost or silent."""
+        """Stop waiting for a worker that is done, lost or silent."""
         self.active.discard(worker)
 
     def rejoin(self, worker: int) -> None:
-        """Wait for a worker again that was silent."""
+        """Wait again for a worker that was silent."""
         self.active.add(worker)
 
     def progress(self) -> list[int]:

@@ -49,21 +49,6 @@ class StalenessStats:
         """The number of updates."""
         return self.staleness.total()
 
-    @property
-    def mean_staleness(self) -> float:
-        """The mean over all updates; 0 without any."""
-        total = sum(stale * count for stale, count in self.staleness.items())
-        return total / max(1, self.updates)
-
-    def percentile_of_staleness(self, percent: float) -> int:
-        """Return the smallest staleness that ``percent`` of the updates don't exceed."""
-        left = percent / 100 * self.updates
-        for stale in sorted(self.staleness):
-            left -= self.staleness[stale]
-            if left <= 0:
-                return stale
-        return 0
-
     def to_json(self) -> dict[str, Any]:
         """Return the statistics as JSON values."""
         return vars(self) | {"pushed": dict(self.pushed), "staleness": dict(self.staleness)}
@@ -162,6 +147,6 @@ class ShardUpdates:
                 "gradients": [origin._asdict() for origin in origins],
             }
             self._log.write(json.dumps(entry) + "\n")
-        self.table.apply(gradients.flat, rows=gradients.rows, missing=gradients.missing)
+        self.table.apply(gradients)
         self.version += 1
         self.counts.staleness[staleness] += 1

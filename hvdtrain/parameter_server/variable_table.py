@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
 from hvdtrain.errors import ModelError
-from hvdtrain.parameter_server.gradients import Rows
+from hvdtrain.parameter_server.gradients import ShardGradients
 from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
 from hvdtrain.parameter_server.shard_optimizer import is_elementwise, optimizer_for_pieces
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
@@ -81,23 +81,10 @@ class VariableTable:
             place = buffer[piece.offset : piece.offset + piece.nbytes]
             np.copyto(place, np.asarray(memoryview(tensor)))
 
-    def apply(
-        self,
-        buffer: np.ndarray,
-        *,
-        rows: Mapping[int, Rows] | None = None,
-        missing: Collection[int] = (),
-    ) -> None:
-        """Update the weights once.
-
-        Args:
-            buffer: The dense gradients.
-            rows: The sparse gradients by the number of their piece, see ``take_rows``; rows may be
-                repeated.
-            missing: The numbers of pieces without a gradient, which stay unchanged.
-        """
-        rows = rows or {}
-        key = frozenset(rows), frozenset(missing)
+    def apply(self, gradients: ShardGradients) -> None:
+        """Update the weights once; variables without a gradient stay unchanged."""
+        rows = gradients.rows
+        key = frozenset(rows), frozenset(gradients.missing)
         if key not in self._steps:
             self._steps[key] = self._make_step(*key)
         with tf.device(_DEVICE):
@@ -106,7 +93,7 @@ class VariableTable:
                 indices, values = rows[number]
                 sparse += [tf.constant(indices, tf.int64), tf.constant(values)]
             self._bytes = ()  # or variables would get new memory
-            self._bytes = self._steps[key](self._tensor(buffer), *sparse)
+            self._bytes = self._steps[key](self._tensor(gradients.flat), *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of the optimizer's state, as ``read_state``."""

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.fusion import join_bytes
+from hvdtrain.parameter_server.gradients import ShardGradients
 from hvdtrain.parameter_server.optimizer_state import split_state, unpack_states
 from hvdtrain.parameter_server.shard_optimizer import unsplittable_variables
 from hvdtrain.parameter_server.sharding import assemble, shard_variables, specs_of
@@ -32,6 +33,10 @@ def make_gradients(step, variables):
     return [rng.normal(size=v.shape).astype(tf.as_dtype(v.dtype).as_numpy_dtype) for v in variables]
 
 
+def flat_gradients(table, flat, **options):
+    return ShardGradients(shard=table.shard, flat=flat, **options)
+
+
 class Servers:
     def __init__(self, optimizer, variables, count):
         specs = specs_of(variables)
@@ -51,7 +56,7 @@ class Servers:
 
     def apply(self, gradients, **options):
         for shard, table in zip(self.shards, self.tables):
-            table.apply(self.packed(shard, gradients), **options)
+            table.apply(flat_gradients(table, self.packed(shard, gradients), **options))
 
     def weights(self):
         buffers = [np.zeros(shard.nbytes, np.uint8) for shard in self.shards]

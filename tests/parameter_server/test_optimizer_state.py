@@ -11,6 +11,7 @@ from tests.parameter_server.tables import (
     KeepsGradient,
     Servers,
     assert_close,
+    flat_gradients,
     make_gradients,
     make_variables,
 )
@@ -61,7 +62,7 @@ def test_optimizer_variables_do_not_keep_the_memory_of_a_buffer():
     buffer = raw[-raw.ctypes.data % 64 :][: shard.nbytes]
     table = VariableTable(KeepsGradient(0.1), shard, [variable])
     shard.pack([np.full((64, 64), 3, "float32")], buffer)
-    table.apply(buffer)
+    table.apply(flat_gradients(table, buffer))
     buffer.fill(0)
     assert (table.state()["last/0000/0"] == 3).all()
 

@@ -1,26 +1,9 @@
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from hvdtrain.parameter_server.updates import StalenessStats
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 20, 100, 999])
-def test_mean_and_percentiles_of_staleness(size):
-    staleness = np.random.default_rng(size).poisson(3, size)
-    stats = StalenessStats(staleness=Counter(staleness.tolist()))
-    assert stats.updates == size
-    assert stats.mean_staleness == pytest.approx(staleness.mean())
-    for percent in (0, 1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100):
-        expected = np.percentile(staleness, percent, method="inverted_cdf")
-        assert stats.percentile_of_staleness(percent) == expected, percent
-
-
-def test_without_updates_staleness_is_zero():
-    assert StalenessStats().mean_staleness == 0
-    assert StalenessStats().percentile_of_staleness(95) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.parameter_server.tables import (
     Plain,
     Servers,
     assert_close,
+    flat_gradients,
     make_gradients,
     make_variables,
     plain,
@@ -78,7 +79,7 @@ def test_the_learning_rate_can_be_read_and_set():
     assert table.learning_rate == 0.125
     assert float(optimizer.learning_rate) == 0.25
     gradients = Servers.packed(shard, [np.ones(v.shape, "float32") for v in variables])
-    table.apply(gradients)
+    table.apply(flat_gradients(table, gradients))
     buffer = np.zeros(shard.nbytes, np.uint8)
     table.weights(buffer)
     assert {float(n) for view in shard.views(buffer) for n in view.flat} == {-0.125}
@@ -110,7 +111,8 @@ def test_sparse_updates_equal_dense_ones(name):
                 for number, piece in enumerate(shard.pieces)
                 if piece.variable == 2
             }
-            table.apply(servers.packed(shard, gradients), rows=rows)
+            flat = servers.packed(shard, gradients)
+            table.apply(flat_gradients(table, flat, rows=rows))
     assert_close(servers.weights(), [v.value for v in variables], rtol=1e-5)
 
 
@@ -119,7 +121,7 @@ def test_sparse_updates_are_not_made_dense():
     (shard,) = shard_variables(specs_of(variables), 1)
     table = VariableTable(opt.SGD(1.0), shard, variables)
     rows = {2: (np.array([3, 3]), np.ones((2, 2), "float32"))}
-    table.apply(np.zeros(shard.nbytes, np.uint8), rows=rows)
+    table.apply(flat_gradients(table, np.zeros(shard.nbytes, np.uint8), rows=rows))
     step = table._steps[frozenset({2}), frozenset()]
     operations = {operation.type for operation in step.graph.get_operations()}
     assert "ResourceScatterSub" in operations
@@ -136,9 +138,9 @@ def test_steps_are_traced_once():
     table = VariableTable(opt.Adam(0.1), shard, variables)
     for step in range(4):
         gradients = Servers.packed(shard, make_gradients(step, variables))
-        table.apply(gradients)
+        table.apply(flat_gradients(table, gradients))
         rows = (np.arange(step), np.ones((step, 2), "float32"))
-        table.apply(gradients, rows={2: rows})
+        table.apply(flat_gradients(table, gradients, rows={2: rows}))
         table.load(gradients)
     assert len(table._steps) == 2
 
@@ -175,7 +177,7 @@ def test_variables_do_not_keep_the_memory_of_a_buffer():
         table.load(buffer)
         shard.pack([np.full(v.shape, 1, "float32") for v in variables], buffer)
         buffer.flags.writeable = False
-        table.apply(buffer)
+        table.apply(flat_gradients(table, buffer))
         buffer.flags.writeable = True
         shard.pack([np.full(v.shape, 7, "float32") for v in variables], buffer)
         weights = np.zeros(shard.nbytes, np.uint8)
@@ -201,7 +203,7 @@ def test_tables_are_garbage_collected():
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     table = VariableTable(opt.Adam(0.1), shard, variables)
-    table.apply(np.zeros(shard.nbytes, np.uint8))
+    table.apply(flat_gradients(table, np.zeros(shard.nbytes, np.uint8)))
     table.weights(np.empty(shard.nbytes, np.uint8))
     (step,) = table._steps.values()
     references = [weakref.ref(x) for x in (table, step.graph, table._variables[0].value)]

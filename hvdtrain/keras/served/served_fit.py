@@ -158,10 +158,12 @@ class ServedJob:
     def _summary(self, stats: StalenessStats) -> str:
         workers, sent = len(self.roles.workers), stats.pushed.total()
         late = f", {stats.late} of them too late" if stats.late else ""
+        counts = stats.staleness or {0: 1}
+        staleness = np.repeat([*counts], [*counts.values()])
+        percentile = np.percentile(staleness, 95, method="inverted_cdf")
         return (
-            f"{workers} workers sent {sent} gradients{late}; staleness {stats.mean_staleness:.1f} "
-            f"on average, {stats.percentile_of_staleness(95)} at the 95th percentile, "
-            f"{max(stats.staleness, default=0)} at most"
+            f"{workers} workers sent {sent} gradients{late}; staleness {staleness.mean():.1f} on "
+            f"average, {percentile} at the 95th percentile, {staleness.max()} at most"
         )
 
 

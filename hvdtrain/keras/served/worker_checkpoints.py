@@ -36,7 +36,7 @@ _FIRST_POLL_S = 0.01
 
 
 class WorkerSession(CheckpointSession):
-    """The checkpoints of one worker's ``fit``, which gets the others' state from the servers.
+    """The checkpoints of one worker's ``fit``; servers know the state of the other workers.
 
     Every worker has the whole checkpoint that training resumes from. The constructor is collective,
     with ``find_for_all`` on servers.

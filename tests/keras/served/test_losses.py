@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,21 @@ EXACT = program("""
 
 @pytest.fixture
 def start(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
-    """Start a program in an elastic job of ``hvdtrain run``."""
+    """Return a function that runs a program in a job of ``hvdtrain run``."""
 
-    def run(text: str, mode: str, ranks: int, *arguments: str, **settings: Any) -> Any:
+    def run(
+        text: str,
+        mode: str,
+        ranks: int,
+        *arguments: object,
+        options: Sequence[str] = ("--elastic",),
+        python: Sequence[str] = forked_python,
+        **settings: Any,
+    ) -> Any:
         script = tmp_path / "program.py"
         script.write_text(text)
-        argv = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2"]
-        command = [*argv, "--", *forked_python, str(script), *arguments]
+        argv = [*HVDTRAIN, "-np", str(ranks), *options, "--grace-s", "2", "--"]
+        command = [*argv, *python, str(script), *map(str, arguments)]
         return run_command(command, timeout_s=200, env=servers(mode, **settings))
 
     return run
@@ -144,7 +153,7 @@ def test_a_worker_may_die_at_any_time(start, tmp_path, mode):
     settings, saves = chance.choice(MODES[mode])
     folder = str(tmp_path / "checkpoints") if saves else ""
     who, after_s = chance.choice([1, 2]), chance.uniform(0, 2)
-    done = start(ANY_MOMENT, mode, 5, str(who), str(after_s), folder, count=2, **settings)
+    done = start(ANY_MOMENT, mode, 5, who, after_s, folder, count=2, **settings)
     assert done.returncode == 0, done
     left = [rank for rank in range(5) if rank != who]
     ends = reports(done, "end")
@@ -233,15 +242,10 @@ VITAL = program("""
 @pytest.mark.parametrize(
     ("who", "what", "restarts"), [(3, "a parameter server", 0), (0, "the chief", 1)]
 )
-def test_a_lost_server_or_chief_ends_the_job(
-    run_command, forked_python, tmp_path, who, what, restarts
-):
+def test_a_lost_server_or_chief_ends_the_job(start, tmp_path, who, what, restarts):
     """With the documented exit code and a hint, or a restart."""
-    script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
-    script.write_text(VITAL)
-    argv = [*HVDTRAIN, "-np", "4", "--elastic", "--max-restarts", str(restarts), "--grace-s", "2"]
-    command = [*argv, "--", *forked_python, str(script), str(who), str(folder)]
-    done = run_command(command, timeout_s=200, env=servers("async-ps"))
+    options = "--elastic", "--max-restarts", str(restarts)
+    done = start(VITAL, "async-ps", 4, who, tmp_path / "checkpoints", options=options)
     assert f"rank {who} on " in done.stderr
     assert f", {what}, failed first: killed by signal 9 (SIGKILL)" in done.stderr
     if restarts:
@@ -320,12 +324,9 @@ HANGS = program("""
 """)
 
 
-def test_a_hanging_worker_is_killed_and_the_others_continue(run_command, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(HANGS)
-    argv = [*HVDTRAIN, "-np", "3", "--hang-timeout-s", "5"]
-    command = [*argv, "--", sys.executable, str(script)]
-    done = run_command(command, timeout_s=200, env=servers("sync-ps"))
+def test_a_hanging_worker_is_killed_and_the_others_continue(start):
+    options = "--hang-timeout-s", "5"
+    done = start(HANGS, "sync-ps", 3, options=options, python=[sys.executable])
     assert done.returncode == 0, done
     # If it is stopped while it receives a reply, the server and the others wait for it.
     others_continue = r"has completed no step for \d+ s"
@@ -359,14 +360,9 @@ TOO_FEW = program("""
 """)
 
 
-def test_with_too_few_ranks_the_job_saves_and_ends_as_the_lost_rank_did(
-    run_command, forked_python, tmp_path
-):
-    script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
-    script.write_text(TOO_FEW)
-    argv = [*HVDTRAIN, "-np", "4", "--elastic", "--min-np", "4"]
-    command = [*argv, "--", *forked_python, str(script), str(folder)]
-    done = run_command(command, timeout_s=200, env=servers("async-ps"))
+def test_with_too_few_ranks_the_job_saves_and_ends_as_the_lost_rank_did(start, tmp_path):
+    options = "--elastic", "--min-np", "4"
+    done = start(TOO_FEW, "async-ps", 4, tmp_path / "checkpoints", options=options)
     assert done.returncode == 137, done
     errors = reports(done, "too few")
     assert [entry["rank"] for entry in errors] == [0, 2, 3], done
