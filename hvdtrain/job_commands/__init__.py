@@ -1,1 +1,1 @@
-"""Commands on jobs: ``hvdtrain submit``, ``jobs``, ``show``, ``logs``, ``stop`` and the like."""
+"""Commands on jobs, such as ``hvdtrain submit``, ``jobs``, ``show``, ``logs`` and ``stop``."""

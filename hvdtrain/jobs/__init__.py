@@ -1,1 +1,1 @@
-"""A job is a folder: what was asked for, how it goes, what its ranks said."""
+"""Jobs: their folders with specification, state, events, metrics and log, and their queues."""

@@ -1,1 +1,1 @@
-"""Programs that run in the pods of a job, and how they and the client ask a cluster."""
+"""Programs that run in the pods of a job, and the API of their cluster."""

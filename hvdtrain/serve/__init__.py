@@ -1,1 +1,1 @@
-"""The web page and its API: reads the folders of jobs, and owns nothing."""
+"""The web page of jobs and its API; all data are read from the folders of jobs."""

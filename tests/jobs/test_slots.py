@@ -105,14 +105,6 @@ def test_a_job_that_needs_more_slots_than_there_are_takes_all(tmp_path: Path) ->
     assert small.try_acquire(), "it keeps its slot"
 
 
-def test_a_released_place_is_free(tmp_path: Path) -> None:
-    first = SlotQueue(tmp_path, "first", wanted={"a": 1}, slots={"a": 1})
-    second = SlotQueue(tmp_path, "second", wanted={"a": 1}, slots={"a": 1})
-    assert not second.try_acquire()
-    first.release()
-    assert second.try_acquire()
-
-
 def test_an_unusable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match=r"the queue in .*/file can't be used: "):

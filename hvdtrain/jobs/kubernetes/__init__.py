@@ -1,1 +1,1 @@
-"""Jobs that run in pods: their objects, made of what was asked for; and what runs in the pods."""
+"""The queue of Kubernetes: jobs that run in pods."""

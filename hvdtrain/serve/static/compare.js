@@ -3,7 +3,7 @@ import { get, jobPath, now, session } from "./api.js";
 import { Curves, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
 import { NONE, count, isNumber, number, span } from "./format.js";
-import { complain } from "./notices.js";
+import { showError } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { Series } from "./series.js";
 import { badge } from "./status.js";
@@ -25,7 +25,7 @@ export async function compareView({ query }) {
         ]);
         return { ...job, series: new Series(columns) };
       } catch (error) {
-        complain(`${name}: ${error.message}`);
+        showError(`${name}: ${error.message}`);
         return null;
       }
     }),

@@ -1,6 +1,6 @@
 // Dialogs that confirm an action or ask for changes to a job.
 import { field, h } from "./dom.js";
-import { complain } from "./notices.js";
+import { showError } from "./notices.js";
 import { joinWords, splitWords } from "./words.js";
 
 // Shows a dialog and calls ``act`` when it is confirmed; an error keeps the dialog open.
@@ -11,12 +11,12 @@ export function ask({ title, body, verb, danger = false, act }) {
   const form = h(
     "form",
     { method: "dialog" },
-    h("h2", { id: "asked" }, title),
+    h("h2", { id: "dialog-title" }, title),
     body,
     wrong,
     h("div", { class: "actions" }, cancel, confirm),
   );
-  const dialog = h("dialog", { "aria-labelledby": "asked", onclose: () => dialog.remove() }, form);
+  const dialog = h("dialog", { "aria-labelledby": "dialog-title", onclose: () => dialog.remove() }, form);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     wrong.textContent = "";
@@ -26,7 +26,7 @@ export function ask({ title, body, verb, danger = false, act }) {
       dialog.close();
     } catch (error) {
       if (error.name === "ApiError" || error.name === "Error") wrong.textContent = error.message;
-      else complain(error);
+      else showError(error);
     } finally {
       confirm.disabled = false;
     }

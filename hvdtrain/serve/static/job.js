@@ -5,7 +5,7 @@ import { JobCharts } from "./job_charts.js";
 import { Environment, Facts, Tiles } from "./job_facts.js";
 import { JobHead } from "./job_head.js";
 import { LogView } from "./log_view.js";
-import { complain } from "./notices.js";
+import { showError } from "./notices.js";
 import { RanksView } from "./ranks_view.js";
 import { Series } from "./series.js";
 import { Shares } from "./shares.js";
@@ -76,10 +76,10 @@ function fill(main, about, job, columns) {
 
   draw();
   charts.update(series, job);
-  log.start(job.log_end).catch(complain);
-  ranks.start().catch(complain);
+  log.start(job.log_end).catch(showError);
+  ranks.start().catch(showError);
 
-  let heard = false;
+  let hasState = false;
   const unlisten = listen(
     jobPath(name, "/live"),
     {
@@ -91,8 +91,8 @@ function fill(main, about, job, columns) {
         if (news.log_end !== undefined) log.grow(news.log_end);
         draw();
         // The first event has the initial state, which is known.
-        const more = news.events !== undefined && heard;
-        heard = true;
+        const more = news.events !== undefined && hasState;
+        hasState = true;
         if (!more) return;
         job.events = (await get(jobPath(name))).events;
         draw();
@@ -100,7 +100,7 @@ function fill(main, about, job, columns) {
     },
     async (alive) => {
       head.setLive(alive);
-      if (!alive || !heard) return;
+      if (!alive || !hasState) return;
       // Load what was missed while disconnected.
       series = new Series(await get(jobPath(name, "/metrics"), { count: POINTS }));
       charts.update(series, job);

@@ -2,7 +2,7 @@
 import { jobPath, post } from "./api.js";
 import { ask, askChanges } from "./dialog.js";
 import { h, setText, setVisible } from "./dom.js";
-import { say } from "./notices.js";
+import { showMessage } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { setBadge } from "./status.js";
 import { joinWords } from "./words.js";
@@ -73,7 +73,7 @@ export class JobHead {
       act: async () => {
         await post(jobPath(name, "/stop"), { save });
         this.stop.disabled = this.save.disabled = true;
-        say(`${name} is being stopped.`);
+        showMessage(`${name} is being stopped.`);
       },
     });
   }
@@ -90,7 +90,7 @@ export class JobHead {
       job,
       act: async (changes) => {
         await post(jobPath(job.name, "/restart"), changes);
-        say(`${job.name} was restarted.`);
+        showMessage(`${job.name} was restarted.`);
       },
     });
   }
@@ -104,7 +104,7 @@ export class JobHead {
       job,
       act: async (changes) => {
         const { name } = await post(jobPath(job.name, "/clone"), changes);
-        say(`${name} was submitted.`);
+        showMessage(`${name} was submitted.`);
         location.assign(jobLink(name));
       },
     });

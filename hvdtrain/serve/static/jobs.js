@@ -4,7 +4,7 @@ import { ask } from "./dialog.js";
 import { debounced, field, h, setText, setVisible } from "./dom.js";
 import { count, counted } from "./format.js";
 import { COLUMNS, JobRow, cellClass } from "./job_rows.js";
-import { complain, say } from "./notices.js";
+import { showError, showMessage } from "./notices.js";
 import { compareLink, setQuery } from "./router.js";
 import { STATES, sign } from "./status.js";
 
@@ -170,13 +170,13 @@ function show(main, filters, first, read_only) {
     Object.assign(filters, change);
     setQuery(filters);
     wanted = PAGE;
-    load().catch(complain);
+    load().catch(showError);
   }
 
   async function enlarge() {
     wanted += PAGE;
     const last = body.lastElementChild;
-    await load().catch(complain);
+    await load().catch(showError);
     // If the button is gone, focus the first new row.
     if (more.hidden) last?.nextElementSibling?.querySelector("a")?.focus();
   }
@@ -204,7 +204,7 @@ function show(main, filters, first, read_only) {
   function stopSelected() {
     const names = [...selected].filter((name) => !rows.get(name)?.job.is_over);
     if (!names.length) {
-      say("The selected jobs have already ended.");
+      showMessage("The selected jobs have already ended.");
       return;
     }
     ask({
@@ -218,7 +218,7 @@ function show(main, filters, first, read_only) {
       act: async () => {
         await Promise.all(names.map((name) => post(jobPath(name, "/stop"))));
         unselect();
-        say(`${counted(names.length, "job")} being stopped.`);
+        showMessage(`${counted(names.length, "job")} being stopped.`);
       },
     });
   }
@@ -236,7 +236,7 @@ function show(main, filters, first, read_only) {
           selected.delete(name);
         }
         unselect();
-        say(`${counted(names.length, "job")} submitted.`);
+        showMessage(`${counted(names.length, "job")} submitted.`);
       },
     });
   }

@@ -97,12 +97,12 @@ export class LogView {
     } catch (error) {
       if (generation === this.generation) {
         this.busy = false;
-        this.#complain(error);
+        this.#showError(error);
       }
       return;
     }
     if (generation !== this.generation) return;
-    this.#complain(null);
+    this.#showError(null);
     this.first = part.begin;
     this.next = part.next;
     this.lines.replaceChildren(...this.#elements(part.lines));
@@ -231,7 +231,7 @@ export class LogView {
     );
   }
 
-  #complain(error) {
+  #showError(error) {
     this.ranks.setAttribute("aria-invalid", String(error !== null));
     setText(this.message, error ? error.message : "");
   }

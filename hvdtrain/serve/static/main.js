@@ -1,6 +1,6 @@
 // Starts the page.
 import { post, session } from "./api.js";
-import { complain } from "./notices.js";
+import { showError } from "./notices.js";
 import { start } from "./router.js";
 
 const main = document.getElementById("main");
@@ -33,14 +33,14 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 nameTheme();
 
 document.getElementById("logout").addEventListener("click", () => {
-  post("/logout").then(() => location.assign("/login"), complain);
+  post("/logout").then(() => location.assign("/login"), showError);
 });
 
-addEventListener("unhandledrejection", (event) => complain(event.reason));
+addEventListener("unhandledrejection", (event) => showError(event.reason));
 
 session().then(({ version, read_only }) => {
   document.getElementById("version").textContent = `hvdtrain ${version}${read_only ? " · read only" : ""}`;
-}, complain);
+}, showError);
 start(
   [
     [/^\/$/, async () => (await import("./jobs.js")).jobsView],

@@ -1,22 +1,22 @@
 // Notices, announced by screen readers.
 import { h } from "./dom.js";
 
-const SAID_MS = 6000;
+const MESSAGE_MS = 6000;
 
-export function say(text) {
-  place("said", text, SAID_MS);
+export function showMessage(text) {
+  place("messages", text, MESSAGE_MS);
 }
 
-export function complain(error) {
+export function showError(error) {
   const text = error instanceof Error ? error.message : String(error);
-  if (!(error instanceof Error) || error.name === "ApiError") place("complaints", text, 0);
+  if (!(error instanceof Error) || error.name === "ApiError") place("errors", text, 0);
   else {
     console.error(error);
-    place("complaints", `Error in this page: ${text}`, 0);
+    place("errors", `Error in this page: ${text}`, 0);
   }
 }
 
-function place(id, text, gone_ms) {
+function place(id, text, timeout_ms) {
   const region = document.getElementById(id);
   const close = h(
     "button",
@@ -26,5 +26,5 @@ function place(id, text, gone_ms) {
   );
   const notice = h("div", { class: "notice" }, h("p", {}, text), close);
   region.replaceChildren(notice);
-  if (gone_ms) setTimeout(() => notice.remove(), gone_ms);
+  if (timeout_ms) setTimeout(() => notice.remove(), timeout_ms);
 }

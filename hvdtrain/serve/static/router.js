@@ -2,7 +2,7 @@
 // function that fills an element, which in turn returns a function that ends the view. The previous
 // view stays until the data are loaded.
 import { h } from "./dom.js";
-import { complain } from "./notices.js";
+import { showError } from "./notices.js";
 
 let leave = () => {};
 let shown = null;
@@ -49,7 +49,7 @@ export function start(routes, main) {
 }
 
 function failed(main, error) {
-  if (error.name !== "ApiError") complain(error);
+  if (error.name !== "ApiError") showError(error);
   main.append(
     h("h1", {}, "Not found"),
     h("p", {}, error.message),

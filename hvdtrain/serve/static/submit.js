@@ -1,7 +1,7 @@
 // The form that submits a job, after its plan was shown.
 import { post, session } from "./api.js";
 import { debounced, field, h, setText } from "./dom.js";
-import { complain, say } from "./notices.js";
+import { showError, showMessage } from "./notices.js";
 import { jobLink } from "./router.js";
 import { joinWords, splitWords } from "./words.js";
 
@@ -203,7 +203,7 @@ function fill(main, { folder: here, backends }) {
     } catch (error) {
       setText(wrong, error.message);
       setText(state, "");
-      if (error.name !== "ApiError" && error.name !== "Error") complain(error);
+      if (error.name !== "ApiError" && error.name !== "Error") showError(error);
       return null;
     } finally {
       plan.disabled = false;
@@ -232,7 +232,7 @@ function fill(main, { folder: here, backends }) {
     }
     const answer = await busy("Submitting…", () => post("/api/jobs", body()));
     if (!answer) return;
-    say(`${answer.name} was submitted.`);
+    showMessage(`${answer.name} was submitted.`);
     location.assign(jobLink(answer.name));
   });
   changed();
