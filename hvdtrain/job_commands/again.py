@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes, backend = split_backend(read_changes(arguments))
     environ = {**os.environ, **secret_values(changes)}
     if arguments.command == "clone":
-        spec = change_spec(job.spec(), changes, backend)
+        spec = change_spec(job.read_spec(), changes, backend)
         job = submit_job(new_job_request(directory, spec, environ))
     else:
         restart_job(

@@ -100,7 +100,7 @@ def _folder_log(
 def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
     """Return the time and text of lines that only the queue has; None if the folder has the log."""
     try:
-        spec = job.spec()
+        spec = job.read_spec()
     except JobError:
         return None
     return queue_for(spec).log_lines(job, spec, after)

@@ -87,7 +87,7 @@ def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
     from hvdtrain.jobs.slots import acquire_slots, gpu_variables, slots_by_host
 
     with caught_signals() as received, _recorder(folder) as recorder:
-        recorder.state(phase="queued", code=None, cause="", verdict="")
+        recorder.update_state(phase="queued", code=None, cause="", verdict="")
         site, plan = find_plan(job, environ)
         if not site.in_slurm:
             slots = slots_by_host(site.hosts, site.gpus)

@@ -117,7 +117,7 @@ class JobFolder:
         except OSError:
             return ""
 
-    def spec(self) -> JobSpec:
+    def read_spec(self) -> JobSpec:
         """Read the specification.
 
         Raises:
@@ -125,7 +125,7 @@ class JobFolder:
         """
         return _read(self._spec, JobSpec)
 
-    def state(self) -> JobState | None:
+    def read_state(self) -> JobState | None:
         """Read the newest state; None if it can't be read."""
         try:
             return _read(self._state, JobState)
@@ -164,7 +164,7 @@ class JobFolder:
 
     def mark_cancelled(self) -> None:
         """Record that the job was cancelled in the queue."""
-        state = self.state() or JobState(phase="queued")
+        state = self.read_state() or JobState(phase="queued")
         code, verdict = 128 + signal.SIGTERM, "the job was cancelled while it was queued"
         self.write_state(replace(state, phase="ended", code=code, cause="ordered", verdict=verdict))
 
@@ -237,7 +237,7 @@ def create_job(directory: Path, spec: JobSpec) -> JobFolder:
 def _is_same_job(job: JobFolder, spec: JobSpec) -> bool:
     """Return whether a folder belongs to this job, which Slurm has started before."""
     try:
-        old = job.spec()
+        old = job.read_spec()
     except JobError:
         return False
     return (old.program, old.options, old.folder) == (spec.program, spec.options, spec.folder)

@@ -83,7 +83,7 @@ def view_job(job: JobFolder) -> JobView:
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     """Return the views of jobs; ask the queues about jobs whose folders are not conclusive."""
-    known = [(job, job.state(), _read_spec(job)) for job in jobs]
+    known = [(job, job.read_state(), _read_spec(job)) for job in jobs]
     queries: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
     for job, state, spec in known:
         if spec is not None and _needs_queue(job, state):
@@ -96,7 +96,7 @@ def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
 
 def _read_spec(job: JobFolder) -> JobSpec | None:
     try:
-        return job.spec()
+        return job.read_spec()
     except JobError:
         return None
 

@@ -96,7 +96,7 @@ class LocalQueue:
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Send the launcher a signal, or leave it a request; see ``JobBackend``."""
-        state = job.state()
+        state = job.read_state()
         number = signal.SIGUSR1 if save else signal.SIGTERM
         if state is None or not state.launcher or not send_signal(state.launcher, number):
             # It runs on another host or is about to start.

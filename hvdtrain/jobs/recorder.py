@@ -62,7 +62,7 @@ class JobRecorder(Observer):
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
         # A restarted job continues to count its attempts.
-        before = folder.state() or JobState(phase="queued")
+        before = folder.read_state() or JobState(phase="queued")
         self._state = JobState(
             phase="running",
             launcher=own_identity(),
@@ -99,39 +99,43 @@ class JobRecorder(Observer):
         match event:
             case AttemptBegan():
                 began = {"attempt": self._state.attempt + 1, **_fields(event, "ranks", "hosts")}
-                self.state(phase="running", mpi=event.mpi, code=None, cause="", verdict="", **began)
-                self.event("began", **began)
+                self.update_state(
+                    phase="running", mpi=event.mpi, code=None, cause="", verdict="", **began
+                )
+                self.record_event("began", **began)
             case AttemptEnded():
-                self.event("ended", attempt=self._state.attempt, **_fields(event))
+                self.record_event("ended", attempt=self._state.attempt, **_fields(event))
             case RankLost():
-                self.event("loss", **_fields(event))
+                self.record_event("loss", **_fields(event))
             case CheckpointSaved():
-                self.event("checkpoint", step=event.step)
-                self.state(saved=event.step)
+                self.record_event("checkpoint", step=event.step)
+                self.update_state(saved=event.step)
             case Progress():
-                self.state(**_fields(event, "step", "epoch", "total_steps"))
-                self.metrics(**_metrics(event))
+                self.update_state(**_fields(event, "step", "epoch", "total_steps"))
+                self.record_metrics(**_metrics(event))
             case RankTable():
                 self._record(self._folder.ranks, event.columns)
             case Restarting():
-                self.state(phase="restarting")
+                self.update_state(phase="restarting")
             case Summary():
-                self.event("summary", **{name: round(x, 4) for name, x in event.shares.items()})
+                self.record_event(
+                    "summary", **{name: round(x, 4) for name, x in event.shares.items()}
+                )
             case JobEnded():
-                self.state(phase="ended", **_fields(event))
+                self.update_state(phase="ended", **_fields(event))
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def record_event(self, kind: str, **fields: Any) -> None:
         """Append a row to ``events.jsonl``."""
         self._record(self._folder.events, {"kind": kind, **fields})
 
-    def metrics(self, **fields: Any) -> None:
+    def record_metrics(self, **fields: Any) -> None:
         """Append a row to ``metrics.jsonl``, and to the roll-ups for each completed interval."""
         row = self._record(self._folder.metrics, fields)
         for path, roll_up in self._roll_ups.items():
             if (completed := roll_up.add(row)) is not None:
                 self._record(path, completed)
 
-    def state(self, **changes: Any) -> None:
+    def update_state(self, **changes: Any) -> None:
         """Change fields of the ``JobState``."""
         if changes.get("phase", self._state.phase) != self._state.phase:
             changes = {"since_s": time.time(), **changes}

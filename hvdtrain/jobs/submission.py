@@ -67,14 +67,14 @@ def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) ->
                     f"restarted. Stop it with hvdtrain stop {job.name}, or start another one with "
                     f"hvdtrain clone {job.name}."
                 )
-            request = request_for(job.spec())
+            request = request_for(job.read_spec())
             plan = _checked_plan(request)
             with _job_errors(job):
                 job.write_spec(request.spec)
                 while job.take_stop_request() is not None:
                     # It was meant for the previous run.
                     pass
-                state = job.state() or JobState(phase="queued")
+                state = job.read_state() or JobState(phase="queued")
                 job.write_state(dataclasses.replace(state, phase="queued", launcher=None))
                 backend_for(request.spec).submit(plan)
     except OSError as error:

@@ -182,12 +182,12 @@ class JobApi:
 
     def _restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         job = job_of(self._index, request)
-        options, environ = self._options(body, job.spec().folder)
+        options, environ = self._options(body, job.read_spec().folder)
         restart_job(job, lambda spec: make_request(job, _changed(spec, options, body), environ))
         return {"name": job.name}
 
     def _clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
-        spec = job_of(self._index, request).spec()
+        spec = job_of(self._index, request).read_spec()
         options, environ = self._options(body, spec.folder)
         return self._submit(_changed(spec, options, body), environ)
 

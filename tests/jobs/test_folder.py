@@ -57,7 +57,7 @@ def test_a_job_is_named_after_its_program(program, name: str, tmp_path: Path) ->
     job = create_job(tmp_path / "jobs", _spec(*program))
     assert job.name.rpartition("-")[0].rpartition("-")[0] == name
     assert job.path.parent == tmp_path / "jobs"
-    assert job.spec().program == tuple(program)
+    assert job.read_spec().program == tuple(program)
 
 
 def test_folders_are_private(tmp_path: Path) -> None:
@@ -101,18 +101,18 @@ def test_jobs_are_found_by_a_prefix_of_their_name(tmp_path: Path) -> None:
 
 def test_the_state_is_replaced_atomically(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
-    assert job.state() is None
+    assert job.read_state() is None
     assert job.status(None) == "unknown"
     state = JobState(phase="running", launcher=own_identity(), step=7)
     job.write_state(state)
-    assert job.state() == state
+    assert job.read_state() == state
     assert job.status(state) == "running"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     (tmp_path / "state.json").write_text('{"phase": "run')
-    assert job.state() is None
+    assert job.read_state() is None
     (tmp_path / "spec.json").write_text("[]")
     with pytest.raises(JobError, match=r"spec.json is not valid: \[\] is not a JSON object"):
-        job.spec()
+        job.read_spec()
 
 
 def test_a_full_disk_keeps_the_previous_state(small_disk: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_full_disk_keeps_the_previous_state(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(b"x" * (1000 << 10))
     with pytest.raises(OSError, match="No space"):
         job.write_state(JobState(phase="ended", verdict="x" * 100_000))
-    assert job.state() == JobState(phase="running", step=1)
+    assert job.read_state() == JobState(phase="running", step=1)
     assert not list(small_disk.glob(".state*"))
 
 
@@ -169,7 +169,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.state import JobState, own_identity
 inside, outside = JobFolder(Path(sys.argv[1])), JobFolder(Path(sys.argv[2]))
 inside.write_state(JobState(phase="running", launcher=own_identity()))
-print(outside.status(outside.state()), flush=True)
+print(outside.status(outside.read_state()), flush=True)
 sys.stdin.read()
 """
 
@@ -191,7 +191,7 @@ def test_jobs_in_containers_with_the_same_hostname_are_not_lost(tmp_path: Path) 
     ) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "running\n"
-        assert inside.status(inside.state()) == "running"
+        assert inside.status(inside.read_state()) == "running"
         _age_state(inside)
-        assert inside.status(inside.state()) == "lost"
+        assert inside.status(inside.read_state()) == "lost"
         container.communicate(timeout=10)

@@ -42,7 +42,7 @@ def _lines(job: JobFolder) -> list[str]:
 
 
 def _state(job: JobFolder) -> JobState:
-    state = job.state()
+    state = job.read_state()
     assert state is not None
     return state
 
@@ -50,12 +50,12 @@ def _state(job: JobFolder) -> JobState:
 def test_everything_is_written_soon(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:
-        recorder.state(phase="running", attempt=1, ranks=2)
+        recorder.update_state(phase="running", attempt=1, ranks=2)
         recorder.line(1, "stdout", "hello")
         recorder.notice("all is\nwell")
-        recorder.event("began", attempt=1)
-        recorder.metrics(step=3)
-        _wait_until(lambda: job.state() is not None)
+        recorder.record_event("began", attempt=1)
+        recorder.record_metrics(step=3)
+        _wait_until(lambda: job.read_state() is not None)
         assert (_state(job).launcher, _state(job).ranks) == (own_identity(), 2)
         assert _lines(job) == ["1 hello", "-1 all is", "-1 well"]
         [event] = read_json_lines(job.events)
@@ -63,7 +63,7 @@ def test_everything_is_written_soon(tmp_path: Path) -> None:
         assert abs(event["time"] - time.time()) < 60
         assert [row["step"] for row in read_json_lines(job.metrics)] == [3]
         recorder.line(0, "stderr", "the last")
-        recorder.state(phase="ended", code=0)
+        recorder.update_state(phase="ended", code=0)
     state = _state(job)
     assert (state.phase, state.code, state.attempt) == ("ended", 0, 1)
     assert _lines(job)[-1] == "0 the last"
@@ -75,7 +75,7 @@ def test_metrics_are_rolled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with contextlib.closing(JobRecorder(job)) as recorder:
         for second in range(125):
             monkeypatch.setattr(time, "time", lambda second=second: begin_s + second)
-            recorder.metrics(step=second, own_s=0.1 + second / 1000)
+            recorder.record_metrics(step=second, own_s=0.1 + second / 1000)
             if second == 70:
                 _wait_until(lambda: len(list(read_json_lines(job.roll_ups[10]))) == 7)
     assert len(list(read_json_lines(job.metrics))) == 125
@@ -127,17 +127,17 @@ def test_a_full_disk_delays_records_without_losing_them(small_disk: Path) -> Non
     job = JobFolder(small_disk)
     ballast = small_disk / "ballast"
     with contextlib.closing(JobRecorder(job)) as recorder:
-        recorder.state(phase="running")
+        recorder.update_state(phase="running")
         recorder.line(0, "stdout", "first")
-        _wait_until(job.state)
+        _wait_until(job.read_state)
         ballast.write_bytes(b"")
         with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
             while True:
                 file.write(b"x" * 4096)
         for number in range(2000):
             recorder.line(0, "stdout", f"{number} " + "y" * 100)
-        recorder.event("loss", rank=1)
-        recorder.state(phase="ended", code=1, verdict="z" * 5000)
+        recorder.record_event("loss", rank=1)
+        recorder.update_state(phase="ended", code=1, verdict="z" * 5000)
         time.sleep(3 * module.INTERVAL_S)
         assert _state(job).phase == "running", "the disk was not full"
         ballast.unlink()
@@ -163,7 +163,7 @@ def test_lost_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_removed_folder_is_ignored(tmp_path: Path) -> None:
     job = JobFolder(tmp_path / "job")
     with contextlib.closing(JobRecorder(job)) as recorder:
-        recorder.state(phase="running")
+        recorder.update_state(phase="running")
         recorder.line(0, "stdout", "a")
         time.sleep(2 * module.INTERVAL_S)
         recorder.line(0, "stdout", "b")

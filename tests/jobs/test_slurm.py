@@ -74,11 +74,11 @@ def test_cancel(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(JobError, match="a-1 has no Slurm job ID yet"):
         SlurmQueue().cancel(job, SPEC, is_queued=is_queued, save=save)
-    assert job.state() is None
+    assert job.read_state() is None
     spec = dataclasses.replace(SPEC, slurm_job="7")
     SlurmQueue().cancel(job, spec, is_queued=is_queued, save=save)
     assert (tmp_path / "calls").read_text() == f"{arguments}\n"
-    state = job.state()
+    state = job.read_state()
     assert (state is not None and state.phase == "ended") == is_queued
 
 

@@ -73,8 +73,8 @@ def test_a_job_is_planned_once_with_its_own_folder(jobs_dir: Path, backend: Back
     job = submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec()))
     [request] = backend.submitted
     assert backend.planned == [request]
-    assert (request.job.path, request.spec) == (job.path, job.spec())
-    state = job.state()
+    assert (request.job.path, request.spec) == (job.path, job.read_spec())
+    state = job.read_state()
     assert state is not None
     assert state.phase == "queued"
 
@@ -96,8 +96,8 @@ def test_only_a_job_that_has_ended_is_restarted(jobs_dir: Path, backend: Backend
     backend.error = "no such program"
     with pytest.raises(JobError, match="can't be submitted"):
         restart_job(job, changed)
-    state = job.state()
-    assert (job.spec().program, state and state.attempt) == (("other",), 3)
+    state = job.read_state()
+    assert (job.read_spec().program, state and state.attempt) == (("other",), 3)
     # The request was meant for the previous run.
     assert job.take_stop_request() is None
 

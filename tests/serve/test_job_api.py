@@ -76,7 +76,7 @@ def test_a_job_has_history_and_curves(jobs_dir: Path, page: TestClient) -> None:
 
 def test_a_job_has_versions_and_remaining_time(jobs_dir: Path, page: TestClient) -> None:
     job = _job(jobs_dir, 1.0, "a.py", step=20, total_steps=100, mpi="Open MPI 5.0.7")
-    spec = dataclasses.replace(job.spec(), version="1.2", versions={"Keras": "3.14"})
+    spec = dataclasses.replace(job.read_spec(), version="1.2", versions={"Keras": "3.14"})
     job.write_spec(dataclasses.replace(spec, variables={"OMP_NUM_THREADS": "1"}))
     for step in (0, 10, 20):
         append_json_line(job.metrics, {"time": step / 10, "step": step, "loss": 1.0})

@@ -259,7 +259,7 @@ def test_the_status_of_a_job_that_the_cluster_may_not_know(
     assert view_job(job).status == "queued", "it may not be created yet"
     cluster.found, cluster.found_pods = _JOB, [_pod(phase="Succeeded")]
     assert view_job(job).status == "queued", "this is the Job of the previous run"
-    job.write_spec(dataclasses.replace(job.spec(), created_s=1.0))
+    job.write_spec(dataclasses.replace(job.read_spec(), created_s=1.0))
     cluster.found, cluster.found_pods = None, []
     assert view_job(job).status == "lost"
     cluster.found = _JOB
