@@ -34,7 +34,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(GradientAveragingMixin):
-    """Mixin for the class of a plain optimizer, which is saved as the plain class."""
+    """Mixin for the class of a plain optimizer, which is saved without the mixin."""
 
     _hvdtrain_sums = False
 

@@ -221,7 +221,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def find_process_set(process_set_id: int) -> ProcessSet:
-    """Return the process set with a number.
+    """Return the process set with the given number.
 
     Raises:
         ConfigurationError: No usable set has this number.

@@ -1,4 +1,4 @@
-"""Arguments that Horovod's functions share: reduction operations, gradients options, layers."""
+"""Arguments that Horovod's functions share: reductions, gradient options and local layers."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_allreduce_of_indexed_slices(world, op, in_mode):
 @pair
 def test_unsupported_options_of_indexed_slices(world):
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
-    with pytest.raises(NotImplementedError, match="received op=Min"):
+    with pytest.raises(NotImplementedError, match="got op=Min"):
         allreduce(rows, op=Min)
     with pytest.raises(NotImplementedError, match="don't support prescale_factor"):
         allreduce(rows, prescale_factor=2.0)

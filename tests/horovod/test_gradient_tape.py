@@ -106,7 +106,7 @@ def test_contradicting_arguments(world):
     with pytest.raises(ValueError, match="requires op=Average, got op=Sum"):
         hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0)
     for groups in (-1, 0, "all"):
-        with pytest.raises(ValueError, match="expected a number of groups above 0"):
+        with pytest.raises(ValueError, match="groups must be a positive number"):
             hvd.DistributedGradientTape(tape, groups=groups)
     with pytest.raises(ValueError, match="local_layers must be Keras layers, got str"):
         hvd.PartialDistributedGradientTape(tape, local_layers=["dense"])
