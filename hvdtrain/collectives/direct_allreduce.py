@@ -49,11 +49,7 @@ class Transfer:
     """An allreduce in progress.
 
     Attributes:
-        data: The contribution of this rank, a flat array.
-        out: The array for the result; may be ``data``.
-        op: The operation.
         ranks: The divisor for ``average``.
-        wire: The format between hosts, or None for no conversion.
         left: Number of segments that are not complete.
     """
 
@@ -83,7 +79,6 @@ class _Segment:
     """A piece of every part: ``parts[r]`` is the range of the array that rank ``r`` owns.
 
     Attributes:
-        requests: The pending messages, which hold references to the bytes that they send.
         encoded: Received bytes in a wire format, and the arrays for the decoded values.
         received: The contribution of each rank to this rank's part.
     """
@@ -99,12 +94,7 @@ class DirectAllreduce:
     """Allreduce of flat arrays over one communicator, with bitwise identical results.
 
     All ranks must start the same transfers in the same order. Transfers advance when ``progress``
-    is called.
-
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        comm: The communicator; other messages on it must not use ``SCATTER`` and ``GATHER``.
-        segment_bytes: Message size; the same on all ranks.
+    is called. Other messages on the communicator must not use the tags ``SCATTER`` and ``GATHER``.
     """
 
     def __init__(self, mpi: ModuleType, comm: Any, segment_bytes: int) -> None:

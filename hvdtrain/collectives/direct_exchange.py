@@ -29,13 +29,7 @@ class DirectExchange:
     """Exchanges bytes between the ranks of a communicator, which must all make the same calls.
 
     Large data travels along a ring or chain, in which most neighbours are on the same host, so that
-    it crosses each link once.
-
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        comm: The communicator.
-        wait: Waits for a list of requests.
-        segment_bytes: Message size; the same on all ranks.
+    it crosses each link once. ``wait`` waits for a list of requests.
     """
 
     def __init__(

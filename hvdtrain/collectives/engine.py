@@ -60,7 +60,7 @@ from hvdtrain.collectives.fusion import aligned
 from hvdtrain.collectives.kernels import ReduceOp, check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.shared_file import share_file
-from hvdtrain.collectives.transport import SingleTransport, Transport
+from hvdtrain.collectives.transport import Transport
 from hvdtrain.errors import (
     CollectiveError,
     ConfigurationError,
@@ -82,7 +82,7 @@ Result = TypeVar("Result")
 
 def single_engine() -> Engine:
     """Return the engine of a process that trains alone."""
-    return Engine(SingleTransport())
+    return Engine(Transport())
 
 
 class Engine(EngineCore):
@@ -133,12 +133,9 @@ class Engine(EngineCore):
     # loss.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
-        """Combine the arrays of all ranks element by element.
+        """Combine the arrays of all ranks, of the same shape and dtype, element by element.
 
-        Args:
-            array: Same shape and dtype on every rank.
-            op: ``average`` needs a floating dtype; ``sum`` and ``average`` reject bool.
-            name: Identifies the operation in errors.
+        ``average`` needs a floating dtype; ``sum`` and ``average`` reject bool.
         """
         return self.grouped_allreduce([array], op, name=name)[0]
 
@@ -232,9 +229,7 @@ class Engine(EngineCore):
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[np.ndarray, list[int]]:
-        """Send ``splits[r]`` rows to each rank ``r``.
-
-        Without ``splits`` the rows must divide evenly.
+        """Send ``splits[r]`` rows to each rank ``r``; by default, equal numbers to all ranks.
 
         Returns:
             The received rows, and the number of rows from each rank.
@@ -351,12 +346,10 @@ class Engine(EngineCore):
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
         """Allocate memory that all ranks of this host can access; collective.
 
-        Args:
-            nbytes: Bytes for this rank, may be 0 and differ between ranks.
-
         Returns:
-            The memory of each rank of this host by initial rank: uint8, zero, aligned to 64 bytes.
-            Writes become visible in program order. Empty if the ranks can't share memory.
+            The memory of each rank of this host by initial rank: uint8, zero, aligned to 64 bytes,
+            of the size that the rank has passed. Writes become visible in program order. Empty if
+            the ranks can't share memory.
         """
         host, name = self.transport.host, "shared memory"
         if host is None:
@@ -379,9 +372,6 @@ class Engine(EngineCore):
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
         """Create an engine for some of the ranks; collective over all ranks.
-
-        Args:
-            ranks: At least one rank, without duplicates; the same on every rank.
 
         Returns:
             The engine, with ranks renumbered from 0 in ascending order, or None on other ranks.
@@ -411,11 +401,8 @@ class Engine(EngineCore):
 
         If the block fails on some ranks only, the other ranks raise ``PeerFailedError`` with that
         error in their next operation. Afterwards all ranks may start another section. A nested
-        section only checks that all ranks start it.
-
-        Args:
-            name: Identifies the section in errors.
-            detail: Further values that must be equal on all ranks; their ``str`` is compared.
+        section only checks that all ranks start it. ``detail`` has further values that must be
+        equal on all ranks; their ``str`` is compared.
 
         Raises:
             MismatchError: Another rank made a different call.
@@ -492,10 +479,7 @@ class Engine(EngineCore):
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         """Agree with all ranks on an operation that another library will carry out.
 
-        Args:
-            kind: Kind of operation.
-            name: Identifies the operation in errors.
-            detail: Further values that must be equal on all ranks; their ``str`` is compared.
+        The arguments must be equal on all ranks, as in ``section``.
 
         Raises:
             MismatchError: Another rank made a different call.
@@ -531,11 +515,7 @@ class Engine(EngineCore):
                 raise
 
     def end_external(self, reduced_bytes: int = 0) -> None:
-        """Record the end of the external operation.
-
-        Args:
-            reduced_bytes: Bytes that this rank contributed, if it was an allreduce.
-        """
+        """Record the end of the external operation; ``reduced_bytes`` if it was an allreduce."""
         with self._lock:
             external, self._external = self._external, None
         if external is not None:

@@ -93,10 +93,8 @@ class EngineCore(RankState):
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
         """Run one operation at a time; none after an error that may not have reached all ranks.
 
-        Args:
-            call: Its description.
-            attempt: Runs it once with the current ranks.
-            source: The initial rank without which the operation is impossible, or -1.
+        ``attempt`` runs it once with the current ranks. ``source`` is the initial rank without
+        which the operation is impossible, or -1.
         """
         start_s = self._enter(call)
         waited_s, error_text = self.transport.waited_s, ""

@@ -46,17 +46,14 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
 
 
 class FailureDetector:
-    """Exchanges failures and positions with the other ranks.
+    """Exchanges failures and positions with the other ranks, on a communicator of its own.
 
     Args:
-        mpi: The ``mpi4py.MPI`` module.
-        comm: A communicator of all ranks for this object only.
-        timeout_s: Seconds after which ``leave`` logs the missing ranks.
         operations: Returns the number of operations that this rank has started.
         survives: Whether the other ranks continue when a rank dies.
         numbers: The job's ranks for errors, if this connects a subset.
-        detectors: The detectors of all engines of this process, to which this one is added: a rank
-            that waits in one engine answers the questions of all.
+        detectors: The detectors of all engines of this process: a rank that waits in one engine
+            answers the questions of all.
     """
 
     def __init__(
@@ -107,10 +104,8 @@ class FailureDetector:
     def check(self, waiting_in: str, needs_all: bool = False) -> None:
         """Process messages.
 
-        Args:
-            waiting_in: What this rank is waiting in.
-            needs_all: Whether this is a wait for messages rather than an operation: no rank may
-                exit, and the caller checks ``lost`` itself.
+        With ``needs_all``, a rank waits for messages and not in an operation: no rank may exit, and
+        the caller checks ``lost`` itself.
 
         Raises:
             PeerFailedError: A rank has failed, or has exited although this one needs it.
@@ -139,11 +134,7 @@ class FailureDetector:
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Ask for the positions of the other ranks, and raise.
-
-        Raises:
-            CollectiveTimeoutError: Always; it names the ranks that did not arrive.
-        """
+        """Ask for the positions of the other ranks, and raise an error with missing ranks."""
         missing = self._ask_positions(waiting_in)
         self._silent = set(missing)
         positions = [
@@ -171,12 +162,9 @@ class FailureDetector:
     def record_loss(
         self, error: Exception, comm: Any = None, members: Sequence[int] | None = None
     ) -> None:
-        """Acknowledge dead ranks; MPI probes raise until then.
+        """Acknowledge dead ranks; MPI probes raise until then. Raise other errors again.
 
-        Args:
-            error: The error from MPI. It is raised again if it has another cause.
-            comm: The communicator of the error; the detector's own by default.
-            members: The initial ranks of ``comm``.
+        ``members`` are the initial ranks of ``comm``, which is the detector's own by default.
         """
         if not self._survives or not is_loss(self._mpi, error):
             raise error
@@ -207,13 +195,10 @@ class FailureDetector:
         self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}
 
     def fail(self, reason: str) -> bool:
-        """Notify all ranks that this one failed, and wait shortly until they know.
+        """Notify all ranks that this one failed; wait shortly, and return whether all ranks know.
 
         In elastic jobs, a rank that exits before the others know would count as lost, and they
         would continue, so this waits as long as an operation.
-
-        Returns:
-            Whether all ranks know.
         """
         if self._this_rank_failed or self.announce_failure(reason):
             return True
@@ -246,12 +231,9 @@ class FailureDetector:
         """Wait at the end of the program until all ranks are there, without a time-out.
 
         Exiting earlier would end the others: mpirun treats a rank that has not finalized MPI as
-        failed. A dead rank ends the job anyway, unless the job is elastic.
-
-        Args:
-            rejoin: Drops lost ranks, together with the others, once all have stopped.
-            failing_code: The error code of the program, if any. The others get a short time to
-                exit, as the end of this rank will end the job.
+        failed. A dead rank ends the job anyway, unless the job is elastic: then ``rejoin`` drops
+        it, once all others have stopped. If the program exits with an error code, the others only
+        get a short time to exit, as the end of this rank will end the job.
 
         Returns:
             Whether all ranks exited normally, so that MPI may be finalized.

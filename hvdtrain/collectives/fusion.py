@@ -88,11 +88,7 @@ def plan_fusion(
 ) -> FusionLayout:
     """Concatenate arrays and cut the sequence into chunks; without items, into one empty chunk.
 
-    Args:
-        shapes: The shapes of the arrays.
-        itemsize: Bytes per item.
-        chunk_items: Maximum size of a chunk.
-        shares: Number of even shares of each chunk.
+    Each chunk has at most ``chunk_items`` items, and is divided into even ``shares``.
     """
     sizes = [math.prod(shape) for shape in shapes]
     total = sum(sizes)

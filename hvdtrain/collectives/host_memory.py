@@ -34,12 +34,8 @@ MAP_FIXED = 0x10  # of mmap(2) on Linux
 def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
     """Return the number of slots per rank: as many as fit into ``RING_BYTES``, but at least four.
 
-    Args:
-        local_size: Number of ranks on the host. One more set of slots holds the results.
-        chunk_bytes: Size of a slot.
-        free: Free bytes of shared memory, or None if unknown. At most half of it is used, except
-            for the minimum of four slots.
-        away: Number of chunks that should be in transfer between hosts at a time.
+    At most half of the ``free`` shared memory is used, except for the minimum of four slots.
+    ``away`` is the number of chunks that should be in transfer between hosts at a time.
     """
     turn_bytes = (local_size + 1) * chunk_bytes
     slots = max(LEAST_SLOTS + away, RING_BYTES // turn_bytes)
@@ -51,14 +47,8 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 
 class Window:
     """Shared memory with a header of words and slots for each rank, and slots for results.
 
-    Window ranks are the initial ranks on the host. The memory of a lost rank stays unused.
-
-    Args:
-        memory: The part of each rank; the first part also has the result slots.
-        window_rank: This rank.
-        slots: Number of slots per rank.
-        chunk_bytes: Size of a slot.
-        mpi_window: The MPI window that owns the memory, if any.
+    Window ranks are the initial ranks on the host. The memory of a lost rank stays unused. The
+    first rank's part of ``memory`` also has the result slots.
     """
 
     def __init__(
@@ -106,14 +96,7 @@ class Window:
 
 
 def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> Window | None:
-    """Allocate a window; None on all ranks of the host if that is impossible.
-
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        host: The ranks of this host; collective.
-        chunk_bytes: Size of a slot.
-        away: See ``ring_slots``.
-    """
+    """Allocate a window; collective. None on all ranks of the host if that is impossible."""
     ranks = host.Get_size()
     # Free memory changes: the first rank decides.
     slots = int(host.bcast(ring_slots(ranks, chunk_bytes, free_bytes(), away), 0))
@@ -175,18 +158,10 @@ class Arena:
     """Shared memory for results: each rank writes its share to the results of all ranks.
 
     This saves each rank a copy of every result, a quarter of the time of an allreduce. The arena is
-    a sparse file with one part for each rank, from which it takes its buffers.
+    a sparse file with a part for each rank, whose ``pool`` takes buffers from it.
 
     Forked children don't inherit the file, because they would see what other ranks write later.
     They get private copies of the buffers in use at the same addresses.
-
-    Args:
-        file: The file, mapped by all ranks.
-        window_rank: This rank.
-        part_bytes: Size of a part, a multiple of the page size.
-
-    Attributes:
-        pool: Hands out and reuses buffers.
     """
 
     def __init__(self, file: SharedFile, window_rank: int, part_bytes: int) -> None:

@@ -90,12 +90,8 @@ def combine(
 ) -> None:
     """Combine flat arrays in rank order; ``average`` adds them up.
 
-    Args:
-        contributions: One array per rank, all of the same length and dtype.
-        op: The operation.
-        out: The result in the accumulator dtype; may be the first contribution.
-        scratch: An array of at least the same length in the accumulator dtype, needed if that
-            differs from the dtype of the contributions.
+    ``out`` has the accumulator dtype, and may be the first contribution. If the contributions have
+    another dtype, ``scratch`` of the accumulator dtype must be at least as long.
     """
     if out.dtype.kind == "b":
         contributions = [c.view(np.uint8) for c in contributions]
@@ -135,12 +131,7 @@ def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) ->
 class FiniteCheck:
     """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
-    Args:
-        dtype: The dtype of the final results: float16 overflows earlier than the float32 in which
-            it is summed.
-
-    Attributes:
-        passed: Whether all values so far were finite.
+    ``dtype`` is that of the final results: float16 overflows earlier than its float32 sums.
     """
 
     def __init__(self, dtype: np.dtype) -> None:

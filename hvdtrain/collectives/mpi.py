@@ -50,11 +50,11 @@ class MpiTransport(Transport):
         host: The ranks of ``comm`` that share memory with this one, in the same order.
         chunk_bytes: Bytes to reduce at a time; None to choose.
         timeout_s: Seconds to wait for other ranks.
-        min_np: Continue when ranks die, and set ``too_few`` if fewer than ``min_np`` remain. None
-            to end the job when a rank dies.
+        min_np: Continue when ranks die, and set ``too_few`` if fewer ranks remain. None to end the
+            job when a rank dies.
         parent: The transport of all ranks, if this transport connects a subset of them.
         numbers: The job's ranks of a subset.
-        bucket_bytes: See ``Transport``; None to choose.
+        bucket_bytes: See ``Engine``; None to choose.
     """
 
     kind = "mpi"
@@ -161,12 +161,7 @@ class MpiTransport(Transport):
         return measure_link(self._mpi, comm)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up everything that depends on the current ranks; collective over ``comm``.
-
-        Args:
-            comm: A communicator for this transport only.
-            members: The initial ranks of its ranks.
-        """
+        """Set up everything that depends on the current ranks; collective over ``comm``."""
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)

@@ -31,14 +31,6 @@ class PointToPoint:
     an error, so ranks must call an operation of the engine after their last message.
 
     In elastic jobs, a dead rank only affects ranks that exchange messages with it.
-
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        comm: A communicator for this object only.
-        members: The initial ranks of ``comm``.
-        detector: Checked during long waits.
-        timeout_s: Seconds until a wait fails.
-        spins: See ``SpinWait``.
     """
 
     def __init__(
@@ -72,15 +64,7 @@ class PointToPoint:
         return self._detector.lost
 
     def start_send(self, data: np.ndarray, to: int, tag: int) -> list[PendingMessage]:
-        """Start to send; ``data`` must not change until ``wait`` has returned.
-
-        Args:
-            data: A contiguous array of any dtype.
-            to: The receiver.
-            tag: The tag, for which the receiver must ask.
-
-        Returns:
-            The messages for ``wait``.
+        """Start to send a contiguous array, which must not change until ``wait`` has returned.
 
         Raises:
             PeerLostError: The receiver died.
@@ -99,13 +83,10 @@ class PointToPoint:
         endless: bool = False,
         unless: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait until all messages are transferred.
+        """Wait until all messages from ``start_send`` and ``start_receive`` are transferred.
 
-        Args:
-            pending: Results of ``start_send`` and ``start_receive``.
-            waiting_in: What this rank is waiting in, for errors and ``waiting_in``.
-            endless: Wait without a time-out, if the other side has one.
-            unless: Return early once this is true; called often.
+        With ``endless``, wait without a time-out, if the other side has one. Return early once
+        ``unless()``, which is called often, is true.
 
         Raises:
             PeerLostError: The sender or receiver of a message died.
@@ -131,13 +112,9 @@ class PointToPoint:
         *,
         unless: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Receive a message from any rank; return its sender, or None if the sender died.
+        """Receive a message of the size of ``buffer`` from any rank, and return the sender.
 
-        Args:
-            buffer: The array for the message, of the same size.
-            tag: The tag of the message.
-            waiting_in: What this rank is waiting in, for errors and ``waiting_in``.
-            unless: Return None once this is true; called often.
+        Return None if the sender died, or once ``unless()``, which is called often, is true.
 
         Raises:
             PeerFailedError: Another rank failed or exited.
@@ -199,12 +176,7 @@ class PointToPoint:
         self._detector.record_loss(error, self._comm, self._members)
 
     def peer_lost_error(self, rank: int, doing: str) -> PeerLostError:
-        """Return the error of a rank that can't continue without another.
-
-        Args:
-            rank: The dead rank.
-            doing: What this rank was doing, in the past tense.
-        """
+        """Return the error of a rank that was ``doing`` something with a rank that died."""
         own = self._detector.rank
         return PeerLostError(
             f"rank {rank} died while rank {own} {doing}. Rank {own} can't continue without it. "

@@ -97,15 +97,9 @@ def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
 
 
 class Recovery:
-    """Runs the operations of a transport, and repeats them after losses.
+    """Runs the operations of an ``MpiTransport``, and repeats them after losses.
 
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        transport: The ``MpiTransport``.
-        detector: Reports dead and stopped ranks.
-        spin_wait: Waits for the others to stop.
-        min_np: With fewer ranks, ``too_few`` is set.
-        timeout_s: Seconds to wait for the others to reconnect.
+    With fewer than ``min_np`` ranks, it sets ``too_few``.
     """
 
     def __init__(
@@ -129,11 +123,7 @@ class Recovery:
     def run(self, operation: int, call: Call, attempt: Callable[[], Result], source: int) -> Result:
         """Repeat an operation until it has succeeded on all remaining ranks.
 
-        Args:
-            operation: Its number, from 1.
-            call: Its description.
-            attempt: Runs it once with the current ranks.
-            source: The initial rank without which it is impossible, or -1.
+        ``source`` is the initial rank without which the operation is impossible, or -1.
 
         Raises:
             RanksLostError: On all ranks, if ``source`` was lost.

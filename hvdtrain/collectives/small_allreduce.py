@@ -37,14 +37,9 @@ NOTHING = np.empty(0, np.uint8)
 class SmallAllreduce:
     """Agrees on calls between the ranks of a communicator, and combines small arrays.
 
-    Too many ranks agree in a tree instead, and can't send arrays; see ``most_small_bytes``.
-
-    Args:
-        mpi: The ``mpi4py.MPI`` module.
-        comm: The communicator; other messages on it must not use the tags ``FIRST`` and ``SECOND``.
-        link: The link between the ranks; the same on all ranks.
-        rank_wait: Waits for ranks that are late.
-        data_wait: Waits for messages of ranks that have arrived.
+    Too many ranks agree in a tree instead, and can't send arrays; see ``most_small_bytes``. Other
+    messages on the communicator must not use the tags ``FIRST`` and ``SECOND``. ``rank_wait`` waits
+    for late ranks, ``data_wait`` for messages of ranks that have arrived.
     """
 
     def __init__(
@@ -63,9 +58,7 @@ class SmallAllreduce:
     def agree(self, call: Call, alike: bool = True) -> bool:
         """Return whether all ranks make the same call; collective.
 
-        Args:
-            call: The call of this rank.
-            alike: Whether the ranks that this rank represents make the same call.
+        ``alike`` is whether the ranks that this rank represents make the same call.
         """
         digest = call.digest if alike else DIFFERENT
         if self._in_tree:
@@ -76,11 +69,8 @@ class SmallAllreduce:
     def allreduce(self, call: Call, data: np.ndarray, op: ReduceOp, ranks: int) -> bool:
         """Agree, and combine the arrays if all calls are the same; bitwise equal on all ranks.
 
-        Args:
-            call: The call of this rank, and of all ranks that it represents.
-            data: A flat array of at most ``most_small_bytes``; holds the result afterwards.
-            op: The operation.
-            ranks: The divisor for ``average``.
+        ``data`` is a flat array of at most ``most_small_bytes``, which is replaced by the result.
+        ``ranks`` is the divisor for ``average``.
         """
         if data.nbytes <= self._one_shot_bytes:
             self._first.start(call.digest, [data])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.wire_format import WireFormat
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError, TooFewRanksError
 
-__all__ = ["RankState", "Reduction", "SingleTransport", "Transport"]
+__all__ = ["RankState", "Reduction", "Transport"]
 
 # Most operations of ranks in step take less.
 LONG_S = 0.01
@@ -63,13 +62,7 @@ class RankState:
         return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
 
     def set_ranks(self, rank: int, size: int, numbers: Sequence[int] | None = None) -> None:
-        """Set the initial ranks.
-
-        Args:
-            rank: This rank.
-            size: Number of ranks.
-            numbers: Their ranks in the job, if this is a subset.
-        """
+        """Set the initial ranks; ``numbers`` are the job's ranks of a subset."""
         self.rank, self.size = rank, size
         self.members = self.contributed = tuple(range(size))
         self.numbers = self.members if numbers is None else tuple(numbers)
@@ -90,10 +83,11 @@ class Reduction(NamedTuple):
     wire: WireFormat | None = None
 
 
-class Transport(ABC):
-    """Moves bytes between ranks. The engine ensures that all ranks make the same calls.
+class Transport:
+    """Moves bytes between ranks; this base class is the transport of a single process.
 
-    ``agree`` and ``allreduce`` start an operation: they wait until every rank has called them.
+    The engine ensures that all ranks make the same calls. ``agree`` and ``allreduce`` start an
+    operation: they wait until every rank has called them.
 
     Args:
         chunk_bytes: Bytes to reduce at a time.
@@ -108,7 +102,7 @@ class Transport(ABC):
         recovery: Repeats operations after ranks are lost; None if a lost rank ends the job.
     """
 
-    kind = ""
+    kind = "single"
     shares = 1
     bucket_bytes = 0
     host: int | None = None
@@ -121,10 +115,7 @@ class Transport(ABC):
         self._pool = BufferPool()
 
     def open(self, ranks: RankState) -> Transport:
-        """Connect the ranks; collective.
-
-        Args:
-            ranks: Updated with the ranks, now and after every loss.
+        """Connect the ranks, and update ``ranks`` now and after every loss; collective.
 
         Returns:
             The transport to use: this one, or a fallback if this one does not work here.
@@ -137,23 +128,25 @@ class Transport(ABC):
         """Total seconds spent waiting for other ranks, not counting short waits."""
         return 0.0
 
-    @abstractmethod
     def agree(self, call: Call) -> bool:
         """Wait until every rank has made a call, and return whether all calls are the same."""
+        return True
 
-    @abstractmethod
     def allreduce(self, reduction: Reduction) -> bool:
         """Combine the inputs of all ranks into the outputs; return False as ``agree`` does."""
+        for array, out in zip(reduction.inputs, reduction.outputs):
+            np.copyto(out, array)
+            if reduction.finite is not None:
+                reduction.finite.check(out)
+        return True
 
-    @abstractmethod
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
+        np.copyto(out, data)
 
-    @abstractmethod
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
         """Fill the buffers of all ranks with the bytes of ``root``."""
 
-    @abstractmethod
     def alltoall_bytes(
         self,
         data: np.ndarray,
@@ -162,20 +155,24 @@ class Transport(ABC):
         receive_counts: Sequence[int],
     ) -> None:
         """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
+        np.copyto(out, data)
 
-    @abstractmethod
     def messages(self) -> PointToPoint:
         """Open a channel for point-to-point messages; collective."""
+        raise ConfigurationError(
+            "Messages need at least two ranks, got one process; start more with mpirun, srun or "
+            "hvdtrain run."
+        )
 
-    @abstractmethod
     def subset(self, ranks: Sequence[int]) -> Transport | None:
         """Return a transport for these sorted ranks, or None on other ranks; collective."""
+        return Transport()
 
     def take_buffer(self, nbytes: int) -> np.ndarray:
         """Return an unused flat uint8 array for results."""
         return self._pool.take(nbytes)
 
-    def start_over(self) -> None:  # noqa: B027
+    def start_over(self) -> None:
         """Discard an operation that has started; collective."""
 
     @contextmanager
@@ -191,60 +188,14 @@ class Transport(ABC):
                 "work may take that long, raise HVDTRAIN_TIMEOUT_S."
             )
 
-    def fail(self, reason: str) -> None:  # noqa: B027
+    def fail(self, reason: str) -> None:
         """Notify every other rank that this rank has failed."""
 
-    def leave(self, code: int = 0) -> None:  # noqa: B027
+    def leave(self, code: int = 0) -> None:
         """Wait for the other ranks at the end of a program that exits with ``code``."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stop background threads."""
 
-    def free(self) -> None:  # noqa: B027
+    def free(self) -> None:
         """Free memory and communicators after the last operation; collective."""
-
-
-class SingleTransport(Transport):
-    """The transport of a single process; needs no MPI."""
-
-    kind = "single"
-
-    def agree(self, call: Call) -> bool:
-        """Return True: a single process always agrees."""
-        return True
-
-    def allreduce(self, reduction: Reduction) -> bool:
-        """Copy the inputs."""
-        for array, out in zip(reduction.inputs, reduction.outputs):
-            np.copyto(out, array)
-            if reduction.finite is not None:
-                reduction.finite.check(out)
-        return True
-
-    def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Copy the data."""
-        np.copyto(out, data)
-
-    def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
-        """Do nothing: the root already has the bytes."""
-
-    def alltoall_bytes(
-        self,
-        data: np.ndarray,
-        send_counts: Sequence[int],
-        out: np.ndarray,
-        receive_counts: Sequence[int],
-    ) -> None:
-        """Copy the data."""
-        np.copyto(out, data)
-
-    def messages(self) -> PointToPoint:
-        """Raise: there are no other ranks."""
-        raise ConfigurationError(
-            "Messages need at least two ranks, got one process; start more with mpirun, srun or "
-            "hvdtrain run."
-        )
-
-    def subset(self, ranks: Sequence[int]) -> SingleTransport:
-        """Return another transport of a single process."""
-        return SingleTransport()

@@ -95,12 +95,9 @@ class Link(NamedTuple):
 
 
 def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], member: int) -> Hierarchy:
-    """Find the place of a rank among the remaining ranks.
+    """Find the place of an initial rank among the remaining ranks, ``members``.
 
-    Args:
-        members: The initial ranks of the remaining ranks, in order.
-        host_of: The host of each initial rank.
-        member: The initial rank of this process.
+    ``host_of`` has the host of each initial rank.
     """
     initial = [rank for rank, host in enumerate(host_of) if host == host_of[member]]
     remaining = [rank for rank in members if host_of[rank] == host_of[member]]
@@ -114,12 +111,7 @@ def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], member: int) 
 
 
 def choose_chunk_bytes(hosts: int, most_bytes: int = MOST_CHUNK_BYTES) -> int:
-    """Choose the chunk size so that each host's part of a chunk is not too small.
-
-    Args:
-        hosts: Number of hosts.
-        most_bytes: The largest size for which there is memory.
-    """
+    """Choose a chunk size for which each host's part of a chunk is not too small."""
     chunk_bytes = CHUNK_BYTES
     target = min(hosts * LEAST_MESSAGE_BYTES, MOST_CHUNK_BYTES)
     while chunk_bytes < target and 2 * chunk_bytes <= most_bytes:
@@ -140,11 +132,6 @@ def choose_turns(hosts: int, cross_groups: int, chunk_bytes: int) -> int:
 
     With one set each group carries its share of every chunk. With many hosts the parts of these
     shares become small and the messages numerous, so each set carries only some of the chunks.
-
-    Args:
-        hosts: Number of hosts.
-        cross_groups: Number of groups.
-        chunk_bytes: Size of a chunk.
     """
     return max(1, min(cross_groups, hosts * cross_groups * LEAST_MESSAGE_BYTES // chunk_bytes))
 
@@ -162,12 +149,8 @@ def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
     """Choose the bucket size for gradients that become available one by one.
 
     Small buckets start earlier and leave less to do at the end; but each allreduce has a fixed
-    cost, and sends two messages per chunk to every other party.
-
-    Args:
-        link: The link between the parties, which most data crosses twice.
-        parties: Number of hosts, or of ranks without shared memory.
-        chunk_bytes: Size of a chunk.
+    cost, and sends two messages per chunk to every other party: host, or rank without shared
+    memory.
     """
     bytes_per_s = link.bytes_per_s / 2
     target = TIMES_CALL * bytes_per_s * (CALL_S + 3 * link.latency_s)

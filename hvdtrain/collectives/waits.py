@@ -48,8 +48,6 @@ class SpinWait:
     """Waits for other ranks: spins, then sleeps and checks for failures until a time-out.
 
     Args:
-        detector: Checked during long waits.
-        timeout_s: Seconds until the wait fails.
         spins: Whether each rank has a core of its own; otherwise spinning would slow other ranks.
         needs_all: See ``FailureDetector.check``.
 
@@ -116,19 +114,14 @@ class SpinWait:
 
 
 class Watchdog:
-    """Ends a process that hangs inside a call of MPI or Horovod, from a thread of its own.
+    """Ends a process that hangs inside a call of MPI or Horovod, from a separate thread.
 
     hvdtrain's own waits have time-outs, but collective calls of MPI, such as those that create a
-    communicator, return only once all ranks have made them, and can't be interrupted. All calls of
-    Horovod are like that.
+    communicator, return only once all ranks have made them, and can't be interrupted. The same
+    holds for all calls of Horovod.
 
-    Args:
-        inside: Returns the start time of the current call on the monotonic clock and the
-            operation, or None if there is no call or it has a time-out of its own.
-        rank: This rank, for the error.
-        size: Number of ranks, for the error.
-        timeout_s: How long a call may take; some seconds are added.
-        library: ``"MPI"`` or ``"Horovod"``.
+    ``inside`` returns the start time of the current call on the monotonic clock and the operation,
+    or None outside of such calls. Calls may take some seconds longer than ``timeout_s``.
     """
 
     def __init__(

@@ -34,16 +34,8 @@ def allreduce(
 ) -> list[tf.Tensor]:
     """Combine tensors over all ranks, on devices if possible, otherwise on the host.
 
-    Args:
-        tensors: The contributions of this rank.
-        op: The operation.
-        on_devices: Combines tensors on devices, if available.
-        on_host: Combines arrays; it must apply all other options itself.
-        name: Identifies the operation in errors.
-        prescale: Multiplies the inputs.
-        postscale: Multiplies the results.
-        before: See ``DeviceCollectives.allreduce``.
-        after: See ``DeviceCollectives.allreduce``.
+    ``on_host`` combines arrays, and must apply the scale factors itself. For ``before`` and
+    ``after`` see ``DeviceCollectives.allreduce``.
     """
     if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
@@ -68,11 +60,7 @@ def exchange(
 ) -> list[Any]:
     """Combine tensors like Horovod: differentiably, and without checks of names and values.
 
-    Args:
-        tensors: Tensors, variables or ``tf.IndexedSlices``, whose rows are concatenated.
-        how: The options.
-        ranks: The participating ranks.
-        name: Identifies the operation in errors; the same on all ranks.
+    The rows of ``tf.IndexedSlices`` are concatenated.
 
     Raises:
         NotImplementedError: ``how`` does not support ``tf.IndexedSlices``.

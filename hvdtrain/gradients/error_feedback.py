@@ -105,14 +105,7 @@ class ErrorFeedback:
     ) -> tuple[list[np.ndarray], float]:
         """Average gradients with the unsent parts of earlier ones; collective.
 
-        Args:
-            collectives: The engine of the ranks.
-            kept: The arrays kept for each variable.
-            gradients: The gradients of this rank.
-            op: ``average`` or ``sum``.
-            weight: The weight of this rank.
-            require_finite: Whether NaN and infinity are errors.
-            name: Identifies the operation in errors.
+        ``kept`` has the arrays kept for the variable of each gradient.
 
         Returns:
             The averages, and the mean weight of the contributing ranks.

@@ -132,13 +132,7 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
-    """Raise the same ``NonFiniteError`` on all ranks; collective.
-
-    Args:
-        collectives: The engine of the ranks.
-        bad: The non-finite gradients of this rank.
-        what: ``"gradient"`` or ``"weight"``.
-    """
+    """Raise the same ``NonFiniteError`` on all ranks, for the bad gradients of each; collective."""
     everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
     causes = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
     raise NonFiniteError(

@@ -31,12 +31,7 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Serialize rows.
-
-    Args:
-        values: The rows, of shape (n, ...).
-        indices: Integers of shape (n,).
-        weight: The weight of this rank, a scalar of the dtype of ``values``.
+    """Serialize rows, their indices of shape (n,), and the scalar weight of this rank.
 
     Returns:
         uint8 of shape (n + 1, m).
@@ -54,10 +49,7 @@ def unpack_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Deserialize the concatenated rows of several ranks.
 
-    Args:
-        joined: uint8 of shape (rows, m).
-        values: The values of this rank, for dtype and shape.
-        indices: The indices of this rank, for the dtype.
+    ``values`` and ``indices`` of this rank provide dtypes and shape.
 
     Returns:
         The values and indices of all ranks, and the weight of each rank.

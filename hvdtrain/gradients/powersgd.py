@@ -43,10 +43,7 @@ class SentMeans(NamedTuple):
 class PowerSGD:
     """Approximate averages of float32 arrays over the ranks by low-rank matrices.
 
-    NaN and infinity in an array of any rank appear in its mean.
-
-    Args:
-        rank: The number of columns of P and Q.
+    ``rank`` is the number of columns of P and Q. NaN and infinity of any rank appear in the mean.
     """
 
     def __init__(self, rank: int) -> None:
@@ -70,14 +67,10 @@ class PowerSGD:
         weight: float,
         name: str,
     ) -> SentMeans:
-        """Average the arrays of all ranks; collective.
+        """Average the arrays of all ranks, with shapes that ``takes`` accepts; collective.
 
-        Args:
-            collectives: The engine of the ranks.
-            arrays: float32 arrays of shapes that ``takes`` accepts.
-            states: The states that the previous call returned, the same on all ranks.
-            weight: Averaged exactly, over the ranks that contribute to the means.
-            name: Identifies the operation in errors.
+        ``states`` are those that the previous call returned, the same on all ranks. ``weight`` is
+        averaged exactly, over the ranks that contribute to the means.
         """
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
         begin = [_warm_start(state) for state in states]
@@ -101,13 +94,10 @@ class PowerSGD:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the matrix that holds an array, with the smallest sum of both.
+    """Return rows and columns of the matrix for an array, with the smallest sum of both.
 
     A convolution kernel, whose last axis is the output, becomes (height * width * input, output)
     if it has many channels, as in the paper.
-
-    Args:
-        shape: Two axes or more.
     """
     cuts = [(math.prod(shape[:n]), math.prod(shape[n:])) for n in range(1, len(shape))]
     return min(cuts, key=sum)

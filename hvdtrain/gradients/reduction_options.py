@@ -80,16 +80,11 @@ class ReduceOptions:
         sizes: Sequence[int],
         bucket_bytes: int,
     ) -> list[list[int]]:
-        """Divide variables with gradients into non-empty groups.
+        """Divide variables with gradients into non-empty groups, which are returned as indices.
 
-        By default, these are buckets that start with the last variables, whose gradients are
-        available first.
-
-        Args:
-            indices: Indices of the variables with gradients.
-            variables: All variables.
-            sizes: Bytes of each gradient, or 0 if unknown.
-            bucket_bytes: Minimum size of a bucket; 0 for one bucket.
+        By default, these are buckets of at least ``bucket_bytes`` that start with the last
+        variables, whose gradients are available first. ``sizes`` has the bytes of each gradient, or
+        0 if unknown.
         """
         if self.groups is None:
             return _buckets(indices, sizes, bucket_bytes)

@@ -41,7 +41,7 @@ class DistributedGradientTape:
     _hvdtrain_reducer: GradientReducer
 
     def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
-        # Both tapes share one recording.
+        """Create a subclass instance of the wrapped tape, which shares its recording."""
         kinds: Any = cls, type(tape)
         distributed: Any = object.__new__(_mixed(*kinds))
         distributed.__dict__ = tape.__dict__
@@ -101,11 +101,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_mode(what: str, *, gradients: bool = True) -> None:
-    """Check that the mode supports a function.
-
-    Args:
-        what: Name of the function.
-        gradients: Whether it averages gradients.
+    """Check that the mode supports a function, which may average ``gradients``.
 
     Raises:
         ModelError: Some ranks are parameter servers, or ranks average weights, not gradients.
