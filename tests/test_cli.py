@@ -105,6 +105,7 @@ USAGE_ERRORS = {
         ["run", "--worker-hosts", "a", "--ps-hosts", "b", "true"],
         "--worker-hosts, --ps-hosts names parameter servers, but --mode allreduce has none",
     ),
+    "code-on-stdin": (["run", "-np", "2", "--", "python", "-"], "got python -; save the code in"),
     "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),
 }
 
@@ -136,15 +137,6 @@ def test_a_failed_start_exits_125(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["run", "-np", "2", "--", "true"]) == 125
     assert "mpirun was not found" in capsys.readouterr().err
-
-
-def test_options_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text('np = 4\nhosts = "localhost:4"\nno-bind = true\n')
-    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "--", "true"]) == 0
-    shown = capsys.readouterr().out
-    assert " -np 3 " in shown
-    assert "HVDTRAIN_BIND" in shown
 
 
 def test_settings_from_variables(

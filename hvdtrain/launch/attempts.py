@@ -138,10 +138,7 @@ class _Attempts:
         self._history: list[Outcome] = []
         slots = sum(host.slots for host in resources.hosts)
         self._watch = HostWatch(
-            environ,
-            ranks=job.ranks or slots,
-            slots=slots,
-            may_grow=bool(job.settings.elastic),
+            environ, ranks=job.ranks or slots, slots=slots, may_grow=bool(job.settings.elastic)
         )
         self._started_at = time.monotonic()
         self._console = Console(

@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rare: dict[argparse.Action, str | None] = {}
     parser.add_argument("--help-all", action=_HelpAll, rare=rare, help="show all options and exit")
     parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file with options; the command line overrides it",
+        "--config", metavar="FILE", help="TOML file with options; the command line overrides it"
     )
     _add_placement(parser.add_argument_group("ranks and hosts"))
     _add_output(parser.add_argument_group("output"))

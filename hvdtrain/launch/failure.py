@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     from hvdtrain.remote.problem import Problem
     from hvdtrain.remote.remote_probe import FailureKind, Method
 
-__all__ = [
-    "Cause",
-    "JobRecord",
-    "Outcome",
-    "classify",
-    "explain_start_failure",
-    "is_preempted",
-]
+__all__ = ["Cause", "JobRecord", "Outcome", "classify", "explain_start_failure", "is_preempted"]
 
 _STARTER_LINES = 40
 

@@ -16,13 +16,7 @@ from hvdtrain.config.fields import argument
 from hvdtrain.errors import LaunchError
 from hvdtrain.version import __version__
 
-__all__ = [
-    "HOROVOD_FLAGS",
-    "HorovodFlag",
-    "add_horovod_flags",
-    "check_build",
-    "explain_unneeded",
-]
+__all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "check_build", "explain_unneeded"]
 
 
 @dataclass(frozen=True)

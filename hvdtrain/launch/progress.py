@@ -331,12 +331,7 @@ class ProgressPublisher:
         self._saved = reports.saved
 
     def review(
-        self,
-        now: float,
-        hosts: Mapping[int, str],
-        running: Collection[int],
-        *,
-        last: bool = False,
+        self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
         """Publish what is new, if the interval is over or this is the ``last`` call."""
         if now < self._due_at and not last:

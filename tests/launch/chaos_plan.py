@@ -65,12 +65,7 @@ class Fault:
 
 
 def make_plan(
-    seed: int,
-    duration_s: float,
-    hosts: Sequence[str],
-    *,
-    min_hosts: int,
-    elastic: bool = False,
+    seed: int, duration_s: float, hosts: Sequence[str], *, min_hosts: int, elastic: bool = False
 ) -> list[Fault]:
     """Return the faults of a run in order; from 120 s on, every kind occurs.
 

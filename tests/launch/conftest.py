@@ -1,4 +1,4 @@
-"""What only these tests ask for."""
+"""Fixtures of the launcher's tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launch.jobs import HVDTRAIN, StartedJob
 
 @pytest.fixture
 def hangups() -> Iterator[None]:
-    """What a test starts takes notice of SIGHUP, also where the tests run under nohup."""
+    """Restore the default action of SIGHUP for child processes, which nohup ignores."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -23,21 +23,21 @@ def hangups() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
-    """The jobs that the command would run, each with its environment."""
+    """Record the jobs that the command would run, each with its environment."""
     jobs: list[tuple[Job, dict[str, str]]] = []
 
-    def note(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
+    def record(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
         jobs.append((job, environ))
         return 0
 
-    monkeypatch.setattr("hvdtrain.job_commands.run.run_recorded", note)
+    monkeypatch.setattr("hvdtrain.job_commands.run.run_recorded", record)
     monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
     return jobs
 
 
 @pytest.fixture
 def start_job() -> Iterator[Callable[..., StartedJob]]:
-    """Start ``hvdtrain run`` in the background; nothing of it outlives the test."""
+    """Return a function that starts ``hvdtrain run`` in the background until the test ends."""
     jobs: list[StartedJob] = []
 
     def start(*arguments: str, body: str, command: Sequence[str] = HVDTRAIN) -> StartedJob:

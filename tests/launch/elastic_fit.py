@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,12 +91,7 @@ class Watch(keras.callbacks.Callback):
         self._scenario = scenario
         self._mortal = rank == scenario.dies
         self._turns = 0
-        self._size = hvdtrain.size()
-        self._last_s = 0.0
         self.steps = 0
-        self.pauses_s: list[float] = []
-        # The longest pause between two steps around a loss.
-        self.longest_s = 0.0
         # For each epoch, whether the validation saw each sample once.
         self.exact: list[bool] = []
 
@@ -119,21 +113,12 @@ class Watch(keras.callbacks.Callback):
             self._die_after(self._scenario.turn)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._last_s = 0.0
         self._moment("epoch begin")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._moment("step")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now_s = time.monotonic()
-        pause_s = now_s - self._last_s if self._last_s else 0.0
-        if hvdtrain.size() != self._size:
-            self._size = hvdtrain.size()
-            self.longest_s = max(self.longest_s, pause_s)
-        elif pause_s:
-            self.pauses_s.append(pause_s)
-        self._last_s = now_s
         self.steps += 1
         self._moment("step end")
 
@@ -221,8 +206,6 @@ def train(scenario: Scenario, rank: int) -> dict[str, Any]:
         "steps": watch.steps,
         "exact": watch.exact,
         "loss": history.history["loss"],
-        "pause_s": float(np.median(watch.pauses_s)),
-        "longest_s": watch.longest_s,
     }
 
 

@@ -1,4 +1,4 @@
-"""Programs that fail, and jobs of ``hvdtrain run`` whose every process can be counted."""
+"""Failing programs, and background jobs of ``hvdtrain run`` with all their processes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 COLLAPSING = [sys.executable, "-m", "hvdtrain", "run"]
-# So that each rank's lines can be told apart.
+# Every line has the tag of its rank.
 HVDTRAIN = [*COLLAPSING, "--no-collapse"]
-# What the harness sets for jobs of its own; here hvdtrain's own defaults are on trial.
+# Unsets variables of the test harness, to test hvdtrain's defaults.
 OWN_DEFAULTS: dict[str, str | None] = {
     "OMPI_ALLOW_RUN_AS_ROOT": None,
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": None,
@@ -51,15 +51,11 @@ RANK = (
     "or os.environ['SLURM_PROCID'])"
 )
 
-# For jobs on the cluster, whose hosts share the cores: who waits must let the others work.
-ON_CLUSTER = {
-    **OWN_DEFAULTS,
-    "PYTHONPATH": str(REPOSITORY),
-    **YIELDING,
-}
+# The hosts of the cluster share cores, so waiting ranks must yield.
+ON_CLUSTER = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), **YIELDING}
 
-# What the failing rank does, the exit code of the job, and what the verdict holds. Out of memory
-# needs the fixture cgroup.
+# The fault, the exit code of the job, and a part of the message. Out of memory needs the fixture
+# cgroup.
 FAULTS: dict[str, tuple[str, int, str]] = {
     "exception": ("raise ValueError('no such batch')", 1, "ValueError: no such batch"),
     "exit-7": ("sys.exit(7)", 7, ""),
@@ -71,7 +67,7 @@ FAULTS: dict[str, tuple[str, int, str]] = {
         137,
         f"(SIGKILL): out of memory (cgroup limit {LIMIT_BYTES >> 20} MiB)",
     ),
-    "import-error": ("import nothing_of_that_name", 1, "ModuleNotFoundError"),
+    "import-error": ("import no_such_module", 1, "ModuleNotFoundError"),
     "missing-file": ("open('/nonexistent/data')", 1, "FileNotFoundError"),
     "in-a-thread-while-main-waits": (
         "import threading; threading.Thread(target=lambda: os._exit(9)).start(); time.sleep(60)",
@@ -82,44 +78,37 @@ FAULTS: dict[str, tuple[str, int, str]] = {
 
 
 def program(body: str, python: Sequence[str] = ("python",)) -> list[str]:
-    """A command that runs ``body`` in Python, knowing its rank."""
+    """Return a command that runs ``body`` in Python, with its rank in ``rank``."""
     return [*python, "-c", f"import os, sys, time; rank = {RANK}\n{textwrap.dedent(body)}"]
 
 
 def with_mark(mark: str) -> dict[str, str]:
-    """An environment whose processes ``StartedJob.left`` finds again."""
+    """Return an environment that marks processes for ``marked``."""
     environ = {name: value for name, value in os.environ.items() if name not in OWN_DEFAULTS}
     return {**environ, "PYTHONPATH": str(REPOSITORY), "HVDTRAIN_TEST_MARK": mark}
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that run in an environment of ``with_mark``."""
-    wanted = f"HVDTRAIN_TEST_MARK={mark}".encode()
-    found = []
+    """Return the processes with an environment of ``with_mark``."""
+    variable = f"HVDTRAIN_TEST_MARK={mark}".encode()
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+            if state != "Z" and variable in (entry / "environ").read_bytes().split(b"\0"):
+                pids.append(int(entry.name))
+    return pids
 
 
 def kill_marked(mark: str) -> None:
-    """End them all."""
+    """Kill all marked processes."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class StartedJob:
-    """``hvdtrain run`` in the background.
-
-    Args:
-        arguments: Of ``hvdtrain run``.
-        body: What each rank runs.
-        mark: A word that no other process has in its environment.
-        command: Starts ``hvdtrain run``.
-    """
+    """``hvdtrain run`` in the background, with a unique mark in its environment."""
 
     def __init__(
         self, arguments: list[str], body: str, mark: str, command: Sequence[str] = HVDTRAIN
@@ -137,23 +126,23 @@ class StartedJob:
         )
 
     def left(self) -> list[int]:
-        """Processes of the job that still run."""
+        """Return the processes of the job that still run."""
         return marked(self.mark)
 
     def named(self, *names: str) -> list[int]:
-        """Processes of the job that run one of these programs or modules."""
-        found = []
+        """Return the processes of the job that run one of these programs or modules."""
+        pids = []
         for pid in self.left():
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            # A module stands behind python -P -m.
+            # Modules are started with python -P -m.
             module = words[1:3] == ["-P", "-m"]
             word = words[3] if module else os.path.basename(words[0])
             if word in names:
-                found.append(pid)
-        return found
+                pids.append(pid)
+        return pids
 
     def wait_for(self, count: int, folder: Path, timeout_s: float = 30.0) -> None:
-        """Wait until the ranks have left ``count`` files in ``folder``."""
+        """Wait until the ranks have created ``count`` files in ``folder``."""
         deadline = time.monotonic() + timeout_s
         while len(os.listdir(folder)) < count:
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -163,16 +152,16 @@ class StartedJob:
             time.sleep(0.02)
 
     def seconds_until_nothing_is_left(self, timeout_s: float) -> float:
-        """How long the last process took to go; raises where one stays."""
+        """Wait until no process is left, and return the seconds; fails after ``timeout_s``."""
         started = time.monotonic()
         while self.left():
             if time.monotonic() - started > timeout_s:
-                raise AssertionError(f"still there after {timeout_s} s: {self.left()}")
+                raise AssertionError(f"still running after {timeout_s} s: {self.left()}")
             time.sleep(0.05)
         return time.monotonic() - started
 
     def end(self) -> None:
-        """Whatever happened: nothing stays behind."""
+        """Kill all processes of the job."""
         kill_marked(self.mark)
         self.process.wait(timeout=10)
         assert self.process.stdout is not None

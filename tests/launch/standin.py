@@ -1,9 +1,9 @@
-"""A training program without training: it steps together, reports, saves, resumes, is preempted.
+"""A stand-in for a training program: it steps, reports, saves, resumes and handles preemption.
 
-``python -m tests.launch.standin FOLDER`` on every rank. Rank 0 keeps the checkpoint, the number of
-steps done, in FOLDER/checkpoint. Each line of FOLDER/steps is a step that rank 0 completed:
-"attempt size step". What is to go wrong is given with ``--fault RANK STEP WHAT``: Python that a
-rank runs before a step, in the first attempt alone.
+Run ``python -m tests.launch.standin FOLDER`` on every rank. FOLDER/checkpoint contains the number
+of steps at the last checkpoint, and FOLDER/steps a line "attempt size step" for each step that
+rank 0 has completed. ``--fault RANK STEP CODE`` runs Python code on a rank before a step, in the
+first attempt only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Standin:
     def __init__(self, arguments: argparse.Namespace) -> None:
         import mpi4py
 
-        # A rank that raises an exception would wait for the others there.
+        # A rank with an exception would wait for the others in MPI_Finalize.
         mpi4py.rc.finalize = False
         from mpi4py import MPI
 
@@ -36,20 +36,20 @@ class Standin:
         self.rank = self.comm.Get_rank()
         self.attempt = os.environ.get("HVDTRAIN_ATTEMPT", "1")
         self.folder = Path(arguments.folder)
-        self.told = 0
+        self.received = 0
         self.waiting = ""
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, self.note)
+            signal.signal(number, self.handle)
 
-    def note(self, number: int, frame: object) -> None:
-        self.told = number
+    def handle(self, number: int, frame: object) -> None:
+        self.received = number
 
     def run(self) -> None:
         report.watch(lambda: self.waiting)
         done = self.resume()
         report.phase("training")
         while done < self.arguments.steps:
-            self.go_wrong(done + 1)
+            self.inject_fault(done + 1)
             time.sleep(self.arguments.step_s)
             stop = self.agree(done + 1)
             done += 1
@@ -60,7 +60,7 @@ class Standin:
             if stop or done % self.arguments.every == 0:
                 self.save(done)
             if stop:
-                # It may come again, when Python is ending and catches it no more.
+                # A repeated signal would kill a Python that is exiting.
                 for number in (signal.SIGUSR1, signal.SIGUSR2):
                     signal.signal(number, signal.SIG_IGN)
                 self.finalize()
@@ -68,14 +68,14 @@ class Standin:
         self.finalize()
 
     def agree(self, step: int) -> bool:
-        """Whether any rank was told to stop; all learn of it in the same step."""
+        """Return whether any rank was signalled; the same on all ranks."""
         self.waiting = "allreduce(gradients)"
-        stop = self.survive(lambda: self.comm.allreduce(self.told != 0))
+        stop = self.survive(lambda: self.comm.allreduce(self.received != 0))
         self.waiting = ""
         return bool(stop)
 
     def survive(self, operation: Callable[[], Any]) -> Any:
-        """``operation`` among all ranks, or among those that are left."""
+        """Run an operation on all ranks, or again on the remaining ones after a loss."""
         from mpi4py import MPI
 
         while True:
@@ -106,11 +106,11 @@ class Standin:
         self.survive(lambda: self.comm.barrier())
         report.phase("training")
 
-    def go_wrong(self, step: int) -> None:
-        for rank, at, what in self.arguments.fault:
+    def inject_fault(self, step: int) -> None:
+        for rank, at, code in self.arguments.fault:
             first = self.attempt == "1" and "SLURM_RESTART_COUNT" not in os.environ
             if (int(rank), int(at)) == (self.rank, step) and (first or self.arguments.always):
-                exec(what, {"os": os, "sys": sys, "time": time, "signal": signal})
+                exec(code, {"os": os, "sys": sys, "time": time, "signal": signal})
 
 
 def main() -> None:
@@ -120,8 +120,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--fault", nargs=3, action="append", default=[])
-    parser.add_argument("--elastic", action="store_true", help="go on without a lost rank")
-    parser.add_argument("--always", action="store_true", help="in every attempt")
+    parser.add_argument("--elastic", action="store_true", help="continue without a lost rank")
+    parser.add_argument("--always", action="store_true", help="faults in every attempt")
     Standin(parser.parse_args()).run()
 
 

@@ -133,10 +133,7 @@ def test_an_invalid_hello_is_refused(harness: Harness, changes: dict[str, Any]) 
     assert harness.err.getvalue() == "[1] still here\n"
 
 
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\n\r\n",
-    "endless": b"x" * (MAX_MESSAGE_BYTES + 1),
-}
+GARBAGE = {"http": b"GET / HTTP/1.1\r\n\r\n", "endless": b"x" * (MAX_MESSAGE_BYTES + 1)}
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)

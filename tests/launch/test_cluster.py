@@ -362,11 +362,7 @@ def ipv6_addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
 def test_hosts_named_by_ipv6_address(cluster: Cluster, ipv6_addresses: dict[str, str]) -> None:
     hosts = f"[{ipv6_addresses['node1']}]:1,[{ipv6_addresses['node2']}]:2"
     body = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(rank))"
-    done = cluster.run(
-        [*HVDTRAIN, "-H", hosts, "--", *program(body)],
-        env=ON_CLUSTER,
-        timeout_s=60,
-    )
+    done = cluster.run([*HVDTRAIN, "-H", hosts, "--", *program(body)], env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 0, done
     lines = sorted(done.stdout.splitlines())
     assert [line.partition("] ")[2] for line in lines] == ["3"] * 3, done

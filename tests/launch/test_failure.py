@@ -34,6 +34,10 @@ def one(rank: int, code: int | None, record: FailureRecord | None = None, **more
     return RankExit(rank=rank, host=HOSTS[rank], code=code, record=record, failed_at=at, **more)
 
 
+def signalled(rank: int, code: int | None) -> RankExit:
+    return one(rank, code, was_signalled=True)
+
+
 def started(*ranks: int) -> JobProgress:
     reports = JobProgress()
     for rank in ranks:
@@ -55,113 +59,43 @@ OUTCOMES: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
     "exception": ([one(1, 1, VALUE), one(0, 1, PEER)], {}, 1, "exception"),
     "killed": ([one(1, KILLED), one(0, 1, PEER)], {}, KILLED, "infrastructure"),
     "crashed": ([one(1, 139)], {}, 139, "infrastructure"),
-    "lost": (
-        [one(1, None), one(0, 143, was_signalled=True)],
-        {},
-        KILLED,
-        "infrastructure",
-    ),
+    "lost": ([one(1, None), signalled(0, 143)], {}, KILLED, "infrastructure"),
     "timed-out": ([one(0, 1, TIMEOUT)], {}, 124, "infrastructure"),
-    "hang": (
-        [one(0, 143, was_signalled=True)],
-        {"hang": "the job hangs"},
-        124,
-        "infrastructure",
-    ),
+    "hang": ([signalled(0, 143)], {"hang": "the job hangs"}, 124, "infrastructure"),
     "follower-only": ([one(0, 1, PEER)], {}, 1, "infrastructure"),
     "own-code": ([one(0, 3)], {}, 3, "own code"),
     "own-code-1": ([one(0, 1)], {"reports": started(0)}, 1, "own code"),
     "1-before-the-start": ([one(0, 1)], {"reports": started(1)}, 1, "exception"),
-    "own-code-14": ([one(0, 14), one(1, 143, was_signalled=True)], {}, 14, "own code"),
-    "killed-and-ended-by-mpi": (
-        [one(0, 14), one(1, KILLED)],
-        {},
-        KILLED,
-        "infrastructure",
-    ),
-    "lost-and-ended-by-mpi": (
-        [one(0, 14), one(1, None, was_signalled=True)],
-        {},
-        KILLED,
-        "infrastructure",
-    ),
-    "ended-by-mpi": (
-        [one(0, 195, stderr=PMIX), one(1, 143, was_signalled=True)],
-        {},
-        195,
-        "infrastructure",
-    ),
-    "ended-by-mpi-silently": (
-        [one(0, 14), one(1, 14)],
-        {"starter": "srun"},
-        14,
-        "infrastructure",
-    ),
+    "own-code-14": ([one(0, 14), signalled(1, 143)], {}, 14, "own code"),
+    "killed-and-ended-by-mpi": ([one(0, 14), one(1, KILLED)], {}, KILLED, "infrastructure"),
+    "lost-and-ended-by-mpi": ([one(0, 14), signalled(1, None)], {}, KILLED, "infrastructure"),
+    "ended-by-mpi": ([one(0, 195, stderr=PMIX), signalled(1, 143)], {}, 195, "infrastructure"),
+    "ended-by-mpi-silently": ([one(0, 14), one(1, 14)], {"starter": "srun"}, 14, "infrastructure"),
     "own-code-in-slurm": ([one(0, 3)], {"starter": "srun"}, 3, "own code"),
-    "exception-and-ended-by-mpi": (
-        [one(0, 14, stderr=PMIX), one(1, 1, VALUE)],
-        {},
-        1,
-        "exception",
-    ),
-    "exception-14": (
-        [one(0, 14, VALUE), one(1, None, was_signalled=True)],
-        {},
-        14,
-        "own code",
-    ),
+    "exception-and-ended-by-mpi": ([one(0, 14, stderr=PMIX), one(1, 1, VALUE)], {}, 1, "exception"),
+    "exception-14": ([one(0, 14, VALUE), signalled(1, None)], {}, 14, "own code"),
     "255": ([one(0, 255)], {}, 255, "own code"),
     "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
-    "missing-and-signalled": (
-        [one(0, 143, was_signalled=True)],
-        {"seen": {0: "a"}},
-        125,
-        "infrastructure",
-    ),
+    "missing-and-signalled": ([signalled(0, 143)], {"seen": {0: "a"}}, 125, "infrastructure"),
     "starter": ([one(0, 0), one(1, 0)], {"starter_code": 9}, 9, "own code"),
-    "interrupted": ([one(0, 130, was_signalled=True)], stop(signal.SIGINT), 130, "ordered"),
-    "too-late-to-be-cancelled": (
-        [one(0, 0), one(1, 0)],
-        stop(signal.SIGTERM),
-        0,
-        "done",
-    ),
-    "handles-sigterm": (
-        [one(0, 0), one(1, 0, was_signalled=True)],
-        stop(signal.SIGTERM),
-        143,
-        "ordered",
-    ),
+    "interrupted": ([signalled(0, 130)], stop(signal.SIGINT), 130, "ordered"),
+    "too-late-to-be-cancelled": ([one(0, 0), one(1, 0)], stop(signal.SIGTERM), 0, "done"),
+    "handles-sigterm": ([one(0, 0), signalled(1, 0)], stop(signal.SIGTERM), 143, "ordered"),
     "cancelled-at-its-start": (
         [one(0, 0)],
         {**stop(signal.SIGTERM), "seen": {0: "a"}},
         143,
         "ordered",
     ),
-    "cancelled": ([one(0, 75, was_signalled=True)], stop(signal.SIGTERM), 143, "ordered"),
-    "preempted": ([one(0, 75, was_signalled=True)], stop(signal.SIGUSR1), 75, "ordered"),
-    "preempted-silently": (
-        [one(0, 138, was_signalled=True)],
-        stop(signal.SIGUSR1),
-        75,
-        "ordered",
-    ),
+    "cancelled": ([signalled(0, 75)], stop(signal.SIGTERM), 143, "ordered"),
+    "preempted": ([signalled(0, 75)], stop(signal.SIGUSR1), 75, "ordered"),
+    "preempted-silently": ([signalled(0, 138)], stop(signal.SIGUSR1), 75, "ordered"),
     "ranks-preempted": ([one(0, 75), one(1, 75)], {}, 75, "preempted"),
-    "one-rank-signalled": (
-        [one(1, 75, was_signalled=True), one(0, 75)],
-        {},
-        75,
-        "preempted",
-    ),
+    "one-rank-signalled": ([signalled(1, 75), one(0, 75)], {}, 75, "preempted"),
     "preempted-then-killed": ([one(0, 75), one(1, KILLED, at=5)], {}, 75, "preempted"),
-    "killed-then-preempted": (
-        [one(0, KILLED), one(1, 75, at=5)],
-        {},
-        KILLED,
-        "infrastructure",
-    ),
+    "killed-then-preempted": ([one(0, KILLED), one(1, 75, at=5)], {}, KILLED, "infrastructure"),
     "one-signalled-rank-dies-of-it": (
-        [one(1, 138, was_signalled=True), one(0, 1, PEER, at=5)],
+        [signalled(1, 138), one(0, 1, PEER, at=5)],
         {},
         1,
         "infrastructure",
@@ -210,13 +144,9 @@ MESSAGES: dict[str, tuple[list[RankExit], dict[str, Any], list[str]]] = {
         {"reports": reported(saved=30)},
         ["preempted at step 41, newest checkpoint from step 30; start the job again to resume"],
     ),
-    "preempted-without-reports": (
-        [one(0, 75)],
-        {},
-        ["preempted; start the job again to resume"],
-    ),
+    "preempted-without-reports": ([one(0, 75)], {}, ["preempted; start the job again to resume"]),
     "stopped-and-saved": (
-        [one(0, 75, was_signalled=True)],
+        [signalled(0, 75)],
         {"reports": reported(saved=41), **stop(signal.SIGTERM)},
         [
             "the job was stopped by SIGTERM at step 41, checkpoint saved; start the job again to "
@@ -224,12 +154,12 @@ MESSAGES: dict[str, tuple[list[RankExit], dict[str, Any], list[str]]] = {
         ],
     ),
     "stopped": (
-        [one(0, 143, was_signalled=True)],
+        [signalled(0, 143)],
         {"reports": reported(saved=41), **stop(signal.SIGTERM)},
         ["the job was stopped by SIGTERM"],
     ),
     "failed-while-saving": (
-        [one(0, 3), one(1, 75, was_signalled=True)],
+        [one(0, 3), signalled(1, 75)],
         stop(signal.SIGUSR1),
         [
             "rank 0 on a failed first: exit code 3",
@@ -254,7 +184,7 @@ def test_lost_work() -> None:
 
 
 def test_lost_hosts() -> None:
-    assert outcome_of(one(1, None), one(0, 143, was_signalled=True)).lost_hosts == ("b",)
+    assert outcome_of(one(1, None), signalled(0, 143)).lost_hosts == ("b",)
     refused = "ssh: connect to host b port 22: Connection refused"
     assert outcome_of(seen={}, starter_output=[refused]).lost_hosts == ("b",)
     assert outcome_of(seen={}, starter_output=["an unknown error"]).lost_hosts == ()

@@ -16,11 +16,7 @@ from hvdtrain.cli import main
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.cli import add_arguments
 from hvdtrain.launch.commands import network_variables
-from hvdtrain.launch.horovodrun import (
-    HOROVOD_FLAGS,
-    HorovodFlag,
-    explain_unneeded,
-)
+from hvdtrain.launch.horovodrun import HOROVOD_FLAGS, HorovodFlag, explain_unneeded
 from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 from hvdtrain.version import __version__
@@ -213,9 +209,7 @@ def test_the_last_flag_wins(job) -> None:
     assert job("--start-timeout-s", "8", "--start-timeout", "7").time_limits.start_s == 7
 
 
-def test_an_invalid_value_names_the_equivalent_flag(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_invalid_value_names_the_equivalent_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--start-timeout", "soon", "true"]) == 2
     assert "--start-timeout-s: expected seconds, 0 or more, got 'soon'" in capsys.readouterr().err
 

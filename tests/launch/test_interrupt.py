@@ -1,4 +1,4 @@
-"""Ctrl-C at ``hvdtrain run`` with the real mpirun: what is seen of ranks that are told to end."""
+"""Ctrl-C at ``hvdtrain run`` with the real mpirun: the output of stopping ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.launch.jobs import COLLAPSING, StartedJob
 
 pytestmark = pytest.mark.mpi
 
-# Leaves a file for the test, which then interrupts.
+# Creates a file; the test interrupts after it.
 READY = "open(os.path.join({folder!r}, str(rank)), 'w').close()"
 
 
 def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> list[str]:
-    """What is printed to the end, once both ranks have begun."""
+    """Interrupt the job once both ranks have started, and return its output."""
     job.wait_for(2, folder, timeout_s=150)
     job.process.send_signal(number)
     output, _ = job.process.communicate(timeout=30)
@@ -30,7 +30,7 @@ def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> lis
 def test_ctrl_c_lets_programs_clean_up(
     start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    """What they print meanwhile is shown, a line of all ranks once, and the end comes last."""
+    """Their output is shown, equal lines once, and the launcher's message is last."""
     body = f"""
     import atexit, multiprocessing
     pool = multiprocessing.Pool(2)
@@ -48,10 +48,10 @@ def test_ctrl_c_lets_programs_clean_up(
     assert last == "hvdtrain run: the job was stopped by SIGINT"
 
 
-def test_ranks_that_wait_for_each_other_end_in_time(
+def test_ranks_in_a_collective_stop_in_time(
     start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    """One dies first, and the other, which waits for it, is not taken for a failure."""
+    """The rank that waits for the other one has not failed."""
     body = f"""
     import numpy as np, signal, hvdtrain
     from hvdtrain import world
@@ -68,37 +68,37 @@ def test_ranks_that_wait_for_each_other_end_in_time(
     assert last == "hvdtrain run: the job was stopped by SIGINT"
 
 
-# ``hvdtrain run`` that is told to stop whenever its ranks have ended.
-TOLD_LATE = """
+# Sends SIGTERM to ``hvdtrain run`` several times after its ranks have ended.
+LATE_SIGNALS = """
 import atexit, os, signal, sys
 from hvdtrain.cli import main
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.supervisor import Supervisor
 
-def first_stop(act):
-    def acting(*arguments):
+def signal_before(function):
+    def wrapped(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return act(*arguments)
-    return acting
+        return function(*arguments)
+    return wrapped
 
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-Supervisor._end = first_stop(Supervisor._end)
-JobRecorder.close = first_stop(JobRecorder.close)
+Supervisor._end = signal_before(Supervisor._end)
+JobRecorder.close = signal_before(JobRecorder.close)
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize(("code", "phase"), [(0, "done"), (3, "own code")])
-def test_a_stop_that_comes_after_the_ranks_have_ended_changes_nothing(
+def test_a_signal_after_the_ranks_have_ended_changes_nothing(
     start_job: Callable[..., StartedJob], tmp_path: Path, code: int, phase: str
 ) -> None:
     job = start_job(
         *("-np", "1", "--jobs-dir", str(tmp_path)),
         body=f"sys.exit({code})",
-        command=[sys.executable, "-c", TOLD_LATE, "run"],
+        command=[sys.executable, "-c", LATE_SIGNALS, "run"],
     )
     output, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == code, output
     (state,) = tmp_path.glob("*/state.json")
-    told = json.loads(state.read_text())
-    assert (told["phase"], told["code"], told["cause"]) == ("ended", code, phase)
+    saved = json.loads(state.read_text())
+    assert (saved["phase"], saved["code"], saved["cause"]) == ("ended", code, phase)

@@ -150,11 +150,9 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
         cluster.restore(lost)
     assert done.returncode == 0, done
     third = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
-    assert sorted(done.stdout.splitlines()) == [
-        "[0 node1] trains",
-        "[1 node1] serves",
-        *third,
-    ], done
+    assert sorted(done.stdout.splitlines()) == ["[0 node1] trains", "[1 node1] serves", *third], (
+        done
+    )
 
 
 def test_a_job_without_servers_does_not_restart(cluster: Cluster, mended: None) -> None:

@@ -1,4 +1,4 @@
-"""Nobody reads what ``hvdtrain run`` prints for a time, or it is stopped: the job goes on."""
+"""Jobs continue while the reader of the output pauses, or ``hvdtrain run`` is suspended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.launch.jobs import StartedJob
 
 pytestmark = pytest.mark.mpi
 
-# More than TCP's time-outs, after which the other host counts as lost.
+# Longer than TCP's time-outs, after which the other host counts as lost.
 PAUSE_S = 9.0
 LINES = 20_000
 BODY = f"""
@@ -26,13 +26,13 @@ open(os.path.join({{folder!r}}, str(rank)), 'w').close()
 
 
 def shown_lines(output: str, rank: int) -> list[str]:
-    """The numbers of the lines that are shown of a rank, and its last line."""
+    """Return the numbers of a rank's lines, and its last line."""
     mark = f"[{rank}] "
     lines = [line.removeprefix(mark) for line in output.splitlines() if line.startswith(mark)]
     return [line if line == "the end" else line.partition(" ")[0] for line in lines]
 
 
-def test_a_reader_that_pauses(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
+def test_a_paused_reader(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
     logs, ready = tmp_path / "logs", tmp_path / "ready"
     ready.mkdir()
     job = start_job("-np", "2", "--output-dir", str(logs), body=BODY.format(folder=str(ready)))
@@ -52,16 +52,16 @@ def test_a_reader_that_pauses(start_job: Callable[..., StartedJob], tmp_path: Pa
     assert gap.startswith(f"hvdtrain run: {dropped} lines skipped")
 
 
-def test_a_launcher_that_is_stopped(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
-    """Ranks wait in their prints, and nothing is lost."""
-    reads = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
-    begun = f"open(os.path.join({str(tmp_path)!r}, f'begun {{rank}}'), 'w').close()"
-    job = start_job("-np", "2", body=f"{begun}\n{reads}\n{BODY.format(folder=str(tmp_path))}")
+def test_a_suspended_launcher(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
+    """Ranks block in their prints, and no line is lost."""
+    wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
+    ready = f"open(os.path.join({str(tmp_path)!r}, f'ready {{rank}}'), 'w').close()"
+    job = start_job("-np", "2", body=f"{ready}\n{wait}\n{BODY.format(folder=str(tmp_path))}")
     job.wait_for(2, tmp_path, timeout_s=100)
     os.kill(job.process.pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
     time.sleep(PAUSE_S)
-    assert len(os.listdir(tmp_path)) == 3, "the ranks wait"
+    assert len(os.listdir(tmp_path)) == 3, "the ranks block"
     os.kill(job.process.pid, signal.SIGCONT)
     output, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == 0, output[-2000:]
@@ -69,9 +69,7 @@ def test_a_launcher_that_is_stopped(start_job: Callable[..., StartedJob], tmp_pa
         assert shown_lines(output, rank) == [*map(str, range(LINES)), "the end"]
 
 
-def test_a_launcher_that_is_stopped_while_ranks_start(
-    start_job: Callable[..., StartedJob],
-) -> None:
+def test_a_launcher_suspended_while_ranks_start(start_job: Callable[..., StartedJob]) -> None:
     job = start_job("-np", "2", "--start-timeout-s", "8", body="print('fine')")
     deadline = time.monotonic() + 60
     while len(job.left()) < 2:

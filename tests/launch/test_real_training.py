@@ -1,4 +1,4 @@
-"""A real training under ``hvdtrain run`` that loses a rank goes on by itself, and exactly."""
+"""A real training under ``hvdtrain run`` that loses a rank restarts, with exact results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.launch.jobs import HVDTRAIN
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
-TOLD = {
+MESSAGES = {
     "kill": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "lost: "],
     "stop": ["stopped (state T)", "rank 0 waits in allreduce("],
     "preempt": ["received SIGUSR1; the checkpoint of step", "preempted"],
 }
-_whole: list[str] = []
+_uninterrupted: list[str] = []
 
 
 @pytest.fixture
 def train(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
-    """Run the program; what its chief printed, and the rest."""
+    """Return a function that runs the program and returns its stdout and stderr."""
 
     def run(*options: str, fault: str = "", fresh: bool = False) -> tuple[str, str]:
         python = ["python"] if fresh else forked_python
@@ -40,14 +40,14 @@ def train(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
 @pytest.mark.parametrize(
     "fault", [pytest.param("kill", marks=pytest.mark.essential), "stop", "preempt"]
 )
-def test_a_training_goes_on_by_itself(train, fault, tmp_path):
+def test_a_training_restarts(train, fault, tmp_path):
     stdout, stderr = train(
         *("-np", "2", "--max-restarts", "1", "--hang-timeout-s", "5", "--grace-s", "2"),
         fault=fault,
-        # A fork that is stopped can't be seen to be.
+        # The launcher can't detect that a fork is stopped.
         fresh=fault == "stop",
     )
-    for text in (*TOLD[fault], "attempt 2", "resuming from the checkpoint of step"):
+    for text in (*MESSAGES[fault], "attempt 2", "resuming from the checkpoint of step"):
         assert text in stderr, stderr
     steps, times, waits = stderr.split("hvdtrain run: ")[-4:-1]
     assert re.fullmatch(
@@ -55,7 +55,7 @@ def test_a_training_goes_on_by_itself(train, fault, tmp_path):
     )
     assert re.match(r"time: \d+% in steps that count, .*\d+% start", times)
     assert waits.startswith("ranks waited ")
-    if not _whole:
+    if not _uninterrupted:
         (tmp_path / "runs").rename(tmp_path / "before")
-        _whole.append(train("-np", "2")[0])
-    assert stdout == _whole[0]
+        _uninterrupted.append(train("-np", "2")[0])
+    assert stdout == _uninterrupted[0]

@@ -1,4 +1,4 @@
-"""``hvdtrain run`` on this host, with the real mpirun: what fails, and how all of it ends."""
+"""``hvdtrain run`` on this host with the real mpirun: output, failures, signals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def hvdtrain_run(run_command):
-    """Run ``hvdtrain run`` to its end; the program is text for Python, which knows its rank."""
+    """Return a function that runs Python code on all ranks, with the rank in ``rank``."""
 
     def run(*arguments: str, body: str, env: dict[str, str | None] | None = None, **options):
         env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), **(env or {})}
@@ -43,7 +43,7 @@ def test_ranks_share_the_cores(hvdtrain_run, ranks: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     seen = sorted(line.split(":")[1:] for line in done.stdout.splitlines())
     assert [rank for rank, _, _ in seen] == [str(rank) for rank in range(ranks)]
-    bound = [eval(own) for _, own, _ in seen]
+    bound = [eval(cores_of_rank) for _, cores_of_rank, _ in seen]
     assert [str(len(own)) for own in bound] == [t for _, _, t in seen] or ranks > len(cores)
     if ranks <= len(cores):
         assert sorted(core for own in bound for core in own) == cores
@@ -51,16 +51,16 @@ def test_ranks_share_the_cores(hvdtrain_run, ranks: int) -> None:
         assert all(own == cores for own in bound)
 
 
-def test_what_ranks_find_and_that_they_wait_for_each_other(hvdtrain_run) -> None:
-    """Without an activated environment, and unbound on request."""
-    variables = ("-x", "MINE=a b", "-x", "THEIRS")
+def test_the_environment_of_ranks(hvdtrain_run) -> None:
+    """The environment of Python isn't activated, and ranks are not bound."""
+    variables = ("-x", "GIVEN=a b", "-x", "INHERITED")
     done = hvdtrain_run(
         *("-np", "2", "--no-bind", "--timeout-s", "7", "--share-gpus", *variables),
         body="""
         from hvdtrain.config import read_settings
         settings = read_settings(os.environ)
         print(settings.timeout_s, settings.share_gpus, settings.log_level)
-        print(os.environ["MINE"], os.environ["THEIRS"])
+        print(os.environ["GIVEN"], os.environ["INHERITED"])
         print(sys.prefix, len(os.sched_getaffinity(0)), repr(sys.stdin.read()))
         print("session", os.getsid(0), os.getpgid(0) == os.getpid())
         time.sleep(1.5 * rank)
@@ -69,7 +69,7 @@ def test_what_ranks_find_and_that_they_wait_for_each_other(hvdtrain_run) -> None
         env={
             "HVDTRAIN_TIMEOUT_S": "9",
             "HVDTRAIN_LOG_LEVEL": "error",
-            "THEIRS": "c",
+            "INHERITED": "c",
             "PATH": "/usr/bin:/bin",
         },
     )
@@ -80,24 +80,26 @@ def test_what_ranks_find_and_that_they_wait_for_each_other(hvdtrain_run) -> None
         own = [line for line in own if not line.startswith("[")]
         assert own[:3] == ["7.0 True error", "a b c", place]
         assert own[4:] == ["done"]
-    # Linux gives each session the same share of the cores, and balances worse between them.
+    # Linux shares cores between sessions, and balances load worse between them.
     sessions = re.findall(r"session (\d+) True", done.stdout)
     assert len(sessions) == 2
     assert len(set(sessions)) == 1
 
 
-def test_modules_of_the_users_folder_are_for_the_program_alone(run_command, tmp_path: Path) -> None:
+def test_only_the_program_imports_modules_from_the_working_folder(
+    run_command, tmp_path: Path
+) -> None:
     for name in ("json", "logging", "selectors", "socket", "subprocess"):
-        (tmp_path / f"{name}.py").write_text(f"print('the {name} of the user')\n")
+        (tmp_path / f"{name}.py").write_text(f"print('{name} of the user')\n")
     words = "import logging, sys; print(sys.flags.safe_path)"
     command = [sys.executable, "-P", "-m", "hvdtrain", "run", "-np", "1", "--chief-only", "--"]
     env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY)}
     done = run_command([*command, "python", "-c", words], env=env)
-    assert (done.returncode, done.stdout) == (0, "the logging of the user\nFalse\n"), done
+    assert (done.returncode, done.stdout) == (0, "logging of the user\nFalse\n"), done
 
 
-def test_every_rank_learns_its_role(hvdtrain_run) -> None:
-    """By the settings, as under any launcher; here the tasks' hosts say which ranks serve."""
+def test_settings_give_ranks_their_roles(hvdtrain_run) -> None:
+    """The hosts of the tasks decide which ranks are servers."""
     tasks = {"worker": ["localhost:2222", "localhost"], "ps": ["localhost:2224"]}
     done = hvdtrain_run(
         *("--mode", "sync-ps", "--backup-workers", "1"),
@@ -117,8 +119,8 @@ def test_every_rank_learns_its_role(hvdtrain_run) -> None:
     )
 
 
-def test_what_several_ranks_print_is_shown_once(run_command, tmp_path: Path) -> None:
-    """And nothing is lost, also of a rank that is killed in the middle of a line."""
+def test_equal_lines_are_shown_once(run_command, tmp_path: Path) -> None:
+    """No output is lost, even of a rank that is killed in the middle of a line."""
     body = f"""
     print(f"I0000 00:00:1795552261.{{rank}}   178{{rank}} port.cc:153] oneDNN", file=sys.stderr)
     open(os.path.join({str(tmp_path)!r}, f"began-{{rank}}"), "w").close()
@@ -140,18 +142,18 @@ def test_what_several_ranks_print_is_shown_once(run_command, tmp_path: Path) -> 
     shown: dict[int, list[str]] = {0: [], 1: [], 2: []}
     lines = done.stdout.splitlines()
     for line in lines:
-        found = re.fullmatch(r"\[(0|1|2|0,1|0,2|1,2|0-2)\] (.+)", line)
-        assert found is not None, line
-        tag, text = found.groups()
+        match = re.fullmatch(r"\[(0|1|2|0,1|0,2|1,2|0-2)\] (.+)", line)
+        assert match is not None, line
+        tag, text = match.groups()
         for rank in range(3) if tag == "0-2" else map(int, tag.split(",")):
             shown[rank].append(text)
     assert len(lines) < 3 * 50, done
     for rank, texts in shown.items():
-        wrote = (tmp_path / f"rank-{rank}.log").read_text().splitlines()
+        written = (tmp_path / f"rank-{rank}.log").read_text().splitlines()
         assert texts[-1] == "the end"
-        # Two pipes: which of them is read first is not said.
-        assert sum(line.endswith("oneDNN") for line in wrote) == 1
-        assert [line for line in wrote if "oneDNN" not in line] == texts
+        # Stdout and stderr are separate pipes, read in any order.
+        assert sum(line.endswith("oneDNN") for line in written) == 1
+        assert [line for line in written if "oneDNN" not in line] == texts
 
 
 def test_a_file_for_each_rank(hvdtrain_run, tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_file_for_each_rank(hvdtrain_run, tmp_path: Path) -> None:
         assert sorted(lines) == [f"err {rank}", f"out {rank}"]
 
 
-# Each fault once, in turn of the first rank and of the last.
+# Each fault once, alternately of the first and the last rank.
 @pytest.mark.parametrize(
     ("fault", "failing"), [(fault, 2 * (at % 2)) for at, fault in enumerate(FAULTS)]
 )
@@ -183,13 +185,13 @@ def test_the_first_failure_is_named(hvdtrain_run, request, fault: str, failing: 
     assert f"rank {failing} on " in before.splitlines()[-1]
     assert words in verdict
     assert (code == 1) == ("Traceback (most recent call last):" in verdict)
-    assert done.seconds < 55, "the others were ended and not waited for"
+    assert done.seconds < 55, "the others were stopped"
     for other in {0, 1, 2} - {failing}:
-        assert f"[{other}]" not in done.stderr, "what follows from it is left out"
+        assert f"[{other}]" not in done.stderr, "consequences are hidden"
 
 
-def test_a_child_that_lacks_memory_is_told_of(hvdtrain_run, cgroup: Path) -> None:
-    """The program only learns that its child was killed."""
+def test_an_out_of_memory_kill_of_a_child_is_reported(hvdtrain_run, cgroup: Path) -> None:
+    """The program only knows that its child was killed."""
     done = hvdtrain_run(
         *("-np", "2"),
         body=f"""
@@ -212,16 +214,8 @@ def test_a_program_that_does_not_exist(run_command) -> None:
     assert "no-such-program: No such file or directory" in done.stderr
 
 
-def test_code_on_standard_input_is_refused(run_command) -> None:
-    env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY)}
-    argv = [*HVDTRAIN, "-np", "2", "--", "python", "-"]
-    done = run_command(["sh", "-c", 'echo "print(1)" | "$@"', "sh", *argv], env=env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "got python -; save the code in a file" in done.stderr
-
-
-def test_the_rank_that_failed_is_named_not_the_one_that_complained_first(hvdtrain_run) -> None:
-    """Rank 1 raises in the program; rank 0, which waits for it, ends sooner."""
+def test_a_rank_that_ends_because_of_another_is_not_named(hvdtrain_run) -> None:
+    """Rank 1 raises an exception; rank 0, which waits for it, ends earlier."""
     done = hvdtrain_run(
         *("-np", "2"),
         body="""
@@ -253,7 +247,7 @@ ENGINE = """
 """
 
 
-def test_a_hang_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
+def test_a_timeout_is_recognized_without_output(hvdtrain_run) -> None:
     body = "if rank == 1: time.sleep(60)\n    engine.barrier()"
     done = hvdtrain_run("-np", "2", "--timeout-s", "2", body=f"{ENGINE}    {body}")
     assert done.returncode == 124, done
@@ -261,7 +255,7 @@ def test_a_hang_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
 
 
 WAIT = "open(os.path.join({folder!r}, str(rank)), 'w').close(); time.sleep(120)"
-# Each rank has children: one in its group, and one in a session of its own that ignores SIGTERM.
+# Each rank has two children that ignore SIGTERM, one of them in another session.
 STUBBORN = """
 import subprocess, signal
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
@@ -274,7 +268,7 @@ time.sleep(0.3)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2"])
-def test_a_signal_ends_all_ranks(start_job, hangups, tmp_path: Path, name: str) -> None:
+def test_a_signal_stops_all_ranks(start_job, hangups, tmp_path: Path, name: str) -> None:
     job = start_job("-np", "2", body=WAIT.format(folder=str(tmp_path)))
     job.wait_for(2, tmp_path)
     number = getattr(signal, name)
@@ -290,7 +284,7 @@ AGENT = ("hvdtrain.agent.rank_agent",)
 
 
 def victim_in(job: StartedJob, name: str) -> int:
-    """One process of the launcher's; an agent is two, of which mpirun knows the first."""
+    """Return a process of the job; an agent has two, and mpirun starts the first."""
     if name == "mpirun":
         return job.named(*MPIRUN)[0]
     agents = job.named(*AGENT)
@@ -300,7 +294,7 @@ def victim_in(job: StartedJob, name: str) -> int:
 
 
 @pytest.mark.parametrize("victim", ["hvdtrain", "mpirun", "guard", "agent"])
-def test_nothing_is_left_when_a_part_is_killed(start_job, tmp_path: Path, victim: str) -> None:
+def test_killing_a_part_leaves_no_processes(start_job, tmp_path: Path, victim: str) -> None:
     job = start_job("-np", "2", body=STUBBORN + WAIT.format(folder=str(tmp_path)))
     job.wait_for(2, tmp_path)
     if victim == "hvdtrain":
@@ -311,7 +305,7 @@ def test_nothing_is_left_when_a_part_is_killed(start_job, tmp_path: Path, victim
     assert job.process.wait(timeout=10) != 0
 
 
-def test_a_second_interrupt_ends_it_at_once(start_job, tmp_path: Path) -> None:
+def test_a_second_interrupt_kills_at_once(start_job, tmp_path: Path) -> None:
     job = start_job(
         "-np", "2", "--grace-s", "50", body=STUBBORN + WAIT.format(folder=str(tmp_path))
     )
@@ -324,8 +318,7 @@ def test_a_second_interrupt_ends_it_at_once(start_job, tmp_path: Path) -> None:
     assert job.left() == []
 
 
-def test_what_children_leave_behind_ends_with_the_job(start_job) -> None:
-    """A daemon that a rank started ends when the rank does."""
+def test_a_daemon_of_a_rank_ends_with_the_job(start_job) -> None:
     body = "import subprocess; subprocess.Popen(['sleep', '120'], start_new_session=True)"
     job = start_job("-np", "2", body=body)
     assert job.process.wait(timeout=20) == 0

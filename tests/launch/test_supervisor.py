@@ -185,23 +185,6 @@ def send_when_ready(folder: Path, number: int, times: int) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)]
-)
-def test_a_signal_stops_the_ranks(tmp_path: Path, number: int, code: int) -> None:
-    ready = f"open(os.path.join({str(tmp_path)!r}, str(rank)), 'w').close(); time.sleep(60)"
-    before = signal.getsignal(number)
-
-    sender = threading.Thread(target=send_when_ready, args=(tmp_path, number, 1))
-    sender.start()
-    done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + ready))
-    sender.join(timeout=40)
-    assert not sender.is_alive()
-    assert done.code == code
-    assert done.messages() == [f"the job was stopped by {signal.Signals(number).name}"]
-    assert signal.getsignal(number) == before
-
-
 @pytest.mark.slow
 def test_a_repeated_preemption_signal_is_forwarded_once(tmp_path: Path) -> None:
     """A second one would kill programs that are already exiting."""

@@ -1,4 +1,4 @@
-"""``hvdtrain run`` and the real mpirun on this host: jobs that fail, hang or are preempted."""
+"""Restarts, preemptions, hangs and elastic jobs of ``hvdtrain run`` with the real mpirun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = ("--grace-s", "1")
 
 
 class Training:
-    """The stand-in under ``hvdtrain run``, in a folder of its own."""
+    """The stand-in under ``hvdtrain run``."""
 
     def __init__(self, folder: Path, *options: str, program: tuple[str, ...] = ()) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Training:
         )
 
     def steps(self) -> list[tuple[int, int, int]]:
-        """Attempt, size and step, for each that the chief has completed."""
+        """Return attempt, size and step of each step that the chief has completed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [tuple(map(int, line.split())) for line in lines]  # type: ignore[misc]
@@ -58,9 +58,8 @@ class Training:
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output."""
+        """Wait for the end, and return the exit code and the output without the summary."""
         output, _ = self.process.communicate(timeout=120)
-        # How fast it was is for other tests.
         output = SUMMARY.sub("", output)
         return self.process.returncode, output
 
@@ -79,15 +78,17 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
         training.process.communicate(timeout=20)
 
 
-def said(output: str) -> list[str]:
-    """The launcher's own words."""
+def messages(output: str) -> list[str]:
+    """Return the launcher's messages."""
     return re.findall(r"^hvdtrain run: (.*)$", output, re.MULTILINE)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(train, tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_from_the_checkpoint(train, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     options = ("-np", "2", "--max-restarts", "3", "--output-dir", str(logs), *QUICK)
-    training = train(*options, program=("--fault", "1", "13", f"print('dies', flush=True); {KILL}"))
+    training = train(
+        *options, program=("--fault", "1", "13", f"print('dying', flush=True); {KILL}")
+    )
     code, output = training.end()
     assert code == 0, output
     steps = training.steps()
@@ -101,8 +102,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(train, tmp_path: Pat
         output,
         re.MULTILINE,
     ), output
-    assert re.fullmatch(r"2 attempts; lost in total: \d steps?, \d+ s", said(output)[-1])
-    assert "dies" in (logs / "rank-1.log").read_text(), "the second attempt keeps it"
+    assert re.fullmatch(r"2 attempts; lost in total: \d steps?, \d+ s", messages(output)[-1])
+    assert "dying" in (logs / "rank-1.log").read_text(), "the second attempt appends"
 
 
 def test_an_exception_that_repeats_ends_the_job(train) -> None:
@@ -110,11 +111,12 @@ def test_an_exception_that_repeats_ends_the_job(train) -> None:
     code, output = train("-np", "2", "--max-restarts", "5", *QUICK, program=program).end()
     assert code == 1, output
     assert output.count("starts in") == 1, output
-    assert said(output)[-3] == (
+    assert messages(output)[-3] == (
         "the job is not restarted: the program raised an exception after step 12 again"
     )
     assert (
-        said(output)[-1] == "the newest checkpoint is from step 10; start the job again to resume"
+        messages(output)[-1]
+        == "the newest checkpoint is from step 10; start the job again to resume"
     )
 
 
@@ -132,13 +134,13 @@ def test_a_signal_ends_the_pause(train, number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_before_the_end_of_the_time(train, number: int) -> None:
+def test_a_preemption_signal(train, number: int) -> None:
     training = train("-np", "3", program=("--steps", "5000", "--every", "10000"))
     training.after_steps(5)
     training.process.send_signal(number)
     code, output = training.end()
     assert code == 75, output
-    (line,) = said(output)
+    (line,) = messages(output)
     _, _, last = training.steps()[-1]
     name = signal.Signals(number).name
     assert line == (
@@ -150,23 +152,23 @@ def test_a_signal_before_the_end_of_the_time(train, number: int) -> None:
     assert [step for _, _, step in training.steps()] == list(range(1, last + 6))
 
 
-def test_one_rank_is_told(train) -> None:
-    tell = "os.kill(os.getpid(), signal.SIGUSR1)"
-    training = train("-np", "3", "--max-restarts", "1", program=("--fault", "2", "7", tell))
+def test_a_preemption_signal_to_one_rank(train) -> None:
+    send = "os.kill(os.getpid(), signal.SIGUSR1)"
+    training = train("-np", "3", "--max-restarts", "1", program=("--fault", "2", "7", send))
     code, output = training.end()
-    # Nobody told hvdtrain run, so it starts the job again, and that is not held against it.
+    # hvdtrain run was not signalled, so it restarts the job, which does not count.
     assert code == 0, output
-    assert said(output)[0].startswith("preempted at step 7, checkpoint saved")
-    assert "attempt 2 of 3 starts" in said(output)[1]
+    assert messages(output)[0].startswith("preempted at step 7, checkpoint saved")
+    assert "attempt 2 of 3 starts" in messages(output)[1]
     assert [step for _, _, step in training.steps()] == list(range(1, 21))
 
 
 @pytest.mark.parametrize(("grace_s", "saves"), [("60", True), ("1", False)])
 def test_the_grace_before_a_preemption(train, tmp_path: Path, grace_s: str, saves: bool) -> None:
-    """A rank may need longer than the others, but not for ever."""
+    """A rank may need longer than the others, up to the grace period."""
     saved, ready = tmp_path / "saved", tmp_path / "ready"
     ready.mkdir()
-    # Neither waits for the other: Python's handlers don't run within MPI.
+    # The ranks don't wait in MPI, where Python's signal handlers don't run.
     waits = f"open({str(ready)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(100)"
     saves_slowly = f"(time.sleep(4), open({str(saved)!r}, 'w').close(), os._exit(75))"
     program = ("--steps", "5000")
@@ -182,8 +184,7 @@ def test_the_grace_before_a_preemption(train, tmp_path: Path, grace_s: str, save
     assert (code, saved.exists()) == (75, saves), output
 
 
-def test_ranks_that_preempt_themselves_wait_for_each_other(train, tmp_path: Path) -> None:
-    """Nobody told ``hvdtrain run``, and one of them has more to do than the others."""
+def test_a_rank_may_save_after_the_others_have_exited(train, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     slow = f"time.sleep(4); open({str(saved)!r}, 'w').close(); os._exit(75)"
     program = ("--fault", "0", "3", slow, "--fault", "1", "3", "os._exit(75)")
@@ -191,8 +192,8 @@ def test_ranks_that_preempt_themselves_wait_for_each_other(train, tmp_path: Path
     assert (code, saved.exists()) == (75, True), output
 
 
-def test_a_programs_workers_are_spared(train) -> None:
-    """They are needed for the steps to the checkpoint, and would die of the signal."""
+def test_child_processes_get_no_preemption_signal(train) -> None:
+    """They are needed until the checkpoint, and would die of the signal."""
     worker = "worker = subprocess.Popen(['sleep', '100'])"
     check = "os.write(2, str(worker.poll()).encode() + b'\\n')"
     fault = f"import subprocess, atexit; {worker}; atexit.register(lambda: {check})"
@@ -206,7 +207,7 @@ def test_a_programs_workers_are_spared(train) -> None:
 
 HANGS: dict[str, tuple[str, str, str]] = {
     "stopped": (STOP, "stopped (state T)", "in agree"),
-    "stuck": ("time.sleep(1000)", "not waiting for other ranks", "in go_wrong"),
+    "stuck": ("time.sleep(1000)", "not waiting for other ranks", "in inject_fault"),
 }
 
 
@@ -215,7 +216,7 @@ def test_a_hang(train, fault: str, why: str, where: str) -> None:
     options = ("-np", "3", "--hang-timeout-s", "3", "--chief-only", *QUICK)
     code, output = train(*options, program=("--fault", "1", "13", fault)).end()
     assert code == 124, output
-    lines = said(output)
+    lines = messages(output)
     assert re.fullmatch(
         r"the job hangs: no rank has completed a step for \d+ s after step 12", lines[0]
     )
@@ -223,11 +224,11 @@ def test_a_hang(train, fault: str, why: str, where: str) -> None:
     assert lines[2] == "ranks 0, 2 wait in allreduce(gradients) of step 13"
     assert lines[3:] == ["the newest checkpoint is from step 10; start the job again to resume"]
     stacks = dict.fromkeys(re.findall(r"^\[(\d)\] +File .* in agree$", output, re.MULTILINE))
-    assert set(stacks) == {"0", "2"}, "of all ranks, chief or not"
+    assert set(stacks) == {"0", "2"}, "not only of the chief"
     assert where in output
 
 
-def test_a_hang_is_started_again(train) -> None:
+def test_a_hanging_job_restarts(train) -> None:
     options = ("-np", "2", "--hang-timeout-s", "3", "--max-restarts", "1", *QUICK)
     training = train(*options, program=("--fault", "1", "13", STOP))
     code, output = training.end()
@@ -235,7 +236,7 @@ def test_a_hang_is_started_again(train) -> None:
     assert training.steps()[-1] == (2, 2, 20)
 
 
-def test_what_takes_long_elsewhere_is_no_hang(train) -> None:
+def test_a_long_validation_is_not_a_hang(train) -> None:
     long = "from hvdtrain.monitor import report; report.phase('validation'); time.sleep(8); "
     program = ("--fault", "1", "13", long + "report.phase('training')")
     code, output = train("-np", "2", "--hang-timeout-s", "3", program=program).end()
@@ -253,21 +254,21 @@ ELASTIC = ("-np", "3", "--elastic", *QUICK)
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("fault", [KILL, "import ctypes; ctypes.string_at(0)"])
-def test_the_others_go_on(train, rank: int, fault: str) -> None:
+def test_the_others_continue(train, rank: int, fault: str) -> None:
     program = ("--elastic", "--steps", "40", "--fault", str(rank), "13", fault)
     code, output = train(*ELASTIC, "--min-np", "2", program=program).end()
     assert code == 0, output
     name = "SIGKILL" if fault == KILL else "SIGSEGV"
-    (line,) = said(output)
+    (line,) = messages(output)
     assert re.fullmatch(
         rf"rank {rank} on \S+ was lost \({name}\)( after step \d+)?; 2 ranks continue", line
     ), output
 
 
-def test_a_failure_after_a_loss_is_told(train) -> None:
+def test_a_failure_after_a_loss(train) -> None:
     program = ("--elastic", "--fault", "1", "13", KILL, "--fault", "2", "18", RAISE)
     code, output = train(*ELASTIC, program=program).end()
     assert code == 1, output
-    assert "2 ranks continue" in said(output)[0]
-    assert re.match(r"rank 2 on \S+ failed first: exit code 1", said(output)[1])
+    assert "2 ranks continue" in messages(output)[0]
+    assert re.match(r"rank 2 on \S+ failed first: exit code 1", messages(output)[1])
     assert "[2] ValueError: no such batch" in output
