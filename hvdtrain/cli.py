@@ -126,7 +126,7 @@ def _complete(words: Sequence[str]) -> None:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser that reports unknown arguments itself, and lists the commands if none is given."""
+    """A parser that reports unknown arguments, and lists the commands if one is missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = super().parse_known_args(args, namespace)
@@ -143,7 +143,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of all subcommands; only that of ``command`` has its arguments."""
+    """Return the parser of all subcommands, with the arguments of ``command`` only."""
     parser = _CommandParser(
         prog="hvdtrain",
         description="Train one Keras model on many processes.",

@@ -103,7 +103,7 @@ USAGE_ERRORS = {
     "no-worker-left": (["run", "-np", "1", "--mode", "async-ps", "true"], "leaves no worker"),
     "servers-of-no-mode": (
         ["run", "--worker-hosts", "a", "--ps-hosts", "b", "true"],
-        "--worker-hosts, --ps-hosts names parameter servers, but --mode allreduce has none",
+        "--worker-hosts, --ps-hosts names parameter servers, but --mode allreduce uses none",
     ),
     "code-on-stdin": (["run", "-np", "2", "--", "python", "-"], "got python -; save the code in"),
     "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),

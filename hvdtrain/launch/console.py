@@ -1,6 +1,6 @@
 """The launcher's output: tagged lines of ranks, the chief's status line, and the screen.
 
-Ranks of a job print mostly the same. A line that several ranks print at about the same time is
+Ranks of a job print mostly equal lines. Those that appear at about the same time are
 shown once. The screen is written by threads, so that a slow reader never blocks the launcher.
 """
 
@@ -66,13 +66,6 @@ class _Line(NamedTuple):
     key: tuple[str, str]
 
 
-class _Group(NamedTuple):
-    """A line to show, and the hosts of the ranks that printed it."""
-
-    line: _Line
-    hosts: Mapping[int, str]
-
-
 class _LineQueues:
     """A queue of lines for each rank; equal lines at the front of several queues leave as one."""
 
@@ -87,8 +80,8 @@ class _LineQueues:
         self._queues.setdefault(rank, deque()).append(_Line(host, stream, text, now, key))
         self._waiting[key] += 1
 
-    def take(self, now: float) -> Iterator[_Group]:
-        """Remove and yield the lines that all ranks have printed or that have waited long enough.
+    def take(self, now: float) -> Iterator[tuple[_Line, Mapping[int, str]]]:
+        """Remove and yield lines that are complete or have waited long enough, with their hosts.
 
         The lines of a rank stay in order. If a due line is not yet at the front of another rank's
         queue, the lines before it there go first.
@@ -118,7 +111,7 @@ class _LineQueues:
     def _since(self, ranks: Sequence[int]) -> float:
         return min(self._queues[rank][0].at_s for rank in ranks)
 
-    def _pop(self, ranks: Sequence[int]) -> _Group:
+    def _pop(self, ranks: Sequence[int]) -> tuple[_Line, Mapping[int, str]]:
         lines = {rank: self._queues[rank].popleft() for rank in ranks}
         first = min(lines.values(), key=lambda line: line.at_s)
         self._waiting[first.key] -= len(lines)
@@ -127,7 +120,7 @@ class _LineQueues:
         for rank in ranks:
             if not self._queues[rank]:
                 del self._queues[rank]
-        return _Group(first, {rank: line.host for rank, line in lines.items()})
+        return first, {rank: line.host for rank, line in lines.items()}
 
 
 class Console:
@@ -242,7 +235,7 @@ class Console:
 
 def _columns(stream: TextIO | ScreenStream) -> int:
     try:
-        # A pseudo-terminal may have no size.
+        # The size of a pseudo-terminal may be 0.
         return os.get_terminal_size(stream.fileno()).columns or _UNBOUNDED
     except (OSError, ValueError):
         return _UNBOUNDED
@@ -258,9 +251,8 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 class Screen:
     """Stdout and stderr, written by threads; if both are one file, they share a queue.
 
-    A slow reader slows the ranks down. One that reads nothing for some seconds, such as ``less``
-    or a terminal after Ctrl-S, does not: if too many lines wait, the oldest are dropped, and a
-    line reports their number.
+    A slow reader slows the ranks down, but a paused one, such as ``less`` or a terminal after
+    Ctrl-S, only for some seconds: then the oldest lines are dropped, and a message counts them.
     """
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:

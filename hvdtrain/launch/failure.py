@@ -1,4 +1,4 @@
-"""Why an attempt ended, its exit code, and what to tell the user; pure functions of a record."""
+"""The outcome of an attempt: its cause, exit code and messages; pure functions of a record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STARTER_LINES = 40
 Cause = Literal[
     "done",  # every rank succeeded
     "ordered",  # a signal at hvdtrain run
-    "preempted",  # ranks were told to save a checkpoint and exit
+    "preempted",  # ranks received a signal to save a checkpoint and exit
     "infrastructure",  # a process or host was lost, hangs, or did not start
     "exception",  # raised by the program
     "own code",  # the program chose its exit code
@@ -94,7 +94,7 @@ def is_preempted(ends: Sequence[RankExit]) -> bool:
 
 
 def classify(record: JobRecord) -> Outcome:
-    """Decide why an attempt ended, its exit code, and what to tell the user."""
+    """Return the outcome of an attempt."""
     reports = record.reports
     code, cause, messages, unstartable = _verdict(record)
     first = first_failure(record.ends)

@@ -51,7 +51,7 @@ class HangWatch:
     def review(self, now: float) -> str:
         """Act on ranks that hang; return a description if the job must end, otherwise ""."""
         reports, running = self._server.reports, self._server.running
-        # Without servers all ranks are in step, and wait for the one that hangs.
+        # Without servers, all ranks wait for one that hangs.
         can_kill = bool(self._critical) and self._can_lose_ranks()
         if can_kill:
             late = stuck_ranks(reports, running, now, self._timeout_s)
@@ -89,7 +89,7 @@ class HangWatch:
 def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
     """Return whether the reporting ranks should have completed a step by now.
 
-    A step may take ``timeout_s``, the first one four times as long; 0 is no limit.
+    A step may take ``timeout_s``, the first one four times as long; 0 disables the limit.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]

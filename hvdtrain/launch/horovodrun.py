@@ -1,4 +1,4 @@
-"""The flags of horovodrun 0.28.1, and what each becomes under hvdtrain run."""
+"""The flags of horovodrun 0.28.1, and their meaning for hvdtrain run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HorovodFlag:
     names: Sequence[str]
     values: int  # the number of its values
     fate: Literal["same", "becomes", "unneeded", "refused"]
-    reason: str  # what it does here, or why it is unneeded or refused
+    reason: str  # its effect, or why it is unneeded or refused
     becomes: str = ""  # the flag that it stands for, with {} for its value
     ignored: str | None = None  # the value with which it is unneeded after all
     declared: Mapping[str, Any] = field(default_factory=dict)  # for argparse, if declared here
@@ -128,7 +128,7 @@ def _refused(names: str, values: int, reason: str) -> HorovodFlag:
     return HorovodFlag(names.split(), values, "refused", reason)
 
 
-_TUNING = "hvdtrain has no tuning parameters: the graph determines what is fused, in a fixed order"
+_TUNING = "tuning is not needed: the graph determines which tensors are fused, in a fixed order"
 _TUNING_OPTIONS = (
     "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
     "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise"
@@ -138,12 +138,12 @@ _HIERARCHY_OPTIONS = (
     "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather "
     "--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce"
 )
-_CYCLES = "a timeline has no cycles to mark"
-_THREADS = "MPI is initialized with as many threads as needed"
+_CYCLES = "the timeline does not contain cycles"
+_THREADS = "MPI is initialized with the required thread level"
 _STALL = "a hanging job is stopped without an earlier warning (--hang-timeout-s)"
 _ELASTIC = "remaining ranks continue without a restart; for restarts see --start-timeout-s"
 _BINDING = "each rank is bound to its share of the cores; --no-bind disables that"
-_GLOO = "there is no Gloo; --timeout-s limits how long ranks wait for each other"
+_GLOO = "Gloo is not used; --timeout-s limits the waiting time in collectives"
 _SHUTDOWN = (
     "0, Horovod's default, is ignored; hvdtrain's default is 0.9 x --timeout-s, and "
     "--hang-timeout-s 0 disables it"
@@ -194,7 +194,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     *_unneeded(_TUNING_OPTIONS, 1, _TUNING),
     _same("--min-np", 1, "with `--elastic` or `--max-restarts`"),
     _becomes("--min-num-proc", 1, "--min-np={}"),
-    *_unneeded("--max-np/--max-num-proc", 1, "no ranks join beyond those of -np"),
+    *_unneeded("--max-np/--max-num-proc", 1, "the number of ranks never exceeds -np"),
     *_unneeded("--slots-per-host", 1, "it only applies to --host-discovery-script"),
     *_unneeded("--elastic-timeout", 1, _ELASTIC),
     _becomes("--reset-limit", 1, "--max-restarts={}", "default: 0"),
@@ -212,7 +212,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("--tcp", 0, "keeps Open MPI and NCCL from using InfiniBand", **_TCP),
     *_unneeded("--binding-args", 1, _BINDING),
     *_unneeded("--num-nccl-streams", 1, "TensorFlow manages its streams itself"),
-    *_unneeded("--thread-affinity", 1, "there is no background thread to bind"),
+    *_unneeded("--thread-affinity", 1, "hvdtrain uses no background thread"),
     *_unneeded("--gloo-timeout-seconds", 1, _GLOO),
     _same("--log-level", 1, "Horovod's names of levels are accepted"),
     _same("--log-with-timestamp", 0, "also adds the rank; off by default"),

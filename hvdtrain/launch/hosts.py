@@ -131,7 +131,7 @@ def _check_cluster(cluster: TaskHosts, source: str, settings: Settings, ranks: i
     """Raise if the cluster contradicts the settings or the number of ranks."""
     if cluster.servers and not settings.has_servers:
         raise ConfigurationError(
-            f"{source} names parameter servers, but --mode {settings.mode} has none; give "
+            f"{source} names parameter servers, but --mode {settings.mode} uses none; give "
             "--mode async-ps or sync-ps, or remove them."
         )
     if settings.has_servers and not cluster.servers:
@@ -285,5 +285,5 @@ class HostWatch:
 
 
 def _describe(hosts: Mapping[str, str]) -> str:
-    """List hosts, each with its reason if there is one."""
+    """List hosts with their reasons."""
     return format_list((f"{name} ({why})" if why else name for name, why in hosts.items()), "hosts")

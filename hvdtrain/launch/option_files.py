@@ -63,8 +63,8 @@ def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
 def read_job_file(path: Path) -> list[str]:
     """Return the options in a TOML file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
 
-    Names are those of the flags, with dashes or underscores. ``true`` is a flag without a value;
-    ``false`` is no flag, or the ``--no-`` form of one that is on by default. ``hosts`` and
+    Keys are flag names with dashes or underscores. ``true`` becomes a flag without a value.
+    ``false`` is omitted, or becomes ``--no-...`` if the flag is on by default. ``hosts`` and
     repeated options may be lists, ``env`` a table.
 
     Raises:

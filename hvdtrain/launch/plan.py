@@ -56,7 +56,7 @@ class Job:
     """A job as requested: its program, ranks, hosts and settings; see ``hvdtrain run --help``."""
 
     program: tuple[str, ...]
-    ranks: int | None = None  # None for all slots of the hosts
+    ranks: int | None = None  # by default all slots of the hosts
     hosts: str | None = None  # the value of -H
     hostfile: str | None = None
     cluster: TaskHosts | None = None  # of workers and parameter servers, instead of both
@@ -89,7 +89,7 @@ class Resources:
 
     @property
     def in_slurm(self) -> bool:
-        """Whether the hosts are those of a Slurm job, where ranks start through srun."""
+        """Whether srun starts the ranks, in a Slurm job."""
         return isinstance(self.starter, Srun)
 
 
@@ -99,7 +99,7 @@ def find_plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
     Raises:
         ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
             ``--min-np``.
-        LaunchError: There is no usable mpirun or srun.
+        LaunchError: No usable mpirun or srun was found.
     """
     resources = _find_resources(job, environ)
     plan = make_plan(job, resources, resources.hosts, job.ranks)
@@ -272,8 +272,8 @@ _FORWARDED = re.compile(
 def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
     """Return the environment of every rank: defaults, ``environ``, and ``folders`` first on PATH.
 
-    With the folder of Python first, ``python`` is the one that runs hvdtrain even if its
-    environment isn't activated.
+    With the folder of Python first, ``python`` runs this Python even if its environment isn't
+    activated.
     """
     defaults = {
         # Output must not be lost in a buffer when a rank is killed, nor a crash be silent.

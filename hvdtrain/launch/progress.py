@@ -26,7 +26,7 @@ __all__ = [
 TRAINING = "training"
 # Within init(), before ranks can communicate.
 STARTING_MPI = "starting MPI"
-# The phase of a parameter server, which makes no steps of its own.
+# The phase of a parameter server, which does not step.
 SERVING = "serving"
 
 
@@ -86,7 +86,7 @@ class JobProgress:
 
     @property
     def saved(self) -> int | None:
-        """Step of the newest checkpoint, also of an earlier attempt."""
+        """Step of the newest checkpoint, including the one that the attempt resumed from."""
         return self._max("saved", "resumed")
 
     @property

@@ -49,9 +49,9 @@ class RankExit:
 
     @property
     def is_loss(self) -> bool:
-        """Whether an unexpected signal killed it, which says nothing about the other ranks.
+        """Whether an unexpected signal killed it, so that the other ranks may continue.
 
-        An exception or an exit code is the program's own, and may happen on the next rank too.
+        After an exception or an exit code, the others would probably fail in the same way.
         """
         died = self.code is not None and signal_name(self.code) is not None
         return died and not self.was_signalled

@@ -81,7 +81,7 @@ def describe_restart(
     hosts: Sequence[str],
     ranks: int,
 ) -> str:
-    """Describe the next attempt, and what the last one lost."""
+    """Describe the next attempt, and the losses of the last one."""
     number = len(history) + 1
     limit = max(number, max_restarts + number - _used_attempts(history))
     last, newest = history[-1], _newest_checkpoint(history)
@@ -109,7 +109,7 @@ def describe_losses(history: Sequence[Outcome]) -> str:
 
 
 def describe_resume(history: Sequence[Outcome]) -> str:
-    """Describe the checkpoint from which a failed job can resume, if any."""
+    """Describe the checkpoint that a failed job can resume from, if any."""
     newest = _newest_checkpoint(history)
     if history[-1].cause in ("done", "ordered", "preempted") or not newest:
         return ""
@@ -146,7 +146,7 @@ def _attempts_without_progress(history: Sequence[Outcome]) -> int:
 
 
 def _newest_checkpoint(history: Sequence[Outcome]) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
+    """Return the step of the newest checkpoint, or 0."""
     return max((outcome.saved or 0 for outcome in history), default=0)
 
 

@@ -35,7 +35,7 @@ STEP_S = 0.05
 PAUSE_PER_RANK_S = 2e-5
 # No iteration of the loop takes this long unless this process was suspended.
 SUSPENDED_S = 2.0
-# After a failure, the other ranks detect it and may end by themselves.
+# The other ranks detect a failure and may exit on their own.
 SETTLE_S = 0.5
 # mpirun and srun clean up after the last rank.
 STARTER_TIMEOUT_S = 5.0
@@ -159,7 +159,7 @@ class Supervisor:
             self._end(starter)
             self._publish(time.monotonic(), last=True)
         self._record.seen = self._server.hosts()
-        # After a survived loss, the code of mpirun is not that of the job.
+        # After a survived loss, mpirun exits with an error although the job succeeded.
         if not self._server.dropped:
             self._record.starter_code = shell_code(starter.returncode)
         return classify(self._record)

@@ -250,7 +250,7 @@ def test_no_line_is_lost_and_each_rank_keeps_its_order() -> None:
         shown += queues.take(now)
     shown += queues.take(float("inf"))
     for rank, lines in printed.items():
-        assert [group.line.text for group in shown if rank in group.hosts] == lines
+        assert [line.text for line, hosts in shown if rank in hosts] == lines
     assert len(shown) < 2500, "of 5000 lines"
 
 
