@@ -141,9 +141,7 @@ class _Attempts:
             environ, ranks=job.ranks or slots, slots=slots, may_grow=bool(job.settings.elastic)
         )
         self._started_at = time.monotonic()
-        self._console = Console(
-            screen.stdout, screen.stderr, ranks=1, with_host=False, chief_only=False
-        )
+        self._console = Console(screen.stdout, screen.stderr, ranks=1)
         configure_log(
             job.settings.log_level,
             prefix="",

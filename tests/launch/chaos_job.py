@@ -126,7 +126,7 @@ class ChaosJob:
 
 @dataclass(frozen=True)
 class Report:
-    """The faults of a job, and what they cost."""
+    """The faults of a job, and their cost."""
 
     faults: Sequence[tuple[float, Fault]]  # with seconds since the first step
     errors: str  # the job's stderr

@@ -152,7 +152,7 @@ def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
 
 
 def _with_length(notes: list[list[str]], length: int) -> int:
-    """Whose notes end before that step: those of the dead rank."""
+    """Return the index of the rank whose notes end at ``length``."""
     return next(number for number, lines in enumerate(notes) if len(lines) == length)
 
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.agent.cgroups import ENTER, FILL, LIMIT_BYTES
 from tests.harness.jobs import REPOSITORY, YIELDING
+from tests.testbed.cluster import Cluster
 
 __all__ = [
     "COLLAPSING",
@@ -22,6 +24,7 @@ __all__ = [
     "ON_CLUSTER",
     "OWN_DEFAULTS",
     "RANK",
+    "ClusterJob",
     "StartedJob",
     "kill_marked",
     "marked",
@@ -166,3 +169,68 @@ class StartedJob:
         self.process.wait(timeout=10)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class ClusterJob:
+    """A job on the cluster whose ranks sleep; a ``with`` statement awaits and kills it.
+
+    Args:
+        cluster: The cluster.
+        command: Returns a command of ``hvdtrain run`` for Python code.
+        ranks: The number of ranks.
+        environ: The environment.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        command: Callable[[str], list[str]],
+        ranks: int,
+        environ: Mapping[str, str | None],
+    ) -> None:
+        mark = uuid.uuid4().hex
+        self._cluster = cluster
+        self._mark = f"HVDTRAIN_TEST_MARK={mark}"
+        folder = cluster.folder / mark
+        folder.mkdir()
+        body = f"open(os.path.join({str(folder)!r}, str(rank)), 'w').close(); time.sleep(120)"
+        argv = command(body)
+        at = argv.index("--")
+        self.process = cluster.start(
+            [*argv[:at], "-x", "HVDTRAIN_TEST_MARK", *argv[at:]],
+            env={**environ, "HVDTRAIN_TEST_MARK": mark},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self._folder, self._ranks = folder, ranks
+
+    def __enter__(self) -> ClusterJob:
+        deadline = time.monotonic() + 40
+        try:
+            while len(os.listdir(self._folder)) < self._ranks:
+                assert time.monotonic() < deadline, "the ranks did not start"
+                assert self.process.poll() is None, self.process.communicate(timeout=10)
+                time.sleep(0.05)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.communicate(timeout=10)
+
+    def running(self, *words: str) -> list[int]:
+        """Return the processes of the job with all ``words`` in the command line."""
+        processes = self._cluster.processes(self._mark)
+        return [p.pid for p in processes if all(word in " ".join(p.argv) for word in words)]
+
+    def assert_all_gone(self, within_s: float = 10.0) -> None:
+        deadline = time.monotonic() + within_s
+        while left := self._cluster.processes(self._mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)

@@ -31,7 +31,7 @@ class Harness:
     def __init__(self, stack: contextlib.ExitStack, **options: Any) -> None:
         self._stack = stack
         self.out, self.err = io.StringIO(), io.StringIO()
-        console = Console(self.out, self.err, ranks=3, with_host=False, chief_only=False)
+        console = Console(self.out, self.err, ranks=3)
         self.server = stack.enter_context(
             contextlib.closing(AgentServer(3, console, local=True, **options))
         )
@@ -169,7 +169,7 @@ def test_a_silent_client_does_not_block(harness: Harness) -> None:
 def test_a_local_job_listens_only_on_this_host(harness: Harness) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", harness.server.port), timeout=5)
-    console = Console(io.StringIO(), io.StringIO(), ranks=1, with_host=False, chief_only=False)
+    console = Console(io.StringIO(), io.StringIO(), ranks=1)
     with contextlib.closing(AgentServer(1, console, local=False)) as everywhere:
         socket.create_connection(("127.0.0.2", everywhere.port), timeout=5).close()
 
@@ -340,7 +340,7 @@ import io, resource, sys
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-console = Console(io.StringIO(), io.StringIO(), ranks=400, with_host=False, chief_only=False)
+console = Console(io.StringIO(), io.StringIO(), ranks=400)
 AgentServer(400, console, local=True).close()
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """

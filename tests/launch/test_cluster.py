@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tests.examples.digits import MNIST, write_few
 from tests.harness.jobs import REPOSITORY
-from tests.launch.jobs import FAULTS, HVDTRAIN, ON_CLUSTER, program
+from tests.launch.jobs import FAULTS, HVDTRAIN, ON_CLUSTER, ClusterJob, program
 from tests.testbed.cluster import Cluster
 from tests.testbed.faults import bound, empty_folder, ssh_config
 
@@ -191,59 +189,15 @@ def test_the_first_failure_is_named(
         assert f"[{other} " not in done.stderr, "consequences are hidden"
 
 
-class Started:
-    """A job in the background, with its processes on all hosts."""
-
-    def __init__(self, cluster: Cluster, way: str, *options: str) -> None:
-        self.cluster = cluster
-        self.mark = f"HVDTRAIN_TEST_MARK={uuid.uuid4().hex}"
-        self.folder = cluster.folder / uuid.uuid4().hex
-        self.folder.mkdir()
-        name, value = self.mark.split("=")
-        body = f"open(os.path.join({str(self.folder)!r}, str(rank)), 'w').close(); time.sleep(120)"
-        self.process = cluster.start(
-            command(way, "-x", name, *options, body=body),
-            env={**ON_CLUSTER, name: value},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-
-    def wait_for_ranks(self) -> None:
-        deadline = time.monotonic() + 40
-        while len(os.listdir(self.folder)) < RANKS:
-            assert time.monotonic() < deadline, "the ranks did not start"
-            assert self.process.poll() is None, self.process.communicate(timeout=10)
-            time.sleep(0.05)
-
-    def running(self, *words: str) -> list[int]:
-        """Return the processes of the job with all ``words`` in the command line."""
-        processes = self.cluster.processes(self.mark)
-        return [p.pid for p in processes if all(word in " ".join(p.argv) for word in words)]
-
-    def assert_all_gone(self, within_s: float = 10.0) -> None:
-        deadline = time.monotonic() + within_s
-        while left := self.cluster.processes(self.mark):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
-
-
 @pytest.fixture
-def start(cluster: Cluster, hangups: None) -> Iterator[Callable[..., Started]]:
-    jobs: list[Started] = []
+def start(cluster: Cluster, hangups: None) -> Iterator[Callable[[str], ClusterJob]]:
+    with contextlib.ExitStack() as stack:
 
-    def begin(way: str, *options: str) -> Started:
-        jobs.append(Started(cluster, way, *options))
-        jobs[-1].wait_for_ranks()
-        return jobs[-1]
+        def begin(way: str) -> ClusterJob:
+            job = ClusterJob(cluster, lambda body: command(way, body=body), RANKS, ON_CLUSTER)
+            return stack.enter_context(job)
 
-    yield begin
-    for job in jobs:
-        for pid in job.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            job.process.kill()
-        job.process.communicate(timeout=10)
+        yield begin
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])

@@ -49,12 +49,6 @@ class Terminal(io.StringIO):
         return lines
 
 
-def make(
-    out: io.StringIO, err: io.StringIO, *, ranks: int = 2, with_host: bool = False, chief_only=False
-) -> Console:
-    return Console(out, err, ranks=ranks, with_host=with_host, chief_only=chief_only)
-
-
 @pytest.mark.parametrize(
     ("ranks", "rank", "with_host", "tag"),
     [
@@ -68,7 +62,7 @@ def make(
 )
 def test_tags(ranks: int, rank: int, with_host: bool, tag: str) -> None:
     out, err = io.StringIO(), io.StringIO()
-    console = make(out, err, ranks=ranks, with_host=with_host)
+    console = Console(out, err, ranks=ranks, with_host=with_host)
     console.line(rank, "node1", "stdout", "loss: 1.5")
     console.line(rank, "node1", "stderr", "")
     assert (out.getvalue(), err.getvalue()) == (f"{tag} loss: 1.5\n", f"{tag} \n")
@@ -76,7 +70,7 @@ def test_tags(ranks: int, rank: int, with_host: bool, tag: str) -> None:
 
 def test_lines_go_to_the_stream_of_the_rank() -> None:
     out, err = io.StringIO(), io.StringIO()
-    console = make(out, err)
+    console = Console(out, err, ranks=2)
     console.line(0, "node1", "stdout", "a")
     console.line(1, "node1", "stderr", "b")
     console.notice("two\nlines")
@@ -86,7 +80,7 @@ def test_lines_go_to_the_stream_of_the_rank() -> None:
 
 def test_timestamps() -> None:
     out, err = io.StringIO(), io.StringIO()
-    console = Console(out, err, ranks=2, with_host=False, chief_only=False, timestamps=True)
+    console = Console(out, err, ranks=2, timestamps=True)
     console.line(1, "node1", "stdout", "loss: 1.5")
     console.notice("two\nlines")
     time = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -96,7 +90,7 @@ def test_timestamps() -> None:
 
 def test_only_terminals_get_colours() -> None:
     out, err = Terminal(), io.StringIO()
-    console = make(out, err, ranks=12)
+    console = Console(out, err, ranks=12)
     for rank in (0, 1, 10, 11):
         console.line(rank, "node1", "stdout", "text")
         console.line(rank, "node1", "stderr", "text")
@@ -109,7 +103,7 @@ def test_only_terminals_get_colours() -> None:
 
 def test_chief_only() -> None:
     out, err = Terminal(), io.StringIO()
-    console = make(out, err, with_host=True, chief_only=True)
+    console = Console(out, err, ranks=2, with_host=True, chief_only=True)
     for rank in (0, 1):
         console.line(rank, "node1", "stdout", f"out {rank}")
         console.line(rank, "node1", "stderr", f"err {rank}")
@@ -118,7 +112,7 @@ def test_chief_only() -> None:
 
 def test_after_a_loss_another_rank_is_the_chief() -> None:
     out, err = Terminal(), io.StringIO()
-    console = make(out, err, ranks=3, chief_only=True)
+    console = Console(out, err, ranks=3, chief_only=True)
     console.status(0, "1/9")
     console.drop_rank(2)
     assert out.screen() == ["1/9"]
@@ -133,7 +127,7 @@ def test_after_a_loss_another_rank_is_the_chief() -> None:
 @pytest.mark.parametrize("chief_only", [False, True])
 def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
     terminal = Terminal()
-    console = make(terminal, terminal, chief_only=chief_only)
+    console = Console(terminal, terminal, ranks=2, chief_only=chief_only)
     tag = "" if chief_only else "[0] "
     console.status(0, "1/3 [=>.]")
     assert terminal.screen() == ["1/3 [=>.]"]
@@ -152,7 +146,7 @@ def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
 
 def test_the_status_is_not_written_to_a_file() -> None:
     out, err = Terminal(), io.StringIO()
-    console = make(out, err)
+    console = Console(out, err, ranks=2)
     console.status(0, "1/3")
     console.line(1, "node1", "stderr", "careful")
     assert err.getvalue() == "[1] careful\n"
@@ -161,14 +155,14 @@ def test_the_status_is_not_written_to_a_file() -> None:
 
 def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
     terminal, out, err = Terminal(), io.StringIO(), Terminal()
-    make(terminal, err).status(1, "1/3")
-    make(out, err).status(0, "1/3")
+    Console(terminal, err, ranks=2).status(1, "1/3")
+    Console(out, err, ranks=2).status(0, "1/3")
     assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
 
 
 def collapsing(ranks: int, with_host: bool = False) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    console = Console(out, out, ranks=ranks, with_host=with_host, chief_only=False, collapse=True)
+    console = Console(out, out, ranks=ranks, with_host=with_host, collapse=True)
     return console, out
 
 
@@ -277,7 +271,7 @@ def test_ranks_are_abbreviated(ranks: list[int], text: str) -> None:
 )
 def test_term_and_no_color(environ: dict[str, str], shown: str) -> None:
     out = Terminal()
-    console = Console(out, out, ranks=2, with_host=False, chief_only=False, environ=environ)
+    console = Console(out, out, ranks=2, environ=environ)
     console.status(0, "1/3")
     console.line(0, "node1", "stdout", "text")
     assert out.getvalue() == shown
@@ -286,7 +280,7 @@ def test_term_and_no_color(environ: dict[str, str], shown: str) -> None:
 def test_the_status_fits_into_a_resized_window() -> None:
     main, side = pty.openpty()
     with os.fdopen(side, "w") as out, os.fdopen(main, "rb", buffering=0) as screen:
-        console = Console(out, out, ranks=2, with_host=False, chief_only=False)
+        console = Console(out, out, ranks=2)
         for columns, shown in ((0, "0123456789"), (8, "0123456"), (20, "0123456789")):
             fcntl.ioctl(out, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             console.status(0, "0123456789")

@@ -48,7 +48,7 @@ HANGS: dict[str, tuple[list[RankReport], float, bool]] = {
 def test_is_hanging(states: list[RankReport], quiet_s: float, expected: bool) -> None:
     reports = noted(*states)
     assert is_hanging(reports, [0, 1], 100.0 + quiet_s, LIMIT_S) is expected
-    assert not is_hanging(reports, [0, 1], 100.0 + quiet_s, 0.0), "0 is no limit"
+    assert not is_hanging(reports, [0, 1], 100.0 + quiet_s, 0.0), "0 disables the limit"
 
 
 def test_ended_ranks_do_not_count() -> None:
@@ -96,7 +96,7 @@ def test_stuck(states: list[RankReport], later: dict[int, RankReport], expected:
         reports.add(rank, state, 108.0)
     running = range(len(states))
     assert stuck_ranks(reports, running, 111.0, LIMIT_S) == dict.fromkeys(expected, 11.0)
-    assert stuck_ranks(reports, running, 111.0, 0.0) == {}, "0 is no limit"
+    assert stuck_ranks(reports, running, 111.0, 0.0) == {}, "0 disables the limit"
     assert (
         stuck_ranks(reports, [rank for rank in running if rank not in expected], 111.0, LIMIT_S)
         == {}

@@ -72,7 +72,7 @@ class Manager:
         self.path.write_text(format_managed_hosts(all_hosts))
 
     def watch(self, *, ranks: int = 2, may_grow: bool = False) -> HostWatch:
-        """Return the watch of a job with as many hosts as ranks."""
+        """Return the watch of a job with one rank per host."""
         return HostWatch(self.environ, ranks=ranks, slots=ranks, may_grow=may_grow)
 
 
@@ -166,4 +166,4 @@ def test_removed_waits_for_a_report(manager: Manager, monkeypatch: pytest.Monkey
     watch = manager.watch()
     manager.set(a="there")
     watch.begin(["a"], 1)
-    assert watch.removed() == {}, "the rank ended by itself"
+    assert watch.removed() == {}, "the host was not removed"

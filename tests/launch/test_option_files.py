@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,16 @@ from hvdtrain.jobs.kubernetes.manifests import make_keys
 from hvdtrain.launch.option_files import read_horovod_file, read_job_file, with_files
 
 
-def read(folder: Path, text: str) -> list[str]:
-    path = folder / "job.toml"
-    path.write_text(text, encoding="utf-8")
-    return read_job_file(path)
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that writes text into a file and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "options"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
 
 
 FILES = {
@@ -45,12 +52,12 @@ FILES = {
 
 
 @pytest.mark.parametrize(("text", "arguments"), FILES.values(), ids=FILES)
-def test_options_become_arguments(text: str, arguments: list[str], tmp_path: Path) -> None:
-    assert read(tmp_path, text) == arguments
+def test_options_become_arguments(text: str, arguments: list[str], write) -> None:
+    assert read_job_file(write(text)) == arguments
 
 
 ERRORS = {
-    "not-toml": ("np: 4", r"job.toml is not valid TOML: .*line 1"),
+    "not-toml": ("np: 4", r"is not valid TOML: .*line 1"),
     "twice": ("np = 4\nnp = 5", "is not valid TOML"),
     "date": ("np = 2026-01-01", r"np has an invalid value, got datetime.date.*; expected a string"),
     "list-of-numbers": ("hosts = [1, 2]", r"hosts has an invalid value, got \[1, 2\]"),
@@ -67,20 +74,22 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("text", "message"), ERRORS.values(), ids=ERRORS)
-def test_an_invalid_file_is_an_error(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_an_error(text: str, message: str, write) -> None:
+    path = write(text)
     with pytest.raises(ConfigurationError, match=message) as raised:
-        read(tmp_path, text)
-    assert str(raised.value).startswith(f"--config {tmp_path / 'job.toml'}")
+        read_job_file(path)
+    assert str(raised.value).startswith(f"--config {path}")
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"none.toml can't be read: No such file"):
-        read_job_file(tmp_path / "none.toml")
-    with pytest.raises(ConfigurationError, match=r"can't be read: Is a directory"):
-        read_job_file(tmp_path)
-    (tmp_path / "latin.toml").write_bytes(b'hosts = "\xe9"')
-    with pytest.raises(ConfigurationError, match=r"latin.toml is not valid TOML: .*utf-8"):
-        read_job_file(tmp_path / "latin.toml")
+    for read in (read_job_file, read_horovod_file):
+        with pytest.raises(ConfigurationError, match=r"none can't be read: No such file"):
+            read(tmp_path / "none")
+        with pytest.raises(ConfigurationError, match=r"can't be read: Is a directory"):
+            read(tmp_path)
+    (tmp_path / "latin").write_bytes(b'hosts = "\xe9"')
+    with pytest.raises(ConfigurationError, match=r"latin is not valid TOML: .*utf-8"):
+        read_job_file(tmp_path / "latin")
 
 
 FULL = """
@@ -96,33 +105,26 @@ TOKEN = "file"
 
 
 def test_flags_override_the_file_and_the_file_the_environment(
-    tmp_path: Path, started, monkeypatch: pytest.MonkeyPatch
+    write, started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_TIMEOUT_S", "60")
     monkeypatch.setenv("HVDTRAIN_LOG_LEVEL", "debug")
     monkeypatch.setenv("DATA", "/environment")
-    path = tmp_path / "job.toml"
-    path.write_text(FULL)
-    flags = ["--grace-s", "2", "-np", "3", "--config", str(path), "-x", "TOKEN=flag"]
+    flags = ["--grace-s", "2", "-np", "3", "--config", str(write(FULL)), "-x", "TOKEN=flag"]
     assert main(["run", *flags, "--", "python", "train.py", "--config", "own.toml"]) == 0
     (job, environ), *more = started
     assert not more
     assert job.program == ("python", "train.py", "--config", "own.toml")
-    assert (job.ranks, job.hosts, job.oversubscribe, job.time_limits.grace_s) == (
-        3,
-        "localhost:8",
-        True,
-        2,
-    )
+    assert (job.ranks, job.hosts, job.oversubscribe) == (3, "localhost:8", True)
+    assert job.time_limits.grace_s == 2
     assert set(job.extra) == {"DATA", "TOKEN"}
     names = ("DATA", "TOKEN", "HVDTRAIN_TIMEOUT_S", "HVDTRAIN_LOG_LEVEL")
     assert [environ[name] for name in names] == ["/file", "flag", "30", "debug"]
     assert os.environ["DATA"] == "/environment"
 
 
-def test_options_of_a_file_go_before_the_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text("np = 8\non = 'slurm'")
+def test_options_of_a_file_go_before_the_command_line(write) -> None:
+    path = write("np = 8\non = 'slurm'")
     words = ["-x", "A=b c", "--config", str(path), "-np", "3", "--", "python", "--config", "own"]
     expected = ["--num-proc=8", "--on=slurm", "-x", "A=b c", "-np", "3", "--"]
     assert with_files(words) == [*expected, "python", "--config", "own"]
@@ -140,12 +142,12 @@ PLANS = {
 def test_submit_passes_the_options_of_the_file(
     kind: str,
     text: str,
+    write,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text("np = 2\ngrace-s = 20\noversubscribe = true\n[env]\nMY_TOKEN = 'hunter2'")
+    path = write("np = 2\ngrace-s = 20\noversubscribe = true\n[env]\nMY_TOKEN = 'hunter2'")
     typed = ["--num-proc=2", "--grace-s=20", "--oversubscribe", "--env=MY_TOKEN=hunter2"]
     keys = make_keys()
     monkeypatch.setattr("hvdtrain.jobs.kubernetes.pod_backend.make_keys", lambda: keys)
@@ -157,22 +159,6 @@ def test_submit_passes_the_options_of_the_file(
         shown.append(capsys.readouterr().out)
     assert text in shown[0]
     assert shown[0] == shown[1]
-
-
-def test_a_dry_run_combines_file_and_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(FULL + "HUNTER = 'hunter2'")
-    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "python", "x y.py"]) == 0
-    shown = capsys.readouterr().out
-    lines = shown.splitlines()
-    assert [line.split()[:2] for line in lines[1:4]] == [[str(n), "localhost"] for n in range(3)]
-    assert lines[4] == ""
-    assert " -np 3 " in lines[5]
-    assert lines[5].endswith(" -P -m hvdtrain.agent.rank_agent python 'x y.py'")
-    assert "HUNTER" in lines[-1]
-    assert "hunter2" not in shown
 
 
 WRONG = {
@@ -189,11 +175,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
 def test_an_invalid_option_is_a_usage_error(
-    text: str, message: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, write, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(text)
-    assert main(["run", "--config", str(path), "-np", "2", "--", "true"]) == 2
+    assert main(["run", "--config", str(write(text)), "-np", "2", "--", "true"]) == 2
     assert message in capsys.readouterr().err
     assert not started
 
@@ -240,28 +224,21 @@ HOROVOD_ARGUMENTS = [
 ]
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "horovod.yaml"
-    path.write_text(text)
-    return path
-
-
-def test_read_horovod_file(tmp_path: Path) -> None:
-    assert read_horovod_file(written(tmp_path, HOROVOD)) == HOROVOD_ARGUMENTS
-    assert read_horovod_file(written(tmp_path, "params:\nlogging: {level: null}\n")) == []
+def test_read_horovod_file(write) -> None:
+    assert read_horovod_file(write(HOROVOD)) == HOROVOD_ARGUMENTS
+    assert read_horovod_file(write("params:\nlogging: {level: null}\n")) == []
 
 
 def test_the_command_line_overrides_horovods_file(
-    tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+    write, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["run", "-np", "2", "--hang-timeout-s=7", "--config-file", written(tmp_path, HOROVOD)]
+    argv = ["run", "-np", "2", "--hang-timeout-s=7", "--config-file", write(HOROVOD)]
     assert main([*map(str, argv), "true"]) == 0
     (job, _) = started[0]
     assert job.settings.log_level == "info"
     assert job.time_limits.hang_s == 7
-    assert (
-        capsys.readouterr().err.count("--fusion-threshold-mb, --cycle-time-ms, --autotune, ") == 1
-    )
+    names = "--fusion-threshold-mb, --cycle-time-ms, --autotune, "
+    assert capsys.readouterr().err.count(names) == 1
 
 
 HOROVOD_ERRORS = {
@@ -275,15 +252,11 @@ HOROVOD_ERRORS = {
 
 
 @pytest.mark.parametrize(("text", "message"), HOROVOD_ERRORS.values(), ids=HOROVOD_ERRORS)
-def test_an_invalid_horovod_file_is_an_error(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_horovod_file_is_an_error(text: str, message: str, write) -> None:
+    path = write(text)
     with pytest.raises(ConfigurationError, match=message) as raised:
-        read_horovod_file(written(tmp_path, text))
-    assert str(raised.value).startswith(f"--config-file {tmp_path / 'horovod.yaml'}")
-
-
-def test_an_unreadable_horovod_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"none.yaml can't be read: No such file"):
-        read_horovod_file(tmp_path / "none.yaml")
+        read_horovod_file(path)
+    assert str(raised.value).startswith(f"--config-file {path}")
 
 
 @pytest.mark.parametrize(
@@ -295,9 +268,8 @@ def test_an_unreadable_horovod_file_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_options_in_horovods_file_are_refused(
-    text: str, message: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, write, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, text)
-    assert main(["run", "-np", "2", "--config-file", str(path), "true"]) == 2
+    assert main(["run", "-np", "2", "--config-file", str(write(text)), "true"]) == 2
     assert message in capsys.readouterr().err
     assert not started

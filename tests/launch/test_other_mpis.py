@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.harness.jobs import REPOSITORY
-from tests.launch.jobs import OWN_DEFAULTS, StartedJob, program
+from tests.launch.jobs import OWN_DEFAULTS, ClusterJob, StartedJob, program
 from tests.testbed.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(180)
@@ -187,37 +185,9 @@ def test_ranks_run_where_planned_over_ssh(mpi: OtherMpi, cluster: Cluster) -> No
     assert {(place[1], place[4]) for place in seen} == {("3", "6")}
 
 
-@pytest.fixture
-def remote_job(mpi: OtherMpi, cluster: Cluster) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a job on two hosts whose ranks wait, and the variable that marks its processes."""
-    mark, folder = uuid.uuid4().hex, cluster.folder / uuid.uuid4().hex
-    folder.mkdir()
-    words = ["-H", HOSTS, "-x", "HVDTRAIN_TEST_MARK", "--"]
-    process = cluster.start(
-        [*mpi.hvdtrain_run, *words, *program(READY.format(folder=str(folder)))],
-        env={**mpi.environ, "HVDTRAIN_TEST_MARK": mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    marker = f"HVDTRAIN_TEST_MARK={mark}"
-    deadline = time.monotonic() + 40
-    try:
-        while len(os.listdir(folder)) < 3:
-            assert time.monotonic() < deadline, "the ranks did not start"
-            assert process.poll() is None, process.communicate(timeout=10)
-            time.sleep(0.05)
-        yield process, marker
-    finally:
-        for left in cluster.processes(marker):
-            os.kill(left.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
-
-
-def test_an_interrupt_over_ssh_leaves_no_processes(remote_job, cluster: Cluster) -> None:
-    process, marker = remote_job
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
-    deadline = time.monotonic() + 10
-    while left := cluster.processes(marker):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+def test_an_interrupt_over_ssh_leaves_no_processes(mpi: OtherMpi, cluster: Cluster) -> None:
+    run = [*mpi.hvdtrain_run, "-H", HOSTS, "--"]
+    with ClusterJob(cluster, lambda body: [*run, *program(body)], 3, mpi.environ) as job:
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait(timeout=20) == 130
+        job.assert_all_gone()

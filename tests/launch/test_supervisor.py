@@ -58,7 +58,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     """Supervise ``argv``, which should start two ranks, on node1 and node2."""
     before = descendants(os.getpid())
     out, err = io.StringIO(), io.StringIO()
-    console = Console(out, err, ranks=2, with_host=False, chief_only=False)
+    console = Console(out, err, ranks=2)
     configure_log("info", prefix="", write=console.notice)
     with (
         contextlib.closing(AgentServer(2, console, local=True)) as server,
