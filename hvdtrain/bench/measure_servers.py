@@ -26,9 +26,9 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous
-from hvdtrain.parameter_server.optimizer_state import pack_states
 from hvdtrain.parameter_server.published_weights import published_bytes, share_memory
 from hvdtrain.parameter_server.server import Server
+from hvdtrain.parameter_server.shard_optimizer import pack_states
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.updates import ShardUpdates
 from hvdtrain.parameter_server.variable_table import VariableTable

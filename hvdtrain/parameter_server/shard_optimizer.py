@@ -1,22 +1,37 @@
-"""The optimizer of a shard, and the checks whether an optimizer can be sharded."""
+"""The optimizer of a shard: whether a model's optimizer can be sharded, its copy, and its state."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.errors import ModelError
-from hvdtrain.private_api.keras import has_weight_decay, iterations_of, learning_rate_of
+from hvdtrain.parameter_server.sharding import Shard, VariableSlice
+from hvdtrain.private_api.keras import (
+    NOT_STATE,
+    accumulated_gradients,
+    has_weight_decay,
+    iterations_of,
+    learning_rate_of,
+    own_trainable_variables,
+)
 
 __all__ = [
-    "accumulated_steps",
+    "assign_state",
     "check_optimizer",
     "is_elementwise",
     "optimizer_for_pieces",
+    "pack_states",
     "plain_optimizer",
+    "read_state",
+    "split_state",
+    "unpack_states",
     "unsplittable_variables",
 ]
 
@@ -24,6 +39,11 @@ __all__ = [
 # and no gradient is kept. Subclasses may do anything.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta",
                 "Ftrl", "Lion")  # fmt: skip
+
+_ITERATIONS = "iterations"
+
+# An optimizer's variables by key, each with the piece that it belongs to or None.
+_Entries = dict[str, tuple[keras.Variable, VariableSlice | None]]
 
 
 class _ShardOptimizer:
@@ -80,7 +100,7 @@ def plain_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def accumulated_steps(optimizer: Any) -> int:
+def _accumulated_steps(optimizer: Any) -> int:
     """Return how many steps of a worker make one update."""
     return int(plain_optimizer(optimizer).gradient_accumulation_steps or 1)
 
@@ -130,10 +150,147 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
             f"A parameter server could not create its {kind.__name__}: expected get_config() to "
             f"have the arguments of its constructor, got {error!r}. Complete its get_config()."
         ) from error
-    object.__setattr__(own, "_hvdtrain_steps", accumulated_steps(optimizer))
+    object.__setattr__(own, "_hvdtrain_steps", _accumulated_steps(optimizer))
     # The configuration doesn't have exclusions, which depend on variables and their names.
     excluded = [p for p, whole in zip(pieces, wholes) if not has_weight_decay(plain, whole.value)]
     if excluded:
         own.exclude_from_weight_decay(var_list=excluded)
     own.build(list(pieces))
     return own
+
+
+def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
+    """Return copies of the state of an optimizer that is built on the pieces of ``shard``.
+
+    Keys, order, shapes and dtypes are the same as in ``split_state``.
+    """
+    return {
+        key: _scalar(variable) if piece is None else _value(variable)
+        for key, (variable, piece) in _entries(optimizer, shard, range(len(shard.pieces))).items()
+    }
+
+
+def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
+    """Assign a state from ``read_state`` or ``split_state``."""
+    for key, (variable, _) in _entries(optimizer, shard, range(len(shard.pieces))).items():
+        variable.assign(values[key])
+
+
+def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
+    """Return a shard's part of the state of the whole model's optimizer.
+
+    Raises:
+        ModelError: The optimizer is not built, or its state can't be split.
+    """
+    plain, variables = _built(model_optimizer)
+    state = {
+        key: _scalar(variable) if piece is None else _part(_value(variable), piece, variables)
+        for key, (variable, piece) in _entries_of_model(plain, shard).items()
+    }
+    state[_ITERATIONS] //= _accumulated_steps(plain)
+    return state
+
+
+def pack_states(model_optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
+    """Return the state of the whole model's optimizer as a flat buffer for each shard."""
+    return [join_bytes(split_state(model_optimizer, shard)) for shard in shards]
+
+
+def unpack_states(
+    model_optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
+) -> None:
+    """Assign the flat states of all shards to the whole model's optimizer.
+
+    State that belongs to no variable is taken from the first shard, except for a learning rate that
+    can be set: servers have an earlier one of this rank.
+    """
+    plain, variables = _built(model_optimizer)
+    parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
+    for shard, state in zip(shards, states):
+        values = split_bytes(state, split_state(model_optimizer, shard))
+        for key, (variable, piece) in _entries_of_model(plain, shard).items():
+            if (piece is None and shard is not shards[0]) or variable is learning_rate_of(plain):
+                continue
+            value = values[key]
+            if key == _ITERATIONS:
+                # Servers don't count steps whose gradients still wait to be accumulated.
+                steps = _accumulated_steps(plain)
+                value = value * steps + int(_value(variable)) % steps
+            parts.setdefault(id(variable), (variable, []))[1].append((piece, value))
+    # One copy at a time: an optimizer may be several times as large as the model.
+    for variable, pieces in parts.values():
+        whole = _value(variable)
+        for piece, value in pieces:
+            _part(whole, piece, variables)[...] = value
+        variable.assign(whole)
+
+
+def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
+    return _entries(plain, shard, [piece.variable for piece in shard.pieces])
+
+
+def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
+    """Return the variables of a plain optimizer for a shard, in the same order on all ranks.
+
+    The key of a scalar such as ``iterations`` is its attribute without leading underscores. The
+    key of a slot such as a momentum also has the piece. ``numbers`` has the number of each piece's
+    variable in the optimizer.
+
+    Raises:
+        ModelError: The optimizer has variables that are neither scalars nor slots.
+    """
+    count = len(own_trainable_variables(optimizer))
+    all_ids = {id(variable) for variable in optimizer.variables}
+    known = {id(v) for v in accumulated_gradients(optimizer)}
+    entries: _Entries = {}
+    for attribute, value in vars(optimizer).items():
+        name = attribute.lstrip("_")
+        if attribute in NOT_STATE:
+            continue
+        if isinstance(value, keras.Variable) and id(value) in all_ids and not tuple(value.shape):
+            entries[name] = value, None
+            known.add(id(value))
+        elif isinstance(value, (list, tuple)) and len(value) == count:
+            ids = {id(entry) for entry in value if entry is not None}
+            if ids and ids <= all_ids:
+                known |= ids
+                for number, piece in zip(numbers, shard.pieces):
+                    if value[number] is not None:
+                        entries[f"{name}/{piece.variable:04d}/{piece.start}"] = value[number], piece
+    unknown = [v.path for v in optimizer.variables if id(v) not in known]
+    if unknown:
+        raise ModelError(
+            f"{type(optimizer).__name__} has variables {', '.join(unknown)} that parameter servers "
+            "can't assign to variables of the model. State must be in attributes that are scalars, "
+            "or lists with an entry for each variable. Use one of Keras' optimizers, or train "
+            "without parameter servers."
+        )
+    return dict(sorted(entries.items()))
+
+
+def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the optimizer without loss scaling, and its trainable variables."""
+    plain = plain_optimizer(optimizer)
+    if not plain.built:
+        raise ModelError(
+            f"The model's {type(plain).__name__} is not built; call "
+            "optimizer.build(model.trainable_variables) first."
+        )
+    return plain, own_trainable_variables(plain)
+
+
+def _part(whole: np.ndarray, piece: VariableSlice | None, variables: Sequence[Any]) -> np.ndarray:
+    """Return a view of the part of a variable's state that belongs to ``piece``."""
+    if piece is None or piece.stop - piece.start == math.prod(variables[piece.variable].shape):
+        return whole  # may have another shape than the variable
+    return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
+
+
+def _value(variable: Any) -> np.ndarray:
+    return np.array(variable.value.numpy())  # a copy that may be written to
+
+
+def _scalar(variable: Any) -> np.ndarray:
+    """Return a copy in a dtype that is the same for all shards."""
+    value = _value(variable)
+    return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)

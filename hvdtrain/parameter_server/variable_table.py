@@ -13,8 +13,12 @@ import tensorflow as tf
 from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
 from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.gradients import ShardGradients
-from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
-from hvdtrain.parameter_server.shard_optimizer import is_elementwise, optimizer_for_pieces
+from hvdtrain.parameter_server.shard_optimizer import (
+    assign_state,
+    is_elementwise,
+    optimizer_for_pieces,
+    read_state,
+)
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 from hvdtrain.private_api.keras import assign_moving_averages, iterations_of, update_moving_averages
 

@@ -8,9 +8,9 @@ import numpy as np
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
-from hvdtrain.parameter_server.optimizer_state import pack_states, unpack_states
 from hvdtrain.parameter_server.published_weights import share_memory
 from hvdtrain.parameter_server.server import Server
+from hvdtrain.parameter_server.shard_optimizer import pack_states, unpack_states
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable

@@ -6,8 +6,11 @@ import tensorflow as tf
 
 from hvdtrain.collectives.fusion import join_bytes
 from hvdtrain.parameter_server.gradients import ShardGradients
-from hvdtrain.parameter_server.optimizer_state import split_state, unpack_states
-from hvdtrain.parameter_server.shard_optimizer import unsplittable_variables
+from hvdtrain.parameter_server.shard_optimizer import (
+    split_state,
+    unpack_states,
+    unsplittable_variables,
+)
 from hvdtrain.parameter_server.sharding import assemble, shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 

@@ -32,10 +32,9 @@ from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.monitor.journal import Journal
 from hvdtrain.parameter_server.consistency import Asynchronous, Consistency, Synchronous
-from hvdtrain.parameter_server.optimizer_state import pack_states, unpack_states
 from hvdtrain.parameter_server.published_weights import SharedMemory
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_optimizer import plain_optimizer
+from hvdtrain.parameter_server.shard_optimizer import pack_states, plain_optimizer, unpack_states
 from hvdtrain.parameter_server.sharding import Shard, Spec
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
