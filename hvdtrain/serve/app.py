@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from hvdtrain.jobs.spec import BackendKind
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import JobApi
-from hvdtrain.serve.live import LiveApi
+from hvdtrain.serve.live import live_routes
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys, OneTimeCodes
 from hvdtrain.version import __version__
@@ -81,15 +81,15 @@ def make_app(
         text = await run_in_threadpool(export, index, with_ranks=rank_metrics)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    session = _SessionApi(
+    session = _session_routes(
         keys, codes or OneTimeCodes(0), secure=scheme == "https", read_only=read_only
     )
     return Starlette(
         routes=[
             Route("/", index_page, methods=["GET"]),
-            *session.routes(),
+            *session,
             *JobApi(index, os.environ if environ is None else environ).routes(),
-            *LiveApi(index, closing).routes(),
+            *live_routes(index, closing),
             Route("/metrics", metrics, methods=["GET"]),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
@@ -98,23 +98,12 @@ def make_app(
     )
 
 
-class _SessionApi:
-    """The routes for logging in and out."""
+def _session_routes(
+    keys: Keys, codes: OneTimeCodes, *, secure: bool, read_only: bool
+) -> list[Route]:
+    """Return the routes for logging in and out."""
 
-    def __init__(self, keys: Keys, codes: OneTimeCodes, *, secure: bool, read_only: bool) -> None:
-        self._keys = keys
-        self._codes = codes
-        self._secure = secure
-        self._read_only = read_only
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/login", self.login, methods=["GET", "POST"]),
-            Route("/logout", self.logout, methods=["POST"]),
-            Route("/api/session", self.session, methods=["GET"]),
-        ]
-
-    async def login(self, request: Request) -> Response:
+    async def login(request: Request) -> Response:
         """Set the session cookie for the token in a form, or for a one-time code in a link.
 
         The token is not accepted in URLs, which browsers keep and other users may see.
@@ -126,33 +115,29 @@ class _SessionApi:
                 if len(body) > _MOST_FORM_BYTES:
                     return Response("The form is too large.\n", 413)
             given = parse_qs(body.decode("ascii", "replace")).get("token", [""])[0].strip()
-            if self._keys.is_token(given):
-                return self._log_in(RedirectResponse("/", 303))
+            if keys.is_token(given):
+                return log_in(RedirectResponse("/", 303))
         else:
             given = request.query_params.get("code", "")
-            if request.method == "GET" and self._codes.redeem(given):
+            if request.method == "GET" and codes.redeem(given):
                 # Not a redirect: the link comes from a file, and browsers send no strict cookie
                 # after redirects that another site started.
-                return self._log_in(Response(_LOGGED_IN, media_type="text/html"))
+                return log_in(Response(_LOGGED_IN, media_type="text/html"))
         return FileResponse(STATIC / "login.html", 403 if given else 200)
 
-    def _log_in(self, answer: Response) -> Response:
-        answer.set_cookie(
-            COOKIE,
-            self._keys.session(time.time()),
-            max_age=SESSION_S,
-            httponly=True,
-            samesite="strict",
-            secure=self._secure,
+    def log_in(response: Response) -> Response:
+        session = keys.session(time.time())
+        response.set_cookie(
+            COOKIE, session, SESSION_S, httponly=True, samesite="strict", secure=secure
         )
-        return answer
+        return response
 
-    async def logout(self, _: Request) -> Response:
-        answer = JSONResponse({})
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=self._secure)
-        return answer
+    async def logout(_: Request) -> Response:
+        response = JSONResponse({})
+        response.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=secure)
+        return response
 
-    async def session(self, request: Request) -> Response:
+    async def session(request: Request) -> Response:
         """Return what the page needs for its requests."""
         backends: list[BackendKind] = ["local"]
         if shutil.which("sbatch"):
@@ -161,11 +146,17 @@ class _SessionApi:
             backends.append("kubernetes")
         return JSONResponse(
             {
-                "csrf": self._keys.csrf(request.cookies.get(COOKIE, "")),
+                "csrf": keys.csrf(request.cookies.get(COOKIE, "")),
                 "version": __version__,
                 "now": time.time(),
                 "folder": os.getcwd(),
                 "backends": backends,
-                "read_only": self._read_only,
+                "read_only": read_only,
             }
         )
+
+    return [
+        Route("/login", login, methods=["GET", "POST"]),
+        Route("/logout", logout, methods=["POST"]),
+        Route("/api/session", session, methods=["GET"]),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -51,16 +51,22 @@ _LABEL = "hvdtrain_job"
 _ACTIVE = ("running", "restarting", "silent")
 
 
-class _JobCollector:
+def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
+    """Return the text of ``/metrics``, optionally with series for each rank of running jobs."""
+    registry = CollectorRegistry()
+    registry.register(_JobCollector(index, with_ranks))
+    return generate_latest(registry)
+
+
+class _JobCollector(NamedTuple):
     """The collector that prometheus_client asks for metrics."""
 
-    def __init__(self, index: JobIndex, *, with_ranks: bool) -> None:
-        self._index = index
-        self._with_ranks = with_ranks
+    jobs: JobIndex
+    with_ranks: bool
 
     def collect(self) -> Iterator[Metric]:
         """Yield the number of jobs in each state, and the metrics of active jobs."""
-        views = self._index.views()
+        views = self.jobs.views()
         counts = _gauge("hvdtrain_jobs", "Jobs by state.", "state")
         for status in sorted({view.status for view in views}):
             counts.add_metric([status], sum(view.status == status for view in views))
@@ -78,18 +84,18 @@ class _JobCollector:
         for view in active:
             ranks.add_metric([view.name], view.state.ranks)
             attempts.add_metric([view.name], view.state.attempt)
-            if (folder := self._index.folder(view.name)) is None:
+            if (folder := self.jobs.folder(view.name)) is None:
                 continue
             row = last_json_line(folder.metrics)
             for field, family in metrics.items():
                 _add(family, [view.name], row.get(field))
-            if self._with_ranks:
+            if self.with_ranks:
                 row = last_json_line(folder.ranks)
                 for field, (family, scale) in rank_metrics.items():
                     for rank, value in enumerate(row.get(field, [])):
                         _add(family, [view.name, str(rank)], value, scale)
         yield from (ranks, attempts, *metrics.values())
-        if self._with_ranks:
+        if self.with_ranks:
             yield from (family for family, _ in rank_metrics.values())
 
 
@@ -100,10 +106,3 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 def _add(family: GaugeMetricFamily, labels: list[str], value: Any, scale: int = 1) -> None:
     if isinstance(value, (int, float)):
         family.add_metric(labels, value * scale)
-
-
-def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
-    """Return the text of ``/metrics``, optionally with series for each rank of running jobs."""
-    registry = CollectorRegistry()
-    registry.register(_JobCollector(index, with_ranks=with_ranks))
-    return generate_latest(registry)
