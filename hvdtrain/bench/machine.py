@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from hvdtrain.cluster.placement import available_cores
+from hvdtrain.text import plural
 from hvdtrain.version import __version__
 
 __all__ = [
@@ -45,8 +46,9 @@ def machine_line(machine: dict[str, object]) -> str:
     assert isinstance(memory_bytes, int)
     assert isinstance(libraries, dict)
     versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
+    cores = plural(int(str(machine["cores"])), "core")
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {memory_bytes / 2**30:.0f} GiB; "
+        f"{machine['processor']}, {cores}, {memory_bytes / 2**30:.0f} GiB; "
         f"load {machine['load']} at the start\n{versions}"
     )
 

@@ -148,17 +148,16 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
             str(row["bytes"]),
             format_seconds(row["best_s"]),
             format_seconds(row["median_s"]),
-            f"{row['algorithm_bandwidth'] / 1e9:.2f}",
-            f"{row['bus_bandwidth'] / 1e9:.2f}",
+            *(f"{row[name] / 1e9:.2f} GB/s" for name in ("algorithm_bandwidth", "bus_bandwidth")),
             format_seconds(row["copy_best_s"]),
-            f"{row['copy_bandwidth'] / 1e9:.2f}",
+            f"{row['copy_bandwidth'] / 1e9:.2f} GB/s",
             f"{row['best_s'] / row['copy_best_s']:.2f}",
         ]
         for row in rows
     ]
     report.print_table(head, cells)
     report.print(
-        "algbw: bytes / time; busbw: algbw * 2 (n - 1) / n; both in GB/s, from the best time."
+        "algbw: bytes / best time; busbw: algbw * 2 (n - 1) / n."
         "\ncopy: all ranks copy the same number of bytes in memory at the same time; "
         "ratio: best / copy best."
     )

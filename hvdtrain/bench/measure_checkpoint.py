@@ -74,8 +74,8 @@ def _show(report: BenchReport, watch: _StepTimes, size_bytes: int) -> None:
     written_s = watch.session.writer.written_s[: len(paused_s)]
     step_s = statistics.median(b - a for a, b in itertools.pairwise(watch.ends_s))
     rows = [
-        [str(number), format_seconds(paused), format_seconds(written), f"{paused / written:.1%}"]
-        for number, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
+        [str(n), format_seconds(paused), format_seconds(written), f"{100 * paused / written:.1f} %"]
+        for n, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
     ]
     report.print(
         f"{size_bytes / 1e6:.0f} MB per checkpoint; a step takes {format_seconds(step_s)}\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, failure_overhead, predict_step
 from hvdtrain.bench.options import PredictOptions
-from hvdtrain.bench.results import BenchReport, format_seconds
+from hvdtrain.bench.results import BenchReport, format_number, format_seconds
 from hvdtrain.collectives.tuning import Link
 
 __all__ = ["measure"]
@@ -50,9 +50,9 @@ def measure(options: PredictOptions) -> None:
         )
         size = [str(hosts), str(cluster.ranks)]
         parts = [time.seconds, time.waiting_s, time.combining_s]
-        steps.append([*size, *map(format_seconds, parts), f"{efficiency:.0%}", time.limit])
-        days, minutes = f"{mean_s / DAY_S:.3g}", f"{interval_s / 60:.3g}"
-        failures.append([*size, f"{days} days", f"{minutes} min", f"{lost:.2%}"])
+        steps.append([*size, *map(format_seconds, parts), f"{100 * efficiency:.0f} %", time.limit])
+        days, minutes = format_number(mean_s / DAY_S), format_number(interval_s / 60)
+        failures.append([*size, f"{days} days", f"{minutes} min", f"{100 * lost:.2f} %"])
     report.print()
     head = ["hosts", "ranks", "step", "waiting", "reducing", "efficiency", "limit"]
     report.print_table(head, steps, left=(6,))

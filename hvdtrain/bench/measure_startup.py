@@ -19,6 +19,7 @@ from hvdtrain.bench.start_program import MARK
 from hvdtrain.errors import LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
 from hvdtrain.launch.commands import Mpirun, find_mpirun
+from hvdtrain.text import plural
 
 __all__ = ["bare_command", "measure"]
 
@@ -117,7 +118,8 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
         if name != PROBE:
             what = f"{name}: hvdtrain run beyond mpirun, medians"
             report.compare(what, extra_s, "at most", MAX_EXTRA_S, "s")
-    report.print(f"\nduration of the command, {len(run.whole_s[EMPTY])} starts each, alternating")
+    starts = plural(len(run.whole_s[EMPTY]), "start")
+    report.print(f"\nduration of the command, {starts} each, alternating")
     report.print_table(["program", "launcher", "median", "best"], cells, left=(0, 1))
     report.print(
         "less import: without the slowest rank's import of TensorFlow, which varies most and does\n"

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.options import Options
-from hvdtrain.text import format_table
+from hvdtrain.text import format_table, plural
 
-__all__ = ["BenchReport", "format_seconds"]
+__all__ = ["BenchReport", "format_number", "format_seconds"]
 
 
 class BenchReport:
@@ -37,7 +37,7 @@ class BenchReport:
         }
         self._limits: list[dict[str, Any]] = []
         self._is_writer = is_writer
-        self.print(f"hvdtrain bench {benchmark}: {ranks} ranks\n{machine_line(machine)}")
+        self.print(f"hvdtrain bench {benchmark}: {plural(ranks, 'rank')}\n{machine_line(machine)}")
 
     def print(self, text: str = "") -> None:
         """Print text."""
@@ -87,9 +87,14 @@ class BenchReport:
             self.print(f"\nresults written to {json_path}")
 
 
+def format_number(value: float) -> str:
+    """Format a number with three significant digits, or as an integer from 100 on."""
+    return f"{value:.0f}" if value >= 99.95 or value == 0 else f"{value:#.3g}"
+
+
 def format_seconds(seconds: float) -> str:
-    """Format seconds with three digits in s, ms or us."""
+    """Format seconds with three significant digits in s, ms or us."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.3g} us"
+            return f"{format_number(seconds / unit)} {name}"
+    return f"{format_number(seconds * 1e6)} us"

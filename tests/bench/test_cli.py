@@ -67,7 +67,7 @@ def test_predict_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [row["ranks"] for row in rows] == [2, 4, 8, 12]
     assert rows[-1]["limit"] == "the link"
     output = capsys.readouterr().out
-    assert f"{rows[-1]['efficiency']:.0%}" in output
+    assert f" {100 * rows[-1]['efficiency']:.0f} %" in output
     assert "between checkpoints" in output
 
 

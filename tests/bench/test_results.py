@@ -19,7 +19,8 @@ def test_columns_are_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(12.3456, "12.3 s"), (0.5, "500 ms"), (2e-5, "20 us"), (0, "0 us")]
+    ("seconds", "text"),
+    [(12.3456, "12.3 s"), (0.5, "500 ms"), (2e-5, "20.0 us"), (1234, "1234 s"), (0, "0 us")],
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
