@@ -61,7 +61,7 @@ def without_counts(name: str) -> str:
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-    """Number names as in a process that has created nothing else.
+    """Assign numbers to names as in a process that has created nothing else.
 
     The order of numbers is kept, so that exchanged variables still differ: dense_7, dense_9 is
     dense, dense_1; and dense_9, dense_7 is dense_1, dense.
