@@ -118,7 +118,9 @@ class Store:
         try:
             snapshot, problems = self._first_intact()
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise CheckpointError(
+                f"Checkpoints in {self._directory} can't be read: {files.describe(error)}."
+            ) from error
         if snapshot is None and problems:
             raise CheckpointError(
                 f"No checkpoint in {self._directory} is intact: {'; '.join(problems)}. Put an "
@@ -130,29 +132,6 @@ class Store:
                     f"Checkpoint is damaged: {problem}. Step {snapshot.step} is used instead."
                 )
         return snapshot
-
-    def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint in ascending order; reads only manifests.
-
-        Raises:
-            CheckpointError: The directory can't be read.
-        """
-        steps = set()
-        try:
-            for folder in find_complete(self._directory):
-                try:
-                    files.read_manifest(folder.path, folder.step)
-                except (DamagedError, FileNotFoundError):
-                    continue
-                steps.add(folder.step)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return sorted(steps)
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"Checkpoints in {self._directory} can't be read: {files.describe(error)}."
-        )
 
     def _acquire_lock(self) -> WriteLock:
         lock = acquire(self._directory, self._lock_timeout_s)

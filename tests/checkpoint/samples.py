@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot
+from hvdtrain.checkpoint.folders import find_complete
 
-__all__ = ["check", "files", "flip", "same_bits", "snapshot", "step_of"]
+__all__ = ["check", "files", "flip", "same_bits", "saved_steps", "snapshot", "step_of"]
 
 
 def step_of(write: int) -> int:
@@ -46,6 +47,11 @@ def same_bits(one: Snapshot, other: Snapshot) -> None:
 def files(directory: Path) -> list[str]:
     """Return the names in a directory except for the lock."""
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def saved_steps(directory: str | Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a directory."""
+    return sorted({folder.step for folder in find_complete(Path(directory))})
 
 
 def flip(path: Path, position: int) -> None:

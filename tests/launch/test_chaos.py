@@ -17,6 +17,7 @@ import pytest
 
 from hvdtrain.checkpoint import Store
 from tests.checkpoint.disks import SMALL_BYTES
+from tests.checkpoint.samples import saved_steps
 from tests.launch.chaos_faults import Chaos
 from tests.launch.chaos_job import ChaosJob, Report, Training
 from tests.launch.chaos_plan import KINDS, make_plan
@@ -90,9 +91,8 @@ def test_faults_lose_no_samples(
             report = Report(chaos.done, job.errors(), job.steps())
             with capsys.disabled():
                 print(report, flush=True)
-        store = Store(small.path / "runs")
-        saved = store.steps()
-        newest = store.newest()
+        saved = saved_steps(small.path / "runs")
+        newest = Store(small.path / "runs").newest()
     errors = report.errors
     assert history["visits"] == [epochs, epochs], errors
     # A fault while the disk is full costs steps, but damages no checkpoint.

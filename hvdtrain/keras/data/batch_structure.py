@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 EXAMINED_BATCHES = 2
-"""The number of batches from which Keras derives types and shapes."""
+"""The number of batches that Keras examines for types and shapes."""
 
 _PARTS = ("x", "y", "sample_weight")
 
@@ -44,7 +44,7 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 def is_absent(leaf: Any) -> bool:
     """Return whether a leaf, or its spec, represents None."""
-    # TensorFlow doesn't export NoneTensorSpec in all versions.
+    # Some versions of TensorFlow don't export NoneTensorSpec.
     return (
         leaf is None
         or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional))

@@ -105,7 +105,7 @@ def _check_written_files(reports: Sequence[InputReport]) -> None:
 
 
 def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> None:
-    """Raise an error that lists the differences between ranks, if there are any.
+    """Raise an error that lists the differences between ranks; do nothing without differences.
 
     Args:
         facts: For each rank, names and values.

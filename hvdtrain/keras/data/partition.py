@@ -8,7 +8,7 @@ For ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 - The last joint step may be smaller; its samples are divided as evenly as possible.
 
 A position is therefore independent of the number of ranks. Batches are partitioned by the same
-rule, as units of which a rank takes one in each step.
+rule; a rank takes one of them in each step.
 """
 
 from __future__ import annotations
@@ -201,9 +201,9 @@ def rank_share(
     """Return one rank's share of an epoch's order.
 
     Returns:
-        The samples of the full joint steps, of shape (steps, batch_size), and those of the last,
-        partial step. If there is a partial step, but no sample in it for this rank, the latter
-        contains one sample to compute with, which must not count.
+        The samples of the full joint steps, of shape (steps, batch_size), and of the last, partial
+        step. If this rank has no share of a partial step, the latter contains one sample to
+        compute with, which must not count.
     """
     joint_batch = batch_size * size
     steps, rest = divmod(len(order), joint_batch)

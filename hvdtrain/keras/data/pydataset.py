@@ -181,7 +181,7 @@ def _batch_of_worker(index: int) -> Any:
 
 
 def _fetch(dataset: keras.utils.PyDataset, indices: Iterable[int]) -> Iterator[Any]:
-    """Yield the batches at ``indices``, prepared by as many workers as the user asked for.
+    """Yield the batches at ``indices``, prepared by the workers of the dataset.
 
     As in Keras, each pass starts new workers: processes must see the changes of the user's hooks.
     """

@@ -28,7 +28,7 @@ class ShardPlan:
     Attributes:
         rank: The rank of this process.
         size: The number of ranks.
-        seed: A non-negative integer from which all ranks compute the orders of the data.
+        seed: A non-negative integer that determines the order of the data on all ranks.
         collectives: The connection between the ranks.
         steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; a
             whole pass by default.
@@ -72,8 +72,8 @@ class Share(NamedTuple):
 
     Attributes:
         batch: A batch as Keras passes it to a step in a single process.
-        rows: int32 scalar, the rows of ``batch`` that count: all of them, or 0 if this rank has no
-            data in the step and ``batch`` only has the right structure.
+        rows: int32 scalar, the rows of ``batch`` that count: all of them, or 0 if the data of this
+            rank has ended and ``batch`` only has the right structure.
         joint_rows: int32 scalar, the sum of ``rows`` over all ranks; -1 or None if unknown.
     """
 
@@ -196,8 +196,8 @@ class ShardedInput:
         Args:
             position: The position, the same on all ranks.
             ranks: The number of ranks when the position was reached, if it may have changed.
-            repeatable: Whether this pass may be started again, which costs some time for pipelines
-                that shuffle.
+            repeatable: Whether this pass may be started again, which is slower for pipelines that
+                shuffle.
 
         Raises:
             DataError: The data is shorter, or presharded and the number of ranks has changed.

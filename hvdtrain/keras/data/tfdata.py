@@ -199,7 +199,7 @@ class ShardedPipeline(ShardedInput):
                     rank=plan.shard,
                     size=plan.shards,
                     blanks=_components([batch_structure.blank(spec) for spec in specs]),
-                    # The first end mark completes the last step, if there are any batches.
+                    # The first end mark completes the last step with batches.
                     ends=padding + (batches != 0),
                     padded=batches == 0,
                 )
@@ -273,7 +273,7 @@ def _join_steps(
         dataset: One element per batch; False instead of True marks an end.
         rank: This rank.
         size: The number of ranks.
-        blanks: Components to compute with if this rank has no batch in a step.
+        blanks: Components to compute with in steps without a batch for this rank.
         ends: End marks to append. Each emits a joint step, after the first one with rows = 0.
         padded: Whether to emit these steps even without any batches.
     """

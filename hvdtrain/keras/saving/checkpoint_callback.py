@@ -153,7 +153,7 @@ def begin_session(
 ) -> CheckpointSession:
     """Create the checkpoint session of a ``fit`` whose ranks step together; collective.
 
-    The arguments are those of ``TrainingState`` and ``CheckpointSession``.
+    See ``TrainingState`` and ``CheckpointSession`` for the arguments.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest one is of another model.

@@ -184,8 +184,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy the state of a training; the next call overwrites the copies.
 
-    ``ranks`` are the own values of all ranks, and ``logs`` those of an epoch that has just ended;
-    the other arguments become attributes of ``TrainingProgress``.
+    ``ranks`` is a result of ``TrainingState.gather_own``, and ``logs`` belongs to an epoch that has
+    just ended. The other arguments become attributes of ``TrainingProgress``.
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}

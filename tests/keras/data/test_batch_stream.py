@@ -96,7 +96,7 @@ def same_on_all(rows=ROWS):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("block", [1, 2])
 def test_all_loops_accept_a_generator(world, block):
-    """In the last step some ranks have no data, because the seventh batch is short."""
+    """The seventh and last batch has a single row, so other ranks are idle in the last step."""
     rows, ranks = 6 * SIZE + 1, world.size()
     model = classifier(metrics=["accuracy"], steps_per_execution=block)
     world.distribute(model)

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 import hvdtrain
-from hvdtrain.checkpoint import Store
+from tests.checkpoint.samples import saved_steps
 from tests.keras.saving.seen import Seen
 
 ROWS = 131
@@ -56,7 +56,7 @@ class Fault(keras.callbacks.Callback):
 
 def written() -> list[int]:
     """Return the steps of the checkpoints on the disk."""
-    return Store(arguments.directory).steps()
+    return saved_steps(arguments.directory)
 
 
 hvdtrain.init()

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from hvdtrain.checkpoint import Store
 from tests.checkpoint.disks import remount
+from tests.checkpoint.samples import saved_steps
 
 # 300,000 parameters, with Adam's state about 3.6 MB.
 TRAINING = """
@@ -65,7 +65,7 @@ def test_training_continues_while_a_slow_disk_writes(launch, slow_disk):
     steps, while_writing = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert steps == 100
     assert while_writing >= 10
-    assert Store(slow_disk).steps() == [100]
+    assert saved_steps(slow_disk) == [100]
 
 
 def test_a_full_disk_is_logged_once(launch, small_disk):
@@ -81,7 +81,7 @@ def test_a_disk_that_fills_again_is_logged_again(launch, small_disk):
     done = launch(2, TRAINING, str(small_disk), "10", "warn", "filled", timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no checkpoint could be saved; training continues") == 2, done.stderr
-    assert Store(small_disk).steps() == [100]
+    assert saved_steps(small_disk) == [100]
 
 
 def test_a_full_disk_is_an_error_on_request(launch, small_disk):
@@ -128,6 +128,6 @@ def test_ranks_wait_for_the_chief_longer_than_the_time_out(
     assert "rank 1 has trained" in done.stdout
     assert "in barrier(the chief saves) for rank 0" in done.stderr
     assert "has ended its program and waits for rank 0" in done.stderr
-    assert Store(slow_disk / "checkpoints").steps() == [1, 2]
+    assert saved_steps(slow_disk / "checkpoints") == [1, 2]
     for name in ("callback", "export", "end"):
         assert (slow_disk / f"{name}.keras").stat().st_size > 10_000_000

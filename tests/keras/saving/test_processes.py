@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.checkpoint import Store
+from tests.checkpoint.samples import saved_steps
 
 PROGRAM = Path(__file__).with_name("program.py")
 TIMEOUT_S = 240
@@ -54,7 +54,7 @@ def test_another_number_of_ranks_uses_each_sample_once(killed, finish, ranks):
 
 
 def test_a_damaged_checkpoint_is_logged_and_the_previous_one_is_used(killed, launch):
-    before, newest = Store(killed).steps()[-2:]
+    before, newest = saved_steps(killed)[-2:]
     folder = killed / f"step-{newest:08d}"
     with (folder / "model.safetensors").open("rb+") as file:
         file.truncate(100)

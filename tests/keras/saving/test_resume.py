@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.checkpoint import Store
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from tests.checkpoint.samples import saved_steps
 from tests.keras.saving.runs import ROWS, Draws, Stop, StopAfter, X, Y, model_of, outcome, run
 
 EPOCHS = 3
@@ -386,7 +387,7 @@ def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
         assert signal.getsignal(number) == (signal.SIG_IGN if ignored else before)
         if world.is_chief():
             steps = -(-ROWS // (6 * world.size()))
-            assert Store(folder).steps()[-1] == steps + 1
+            assert saved_steps(folder)[-1] == steps + 1
         if number == signal.SIGTERM:
             resumed = run(world, dropout, plain([Checkpoint(folder)], batch_size=6), seed=2)
             assert outcome(*resumed) == whole
