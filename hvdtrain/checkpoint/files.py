@@ -23,7 +23,7 @@ __all__ = [
     "Manifest",
     "check_contents",
     "check_sizes",
-    "describe",
+    "describe_error",
     "encode_manifest",
     "make_folders",
     "read_manifest",
@@ -169,7 +169,7 @@ def _regular_size(path: Path) -> int:
     return status.st_size
 
 
-def describe(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Return the system's message and a remedy, without the final full stop."""
     remedy = _REMEDIES.get(error.errno or 0, "Fix the cause, or choose another directory")
     path = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""

@@ -27,7 +27,7 @@ from hvdtrain.checkpoint.files import MANIFEST, sync
 __all__ = [
     "RETRY_S",
     "CheckpointFolder",
-    "busy_directory",
+    "busy_directory_error",
     "find_complete",
     "free_name",
     "hidden_name",
@@ -70,10 +70,10 @@ def find_complete(directory: Path) -> list[CheckpointFolder]:
         previous, listed = listed, _list_folders(directory)
         if listed == previous:
             return complete
-    raise busy_directory()
+    raise busy_directory_error()
 
 
-def busy_directory() -> OSError:
+def busy_directory_error() -> OSError:
     """Return the error for a directory that changes faster than it can be read."""
     return TimeoutError(
         errno.ETIMEDOUT, f"another process has kept changing them for {RETRY_S:.0f} s"

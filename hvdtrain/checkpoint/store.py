@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.files import MANIFEST, MODEL, RANKS, STATE, DamagedErro
 from hvdtrain.checkpoint.folders import (
     RETRY_S,
     CheckpointFolder,
-    busy_directory,
+    busy_directory_error,
     find_complete,
     free_name,
     hidden_name,
@@ -100,8 +100,8 @@ class Store:
                 self._prune(snapshot.step)
         except OSError as error:
             raise CheckpointError(
-                f"{title} can't be written to {self._directory}: {files.describe(error)}. Earlier "
-                "checkpoints are intact."
+                f"{title} can't be written to {self._directory}: {files.describe_error(error)}. "
+                "Earlier checkpoints are intact."
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{title} can't be written: {error}") from None
@@ -119,7 +119,7 @@ class Store:
             snapshot, problems = self._first_intact()
         except OSError as error:
             raise CheckpointError(
-                f"Checkpoints in {self._directory} can't be read: {files.describe(error)}."
+                f"Checkpoints in {self._directory} can't be read: {files.describe_error(error)}."
             ) from error
         if snapshot is None and problems:
             raise CheckpointError(
@@ -183,7 +183,7 @@ class Store:
                 elif self._seems_intact(folder):
                     kept.add(folder.step)
         except (OSError, CheckpointError) as error:
-            text = files.describe(error) if isinstance(error, OSError) else str(error)
+            text = files.describe_error(error) if isinstance(error, OSError) else str(error)
             self._notice(f"Old checkpoints in {self._directory} can't be removed: {text}.")
 
     def _seems_intact(self, folder: CheckpointFolder) -> bool:
@@ -211,7 +211,7 @@ class Store:
             if not problems or problems.keys() <= set(find_complete(self._directory)):
                 break
             if attempt >= _ATTEMPTS and time.monotonic() > deadline:
-                raise busy_directory()
+                raise busy_directory_error()
         self._damaged |= problems.keys()
         return snapshot, list(problems.values())
 

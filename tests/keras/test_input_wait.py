@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.keras import fit_inputs
-from hvdtrain.keras.data.sharded_input import untuned
+from hvdtrain.keras.data.sharded_input import without_autotuning
 from hvdtrain.keras.fit_inputs import InputWait
 from tests.keras.features import X, Y, classifier
 
@@ -49,7 +49,7 @@ def slow(tuned: bool) -> tf.data.Dataset:
 
     dataset = tf.data.Dataset.range(STEPS)
     dataset = dataset.map(lambda number: tf.numpy_function(read, [number], tf.int64)).prefetch(1)
-    return dataset if tuned else untuned(dataset)
+    return dataset if tuned else without_autotuning(dataset)
 
 
 @pytest.mark.parametrize("tuned", [False, True])

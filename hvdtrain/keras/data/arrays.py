@@ -26,7 +26,7 @@ from hvdtrain.keras.data.sharded_input import (
     ShardedInput,
     ShardPlan,
     Share,
-    untuned,
+    without_autotuning,
 )
 from hvdtrain.private_api import keras as private_keras
 
@@ -77,7 +77,7 @@ class ShardedArrays(ShardedInput):
                 if leaf is None:
                     structure[name] = "None"
                     continue
-                structure[name] = batch_structure.row_text(tf.type_spec_from_value(leaf))
+                structure[name] = batch_structure.describe_row(tf.type_spec_from_value(leaf))
                 content[f"content of {name}"] = batch_structure.fingerprint([leaf])
         return InputReport(
             structure=structure, content=content, steps=joint_steps(rows, self.each, plan.shards)
@@ -148,7 +148,7 @@ class ShardedArrays(ShardedInput):
             # As in Keras: optimizing would serialize the graph with the captured arrays.
             options.experimental_optimization.apply_default_optimizations = False
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            return untuned(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
+            return without_autotuning(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
 
     def _indices(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
@@ -202,8 +202,8 @@ class ShardedArrays(ShardedInput):
 
     def _empty_steps(self, steps: int) -> tf.data.Dataset:
         """Make steps with rows = 0, for a rank without data."""
-        leaves = batch_structure.present(self._gather(tf.zeros([0], tf.int64)))
-        blanks = [batch_structure.blank(tf.type_spec_from_value(leaf)) for leaf in leaves]
-        batch = batch_structure.refill(self._batch, blanks)
+        leaves = batch_structure.present_leaves(self._gather(tf.zeros([0], tf.int64)))
+        blanks = [batch_structure.blank_value(tf.type_spec_from_value(leaf)) for leaf in leaves]
+        batch = batch_structure.replace_leaves(self._batch, blanks)
         share = Share(batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
         return tf.data.Dataset.from_tensors(share).repeat(steps)

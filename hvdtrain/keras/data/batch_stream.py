@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
-from hvdtrain.keras.data.batch_structure import present, targets_first
+from hvdtrain.keras.data.batch_structure import identifying_leaves, present_leaves
 from hvdtrain.keras.data.input_agreement import REMEDIES, InputReport, raise_if_different
 from hvdtrain.keras.data.partition import Position, joint_steps
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
@@ -86,7 +86,7 @@ class ShardedStream(ShardedInput):
             )
         self._unread = itertools.chain(examined, standardized)
         self._example = examined[0]
-        self._specs = private_keras.batch_specs([present(batch) for batch in examined])
+        self._specs = private_keras.batch_specs([present_leaves(batch) for batch in examined])
 
     def report(self) -> InputReport:
         """Report types and shapes of the batches, and a digest of the first one."""
@@ -103,8 +103,8 @@ class ShardedStream(ShardedInput):
                 "may differ between ranks. Pass validation_steps to fit, or steps to evaluate and "
                 "predict."
             )
-        spec = batch_structure.refill(self._example, self._specs)
-        first = batch_structure.fingerprint(targets_first(self._example))
+        spec = batch_structure.replace_leaves(self._example, self._specs)
+        first = batch_structure.fingerprint(identifying_leaves(self._example))
         return InputReport(
             structure={
                 "kind of input": f"a {self._kind}",
@@ -184,7 +184,7 @@ class ShardedStream(ShardedInput):
                         batch, rows = step.batch, _rows(step.batch)
                 if self.plan.presharded:
                     joint_rows = JOINT_ROWS_UNKNOWN
-                yield (*present(batch), np.int32(rows), np.int32(joint_rows))
+                yield (*present_leaves(batch), np.int32(rows), np.int32(joint_rows))
                 count += 1
 
         # Not prefetched: a step that the ranks haven't agreed on yet would look like the end.
@@ -202,8 +202,8 @@ class ShardedStream(ShardedInput):
             joint_rows += _rows(batch)
             if digest is not None:
                 with tf.device("CPU:0"):
-                    batch_digest = batch_structure.digest(targets_first(batch))
-                    digest = batch_structure.chain(digest, batch_digest)
+                    batch_digest = batch_structure.digest(identifying_leaves(batch))
+                    digest = batch_structure.chain_digests(digest, batch_digest)
             place += 1
             if place == ranks:
                 yield _Step(own_batch, joint_rows, digest)
@@ -260,7 +260,7 @@ class ShardedStream(ShardedInput):
 
 
 def _rows(batch: Batch) -> int:
-    return int(present(batch)[0].shape[0])
+    return int(present_leaves(batch)[0].shape[0])
 
 
 class _Queue:

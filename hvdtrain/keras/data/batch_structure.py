@@ -9,25 +9,25 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.sharded_input import Share, untuned
+from hvdtrain.keras.data.sharded_input import Share, without_autotuning
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = [
     "EXAMINED_BATCHES",
-    "blank",
-    "chain",
+    "batch_parts",
+    "blank_value",
+    "chain_digests",
     "count_rows",
+    "describe_row",
     "digest",
     "fingerprint",
+    "identifying_leaves",
     "is_absent",
     "leaf_names",
-    "parts",
-    "present",
-    "refill",
-    "row_text",
+    "present_leaves",
+    "replace_leaves",
     "signature",
     "standardize",
-    "targets_first",
     "to_dataset",
 ]
 
@@ -37,7 +37,7 @@ EXAMINED_BATCHES = 2
 _PARTS = ("x", "y", "sample_weight")
 
 
-def parts(batch: Any) -> tuple[Any, ...]:
+def batch_parts(batch: Any) -> tuple[Any, ...]:
     """Return the parts of a batch: x, y and sample_weight, or others for custom steps."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
@@ -52,20 +52,20 @@ def is_absent(leaf: Any) -> bool:
     )
 
 
-def present(batch: Any) -> list[Any]:
+def present_leaves(batch: Any) -> list[Any]:
     """Return the leaves of a batch that are not None."""
     return [leaf for leaf in keras.tree.flatten(batch) if not is_absent(leaf)]
 
 
-def refill(batch: Any, leaves: Iterable[Any]) -> Any:
-    """Return the structure of a batch with other leaves, in the order of ``present``."""
+def replace_leaves(batch: Any, leaves: Iterable[Any]) -> Any:
+    """Return the structure of a batch with other leaves, in the order of ``present_leaves``."""
     rest = iter(leaves)
     return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
 
 def leaf_names(batch: Any) -> list[str]:
     """Return a name for each leaf of a batch, for example ``x['image']`` or ``y``."""
-    split = parts(batch)
+    split = batch_parts(batch)
     names = _PARTS if len(split) <= len(_PARTS) else [f"part {n}" for n in range(len(split))]
     return [
         names[path[0]] + "".join(f"[{key!r}]" for key in path[1:])
@@ -82,7 +82,7 @@ def count_rows(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf)[0]
 
 
-def row_text(spec: tf.TypeSpec) -> str:
+def describe_row(spec: tf.TypeSpec) -> str:
     """Describe the type and shape of one row."""
     kind = {tf.RaggedTensorSpec: "ragged ", tf.SparseTensorSpec: "sparse "}.get(type(spec), "")
     shape = spec.shape
@@ -94,18 +94,18 @@ def signature(batch_spec: Any) -> dict[str, str]:
     """Map the name of each leaf to the type and shape of a row."""
     leaves = keras.tree.flatten(batch_spec)
     return {
-        name: "None" if is_absent(leaf) else row_text(leaf)
+        name: "None" if is_absent(leaf) else describe_row(leaf)
         for name, leaf in zip(leaf_names(batch_spec), leaves)
     }
 
 
-def targets_first(batch: Any) -> list[Any]:
+def identifying_leaves(batch: Any) -> list[Any]:
     """Return the leaves that identify a batch: targets and weights, or inputs without them.
 
     Random augmentation may make the inputs differ between ranks.
     """
-    inputs, *targets = parts(batch)
-    return present(targets) or present(inputs)
+    inputs, *targets = batch_parts(batch)
+    return present_leaves(targets) or present_leaves(inputs)
 
 
 def fingerprint(leaves: Sequence[Any]) -> str:
@@ -120,7 +120,7 @@ def digest(leaves: Sequence[Any]) -> tf.Tensor:
     return _hash(tf.concat([_hash(component) for component in components], axis=0))
 
 
-def chain(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
+def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
     """Return the digest of a stream after one more batch, from the digests of both."""
     return _hash(tf.concat([stream, batch], axis=0))
 
@@ -130,7 +130,7 @@ def _hash(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.raw_ops.Fingerprint(data=flat, method="farmhash64"), [8])
 
 
-def blank(spec: tf.TypeSpec) -> Any:
+def blank_value(spec: tf.TypeSpec) -> Any:
     """Return a value of a spec, with size 1 for each unknown dimension.
 
     Raises:
@@ -204,11 +204,11 @@ def to_dataset(
     @tf.autograph.experimental.do_not_convert
     def pack(*element: Any) -> Share:
         *leaves, rows, joint_rows = element
-        return Share(refill(example, leaves), rows, joint_rows)
+        return Share(replace_leaves(example, leaves), rows, joint_rows)
 
     with tf.device("CPU:0"):
         output = (*specs, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
         dataset = tf.data.Dataset.from_generator(elements, output_signature=output).map(pack)
         if steps is not None:
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-        return untuned(dataset)
+        return without_autotuning(dataset)

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.sharded_input import untuned
+from hvdtrain.keras.data.sharded_input import without_autotuning
 from hvdtrain.private_api.tensorflow import (
     cache_file,
     captured_tensors,
@@ -213,7 +213,7 @@ class PipelinePasses:
                 "for all epochs."
             )
         for _ in range(self._started, passes):
-            iterator = iter(untuned(self._dataset))
+            iterator = iter(without_autotuning(self._dataset))
             if self.at_once:
                 continue
             for _ in iterator:
@@ -253,7 +253,7 @@ class PipelinePasses:
             self._epoch, self._saved = epoch, None
         if not again and not (repeatable and self.repeatable):
             return self._dataset
-        iterator = iter(untuned(self._dataset))
+        iterator = iter(without_autotuning(self._dataset))
         if again:
             tf.raw_ops.DeserializeIterator(
                 resource_handle=iterator_resource(iterator), serialized=self._saved

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
-from hvdtrain.keras.data.batch_structure import EXAMINED_BATCHES, present
+from hvdtrain.keras.data.batch_structure import EXAMINED_BATCHES, present_leaves
 from hvdtrain.keras.data.input_agreement import InputReport, agree
 from hvdtrain.keras.data.partition import Position, epoch_order, joint_steps, remaining_units
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
@@ -47,12 +47,12 @@ class ShardedPyDataset(ShardedInput):
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         examined = [self._standardize(self._dataset[index]) for index in range(count)]
         self._example = examined[0]
-        self._specs = private_keras.batch_specs([present(batch) for batch in examined])
+        self._specs = private_keras.batch_specs([present_leaves(batch) for batch in examined])
         report = self._report_length()
         report.structure = {
             "kind of input": "a PyDataset",
             "steps": plan.steps,
-            **batch_structure.signature(batch_structure.refill(self._example, self._specs)),
+            **batch_structure.signature(batch_structure.replace_leaves(self._example, self._specs)),
         }
         report.content.update(
             {
@@ -139,7 +139,7 @@ class ShardedPyDataset(ShardedInput):
         def elements() -> Iterator[tuple[Any, ...]]:
             indices, count = self._indices(position_of_pass(), steps)
             for step, batch in enumerate(_fetch(self._dataset, indices)):
-                leaves = present(self._standardize(batch))
+                leaves = present_leaves(self._standardize(batch))
                 rows = leaves[0].shape[0] if step < count else 0
                 yield (*leaves, np.int32(rows), np.int32(JOINT_ROWS_UNKNOWN))
 
@@ -165,7 +165,7 @@ class ShardedPyDataset(ShardedInput):
 
 
 def _fingerprint(batch: Any) -> str:
-    return batch_structure.fingerprint(batch_structure.targets_first(batch))
+    return batch_structure.fingerprint(batch_structure.identifying_leaves(batch))
 
 
 _dataset_of_worker: Any = None

@@ -15,7 +15,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data.input_agreement import InputReport
 from hvdtrain.keras.data.partition import JointSteps, Position, Shuffle, joint_steps
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "untuned"]
+__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "without_autotuning"]
 
 JOINT_ROWS_UNKNOWN = -1
 """``joint_rows`` of an element if only communication can determine it."""
@@ -291,7 +291,7 @@ class ShardedInput:
         self.verify()
 
 
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset with a fixed order and without autotuning.
 
     Deleting an iterator joins the thread that tunes it. TensorFlow wakes that thread before it

@@ -30,7 +30,7 @@ from hvdtrain.keras.data.sharded_input import (
     ShardedInput,
     ShardPlan,
     Share,
-    untuned,
+    without_autotuning,
 )
 from hvdtrain.private_api import keras as private_keras
 
@@ -164,7 +164,7 @@ class ShardedPipeline(ShardedInput):
     def _add_class_weights(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self.plan.class_weight is None:
             return dataset
-        parts = batch_structure.parts(dataset.element_spec)
+        parts = batch_structure.batch_parts(dataset.element_spec)
         if len(parts) < 2 or batch_structure.is_absent(parts[1]):
             raise DataError("class_weight needs a dataset with targets, with elements (x, y).")
         return dataset.map(private_keras.class_weight_map(self.plan.class_weight))
@@ -192,13 +192,13 @@ class ShardedPipeline(ShardedInput):
             if plan.shards == 1 and not padding:
                 dataset = dataset.map(_undecorated(self._single_batch))
             else:
-                specs = batch_structure.present(self._spec)
+                specs = batch_structure.present_leaves(self._spec)
                 dataset = dataset.map(_undecorated(self._prepare))
                 dataset = _join_steps(
                     dataset,
                     rank=plan.shard,
                     size=plan.shards,
-                    blanks=_components([batch_structure.blank(spec) for spec in specs]),
+                    blanks=_components([batch_structure.blank_value(spec) for spec in specs]),
                     # The first end mark completes the last step with batches.
                     ends=padding + (batches != 0),
                     padded=batches == 0,
@@ -206,7 +206,7 @@ class ShardedPipeline(ShardedInput):
                 dataset = dataset.map(_undecorated(functools.partial(self._share, record)))
             if steps is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            return untuned(dataset).prefetch(tf.data.AUTOTUNE)
+            return without_autotuning(dataset).prefetch(tf.data.AUTOTUNE)
 
     def _single_batch(self, *element: Any) -> Share:
         """Return the share of a step that consists of one batch of this rank."""
@@ -215,18 +215,18 @@ class ShardedPipeline(ShardedInput):
         return Share(self._pack(components), rows, unknown if self.plan.presharded else rows)
 
     def _pack(self, components: tuple[tf.Tensor, ...]) -> Any:
-        specs = batch_structure.present(self._spec)
+        specs = batch_structure.present_leaves(self._spec)
         leaves = tf.nest.pack_sequence_as(specs, components, expand_composites=True)
-        return batch_structure.refill(self._spec, leaves)
+        return batch_structure.replace_leaves(self._spec, leaves)
 
     def _prepare(self, *element: Any) -> tuple[Any, ...]:
         """Return the components of a batch, its rows, its digest, and True (no end mark)."""
         # tf.data passes the entries of a tuple as arguments, even if there is a single one.
         batch = element if type(self._spec) is tuple else element[0]
-        leaves = batch_structure.present(batch)
+        leaves = batch_structure.present_leaves(batch)
         digest = tf.zeros([8], tf.uint8)
         if self.plan.compares:
-            digest = batch_structure.digest(batch_structure.targets_first(batch))
+            digest = batch_structure.digest(batch_structure.identifying_leaves(batch))
         return _components(leaves), batch_structure.count_rows(leaves[0]), digest, True
 
     def _share(
@@ -312,7 +312,7 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
             tf.where(is_batch, rows, 0),
             tf.where(is_batch, joint_rows, 0),
             step + tf.cast(ready, tf.int64),
-            batch_structure.chain(stream, digest),
+            batch_structure.chain_digests(stream, digest),
         )
         return new_state, emitted
 
@@ -341,7 +341,7 @@ def _check_batched(spec: Any) -> None:
     for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):
         if batch_structure.is_absent(leaf):
             continue
-        batch_structure.blank(leaf)
+        batch_structure.blank_value(leaf)
         if leaf.shape.rank == 0:
             raise DataError(
                 f"The dataset isn't batched: {name} is a single value per element. Call "

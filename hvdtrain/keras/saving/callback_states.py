@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["callback_states", "kept_by_callbacks", "restore_callbacks", "stopped_early"]
+__all__ = ["callback_arrays", "callback_states", "restore_callbacks", "stopped_early"]
 
 # The state of Keras' own callbacks, which they reset when training begins.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
     )
 
 
-def kept_by_callbacks(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def callback_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Select the arrays that ``callback_states`` returned."""
     return {key: array for key, array in arrays.items() if key.startswith(f"{_ARRAYS}/")}
 

@@ -17,7 +17,7 @@ from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.saving.training_progress import find
+from hvdtrain.keras.saving.training_progress import find_checkpoint
 from hvdtrain.keras.saving.training_state import TrainingState
 
 __all__ = ["Checkpoint", "begin_session", "find_checkpoint_callback", "open_store"]
@@ -170,8 +170,8 @@ def begin_session(
     membership.renew()
     # Other ranks use theirs only if they become the chief.
     store = open_store(options)
-    found = find(store if membership.rank == 0 else None, state, collectives)
-    return CheckpointSession(options, state, membership, store, found, averaging, join)
+    checkpoint = find_checkpoint(store if membership.rank == 0 else None, state, collectives)
+    return CheckpointSession(options, state, membership, store, checkpoint, averaging, join)
 
 
 def open_store(options: CheckpointOptions) -> Store:

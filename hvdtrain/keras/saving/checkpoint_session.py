@@ -29,8 +29,8 @@ from hvdtrain.keras.saving.checkpoint_schedule import (
 from hvdtrain.keras.saving.training_progress import (
     TrainingProgress,
     WorkerPosition,
-    move,
-    restore,
+    move_data,
+    restore_training,
     take_snapshot,
 )
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -53,8 +53,8 @@ class CheckpointSession:
         state: The state of the model; its collectives connect the ranks that decide together.
         membership: The current ranks.
         store: The checkpoint directory; only the chief uses it.
-        found: The progress of the checkpoint to resume from and, on the chief, all of it; None to
-            start from the beginning.
+        checkpoint: The progress of the checkpoint to resume from and, on the chief, all of it; None
+            to start from the beginning.
         averaging: Averages the weights, if they may differ between ranks. A checkpoint waits, if it
             can, until they are equal, so that it doesn't change the training.
         join: Makes the weights of all ranks equal; collective.
@@ -70,7 +70,7 @@ class CheckpointSession:
         state: TrainingState,
         membership: Membership,
         store: Store,
-        found: tuple[TrainingProgress, Snapshot | None] | None,
+        checkpoint: tuple[TrainingProgress, Snapshot | None] | None,
         averaging: WeightAveraging | None = None,
         join: Callable[[], None] = lambda: None,
     ) -> None:
@@ -78,8 +78,8 @@ class CheckpointSession:
         self._state = state
         self._membership = membership
         # Set until training has resumed.
-        self._saved = found[0] if found else None
-        self._snapshot = found[1] if found else None
+        self._saved = checkpoint[0] if checkpoint else None
+        self._snapshot = checkpoint[1] if checkpoint else None
         self._averaging = averaging
         self._join = join
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
@@ -115,7 +115,7 @@ class CheckpointSession:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
         if self._saved is not None:
-            move(epochs, self._saved, self._warn)
+            move_data(epochs, self._saved, self._warn)
         self._epochs, self._seed = epochs, seed
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
@@ -382,7 +382,7 @@ class CheckpointSession:
 
     def _restore(self, saved: TrainingProgress) -> None:
         """Restore the model and the callbacks; collective."""
-        restore(saved, self._snapshot, self._state, self._warn)
+        restore_training(saved, self._snapshot, self._state, self._warn)
 
     def _stopped_early(self, epochs: int) -> bool:
         """Return whether EarlyStopping of any rank ended training; collective."""

@@ -17,8 +17,8 @@ from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import rescale_restored_rate
 from hvdtrain.keras.model_parts import build_optimizers, built_variable_indices, optimizers_of
 from hvdtrain.keras.saving.callback_states import (
+    callback_arrays,
     callback_states,
-    kept_by_callbacks,
     restore_callbacks,
 )
 from hvdtrain.keras.saving.training_state import TrainingState, unsent_of
@@ -28,10 +28,10 @@ __all__ = [
     "TrainingProgress",
     "WorkerPosition",
     "broadcast_arrays",
-    "find",
-    "move",
-    "restore",
-    "restore_kept",
+    "find_checkpoint",
+    "move_data",
+    "restore_saved_callbacks",
+    "restore_training",
     "take_snapshot",
 ]
 
@@ -189,7 +189,7 @@ def take_snapshot(
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
-    kept, arrays = callback_states(state.callbacks)
+    callbacks, arrays = callback_states(state.callbacks)
     data, place = epochs.sharded, epochs.place(epoch_step=epoch_step)
     progress = TrainingProgress(
         step=epochs.step,
@@ -200,7 +200,7 @@ def take_snapshot(
         tensorflow_seed=random_seed.current_seed(),
         presharded=data.presharded,
         samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(place.ranks)),
-        callbacks=kept,
+        callbacks=callbacks,
         history=_history_so_far(state.model.history, epoch - 1, logs),
         others=others,
         begins=list(epochs.begins.values()),
@@ -227,7 +227,7 @@ def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) ->
     }
 
 
-def find(
+def find_checkpoint(
     store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
     """Look for a checkpoint in the chief's ``store``, None on other ranks; collective.
@@ -264,7 +264,9 @@ def find(
     return progress, snapshot
 
 
-def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]) -> None:
+def move_data(
+    epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]
+) -> None:
     """Move the data to the position of a checkpoint.
 
     Raises:
@@ -288,7 +290,7 @@ def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str]
     epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
 
 
-def restore(
+def restore_training(
     progress: TrainingProgress,
     snapshot: Snapshot | None,
     state: TrainingState,
@@ -299,8 +301,8 @@ def restore(
     state.restore_shared(None if snapshot is None else snapshot.model)
     for optimizer in optimizers_of(state.model):
         rescale_restored_rate(optimizer, ranks, collectives.size)
-    kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
-    restore_kept(progress, broadcast_arrays(kept, collectives), state, warn)
+    arrays = None if snapshot is None else callback_arrays(snapshot.model)
+    restore_saved_callbacks(progress, broadcast_arrays(arrays, collectives), state, warn)
     if snapshot is not None and not state.keeps_unsent and unsent_of(snapshot.ranks):
         warn(
             "the residuals of compressed gradients in the checkpoint are ignored, because "
@@ -312,7 +314,7 @@ def restore(
         raise RanksLostError(_CHIEF_LOST)
 
 
-def restore_kept(
+def restore_saved_callbacks(
     progress: TrainingProgress,
     arrays: Mapping[str, np.ndarray],
     state: TrainingState,

@@ -292,16 +292,16 @@ class TrainingState:
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
-            kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
-            if not kept and key.startswith(_OPTIMIZER):
+            values = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
+            if not values and key.startswith(_OPTIMIZER):
                 part[key] = like  # saved in another mode: the shared one is restored
-            elif not kept or (key.startswith(_RANDOM) and rank >= len(kept)):
+            elif not values or (key.startswith(_RANDOM) and rank >= len(values)):
                 # Nothing was accumulated, or a new rank, which keeps its random state.
                 part[key] = np.zeros_like(like)
-            elif len(kept) == size:
-                part[key] = kept[rank]
+            elif len(values) == size:
+                part[key] = values[rank]
             else:
-                part[key] = _share(kept, _rule(key, variables.get(key)), rank)
+                part[key] = _share(values, _rule(key, variables.get(key)), rank)
             if part[key].nbytes != like.nbytes:
                 raise CheckpointError(
                     f"{_OTHER_MODEL}: {key} must be {like.dtype} {like.shape}, got "
@@ -336,19 +336,19 @@ def _rule(key: str, variable: Any) -> _Rule:
     return _RULES[kind]
 
 
-def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """Return the value for ``rank`` if another number of ranks had the values ``kept``."""
-    first = kept[0]
+def _share(values: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
+    """Return the value for ``rank`` from the values of another number of ranks."""
+    first = values[0]
     if rule == "sum":
-        total = np.sum(kept, axis=0, dtype=first.dtype)
+        total = np.sum(values, axis=0, dtype=first.dtype)
         return total if rank == 0 else np.zeros_like(first)
     if rule == "average":
-        return np.mean([np.asarray(k, np.float64) for k in kept], axis=0).astype(first.dtype)
+        return np.mean([np.asarray(k, np.float64) for k in values], axis=0).astype(first.dtype)
     if rule == "seed":
-        return kept[rank] if rank < len(kept) else seed_of_rank(first, rank)
+        return values[rank] if rank < len(values) else seed_of_rank(first, rank)
     if rule == "reset":
         return np.zeros_like(first)
-    return kept[min(rank, len(kept) - 1)]
+    return values[min(rank, len(values) - 1)]
 
 
 def _numpy_dtype(variable: Any) -> np.dtype:

@@ -27,7 +27,11 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_schedule import PreemptionSignals
-from hvdtrain.keras.saving.training_progress import TrainingProgress, broadcast_arrays, find
+from hvdtrain.keras.saving.training_progress import (
+    TrainingProgress,
+    broadcast_arrays,
+    find_checkpoint,
+)
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.monitor.journal import Journal
@@ -174,7 +178,7 @@ def find_for_all(
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
-    newest = find(store, state, collectives)
+    newest = find_checkpoint(store, state, collectives)
     if newest is None:
         return None
     progress, snapshot = newest

@@ -18,11 +18,15 @@ from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import rescale_restored_rate
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer_patch import accumulator_variables, plain_optimizers
-from hvdtrain.keras.saving.callback_states import kept_by_callbacks
+from hvdtrain.keras.saving.callback_states import callback_arrays
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition, restore_kept
+from hvdtrain.keras.saving.training_progress import (
+    TrainingProgress,
+    WorkerPosition,
+    restore_saved_callbacks,
+)
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, find_for_all
@@ -134,7 +138,7 @@ class WorkerSession(CheckpointSession):
         assert snapshot is not None
         rank, size = self._membership.rank, self._membership.size
         self.restore_shared()
-        restore_kept(saved, kept_by_callbacks(snapshot.model), self._state, self._warn)
+        restore_saved_callbacks(saved, callback_arrays(snapshot.model), self._state, self._warn)
         self._state.restore_part(snapshot.ranks, saved.place.ranks, rank=rank, size=size)
         if rank:
             _reset_accumulation(model.optimizer)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
-from hvdtrain.keras.data.batch_structure import parts
+from hvdtrain.keras.data.batch_structure import batch_parts
 from hvdtrain.keras.data.sharded_input import Pass
 
 __all__ = ["Step", "ThreadEngine", "flat", "joint", "on_ranks", "read", "shard", "shard_on_ranks"]
@@ -82,7 +82,7 @@ class Step:
     def __init__(self, element: Any) -> None:
         self.batch, rows, joint_rows = element
         self.rows, self.joint_rows = int(rows), int(joint_rows)
-        split = parts(self.batch)
+        split = batch_parts(self.batch)
         ids = np.asarray(split[1] if len(split) > 1 else split[0])
         assert len(ids) >= 1
         assert self.rows in (0, len(ids))

@@ -115,18 +115,6 @@ def test_class_weights_become_sample_weights() -> None:
         shard_on_ranks(1, lambda _: (x, [y, y]), class_weight={0: 2.0})
 
 
-@pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4), (8, 8, 8)])
-def test_presharded_rows_are_all_used(rows: tuple[int, ...]) -> None:
-    def make(rank: int):
-        start = sum(rows[:rank])
-        return np.zeros((rows[rank], 2), "float32"), np.arange(start, start + rows[rank])
-
-    shares = shard_on_ranks(3, make, batch_size=2, shuffle=True, presharded=True)
-    assert {share.steps for share in shares} == {-(-max(rows) // 2)}
-    steps = joint(shares)
-    assert sorted(sample for ids in steps for sample in ids) == list(range(sum(rows)))
-
-
 def test_other_rows_of_the_same_shape_are_an_error() -> None:
     rows = np.random.default_rng(0).permutation(1000)
 

@@ -121,14 +121,18 @@ def test_all_loops_accept_a_generator(world, block):
 
 
 @pytest.mark.ranks(2)
-def test_epochs_and_validations_share_the_batches_of_a_generator(world):
+@pytest.mark.parametrize("presharded", [False, True])
+def test_epochs_and_validations_share_the_batches_of_a_generator(world, presharded):
+    def make():
+        return batches(world.rank(), 2) if presharded else same_on_all()
+
     model, reference = classifier(), classifier()
-    world.distribute(model)
+    world.distribute(model, presharded=presharded)
     losses = model.fit(
-        same_on_all(),
+        make(),
         steps_per_epoch=2,
         epochs=3,
-        validation_data=same_on_all(),
+        validation_data=make(),
         validation_steps=1,
         verbose=0,
     ).history["val_loss"]
@@ -172,32 +176,6 @@ def test_an_epoch_ends_with_the_longest_generator(world, rows, block):
     assert distance(model, weights(reference)) <= 1e-5
     for name, values in expected.items():
         assert history[name] == pytest.approx(values, rel=1e-5), name
-
-
-@pytest.mark.ranks(2)
-def test_steps_per_epoch_and_validation_steps(world):
-    def held_out(rank, ranks):
-        return batches(rank, ranks, 4 * SIZE)
-
-    model = distributed(world)
-    history = model.fit(
-        batches(world.rank(), 2, 6 * SIZE),
-        steps_per_epoch=1,
-        epochs=3,
-        validation_data=held_out(world.rank(), 2),
-        validation_steps=1,
-        validation_freq=2,
-        verbose=0,
-    ).history
-    reference = classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
-    for step in range(3):
-        rows = slice(step * 2 * SIZE, (step + 1) * 2 * SIZE)
-        told = reference.fit(X[rows], Y[rows], batch_size=2 * SIZE, shuffle=False, verbose=0)
-        assert history["loss"][step] == pytest.approx(told.history["loss"][0], rel=1e-5)
-        if step == 1:
-            loss = reference.evaluate(X[: 2 * SIZE], Y[: 2 * SIZE], verbose=0)[0]
-            assert history["val_loss"] == pytest.approx([loss], rel=1e-5)
-    assert distance(model, weights(reference)) <= 1e-5
 
 
 @pytest.mark.ranks(2)

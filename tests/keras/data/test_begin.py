@@ -242,7 +242,9 @@ def test_an_endless_shuffle_goes_on_in_its_order() -> None:
         ("pydataset", (5, 9, 1)),
     ],
 )
-def test_presharded_data_resumes_at_any_position(kind: str, rows: tuple[int, ...]) -> None:
+def test_presharded_data_is_used_once_and_resumes_at_any_position(
+    kind: str, rows: tuple[int, ...]
+) -> None:
     def make(rank: int):
         ids = np.arange(rows[rank]) + 100 * rank
         if kind == "arrays":
@@ -255,6 +257,9 @@ def test_presharded_data_resumes_at_any_position(kind: str, rows: tuple[int, ...
 
     options = {"presharded": True, "batch_size": 2 if kind == "arrays" else None}
     expected = joint(shard_on_ranks(3, make, **options))
+    assert len(expected) == -(-max(rows) // 2)
+    ids = [100 * rank + i for rank in range(3) for i in range(rows[rank])]
+    assert sorted(flat(expected)) == ids
     for done in range(len(expected) + 1):
         shares = shard_on_ranks(3, make, **options)
         position = shares[2].begin(Position(epoch=0)).after(done)

@@ -277,15 +277,3 @@ def test_the_length_must_not_change_in_a_pass_over_several_epochs() -> None:
     for result in _two_epochs(lambda _: Changing(0, 20, 8), trains=True, steps=1):
         with pytest.raises(DataError, match="got 4 batches in epoch 1 after 10"):
             raise result
-
-
-def test_presharded_batches_are_all_used() -> None:
-    class Own(Batches):
-        def __init__(self, rank: int) -> None:
-            super().__init__(3 + 4 * rank, workers=1 + rank)
-            self.order = self.order + 100 * rank
-
-    shares = shard_on_ranks(3, Own, presharded=True)
-    assert {share.steps for share in shares} == {6}
-    expected = [100 * rank + i for rank in range(3) for i in range(3 + 4 * rank)]
-    assert sorted(flat(joint(shares))) == expected

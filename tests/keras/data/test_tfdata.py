@@ -318,19 +318,6 @@ def test_the_notice_recommends_presharded_data() -> None:
     assert shard_on_ranks(1, lambda _: _ids(4, 2))[0].notice is None
 
 
-@pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4), (8, 8, 8)])
-def test_presharded_batches_are_all_used(rows: tuple[int, ...]) -> None:
-    def make(rank: int) -> Dataset:
-        start = sum(rows[:rank])
-        ids = np.arange(start, start + rows[rank])
-        return Dataset.from_tensor_slices((ids[:, None].astype("float32"), ids)).batch(2)
-
-    shares = shard_on_ranks(3, make, presharded=True)
-    assert {share.steps for share in shares} == {-(-max(rows) // 2)}
-    for _ in range(2):
-        assert sorted(flat(joint(shares))) == list(range(sum(rows)))
-
-
 def test_presharded_data_of_unknown_length() -> None:
     with pytest.raises(DataError, match="assert_cardinality"):
         shard_on_ranks(2, lambda _: _ids(8, 2).filter(lambda x, y: True), presharded=True)

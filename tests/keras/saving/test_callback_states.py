@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 from hvdtrain.keras.saving.callback_states import (
+    callback_arrays,
     callback_states,
-    kept_by_callbacks,
     restore_callbacks,
 )
 
@@ -64,4 +64,4 @@ def test_arrays_are_copies():
     _, arrays = callback_states([Custom(array)])
     array += 1
     np.testing.assert_array_equal(arrays["callbacks/Custom/value"], [0, 1, 2])
-    assert kept_by_callbacks({**arrays, "weights/0000/kernel": np.ones(1)}).keys() == arrays.keys()
+    assert callback_arrays({**arrays, "weights/0000/kernel": np.ones(1)}).keys() == arrays.keys()
