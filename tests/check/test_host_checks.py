@@ -6,7 +6,6 @@ import pytest
 
 from hvdtrain.check.cli import format_report
 from hvdtrain.check.host_checks import find_problems
-from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 from tests.check.answers import GPU, PYTHON, VERSIONS, answer, facts, lost, problems, the_problem
 
@@ -165,48 +164,67 @@ def test_a_slow_answer_is_not_a_clock_offset() -> None:
     assert "  +0.0 s\n" in format_report(answer("a"), [slow], [])
 
 
-def test_different_versions() -> None:
-    other = answer("b", versions={**VERSIONS, "keras": "3.12.0"})
-    assert the_problem(answer("a"), other, answer("c")) == Problem(
-        hosts=("b",),
-        summary="Keras differs: 3.15.1 on a, c; 3.12.0 on b",
-        expected="3.15.1 everywhere, as on the launcher",
-        remedy="there: python -m pip install keras==3.15.1",
-    )
+WITHOUT_TENSORFLOW = {name: text for name, text in VERSIONS.items() if name != "tensorflow"}
+# Facts of the launcher and of the hosts, affected hosts, summary, part of the remedy.
+DIFFERENCES: dict[str, tuple[dict[str, Any], list[Answer], tuple[str, ...], str, str]] = {
+    "one host differs": (
+        {},
+        [answer("a"), answer("b", versions={**VERSIONS, "keras": "3.12.0"}), answer("c")],
+        ("b",),
+        "Keras differs: 3.15.1 on a, c; 3.12.0 on b",
+        "there: python -m pip install keras==3.15.1",
+    ),
+    "launcher differs": (
+        {"python": "3.12.1"},
+        [answer("b"), answer("c")],
+        ("b", "c"),
+        "Python differs: 3.12.1 on the launcher; 3.11.7 on b, c",
+        "use one environment that all hosts share",
+    ),
+    "missing on one host": (
+        {},
+        [answer("a"), answer("b", versions=WITHOUT_TENSORFLOW)],
+        ("b",),
+        "TensorFlow differs: 2.21.0 on a; none on b",
+        "there: python -m pip install tensorflow==2.21.0",
+    ),
+    "missing on the launcher": (
+        {"versions": {**VERSIONS, "keras": ""}},
+        [answer("b"), answer("c")],
+        ("b", "c"),
+        "Keras differs: none on the launcher; 3.15.1 on b, c",
+        "on the launcher: python -m pip install keras==3.15.1",
+    ),
+    "missing everywhere": (
+        {"versions": WITHOUT_TENSORFLOW},
+        [answer(name, versions=WITHOUT_TENSORFLOW) for name in "ab"],
+        ("a", "b"),
+        "TensorFlow is missing",
+        'pip install "hvdtrain[cpu]"',
+    ),
+    "MPI can't be loaded": (
+        {},
+        [answer("a"), answer("b", mpi="", mpi_error="RuntimeError: cannot load MPI library")],
+        ("b",),
+        "MPI differs: Open MPI v5.0.11 on a; none on b (RuntimeError: cannot load MPI library)",
+        "load the same MPI module on all hosts",
+    ),
+}
 
 
-def test_a_launcher_with_another_version() -> None:
-    problem = the_problem(answer("b"), answer("c"), python="3.12.1")
-    assert problem.hosts == ("b", "c")
-    assert problem.summary == "Python differs: 3.12.1 on the launcher; 3.11.7 on b, c"
-
-
-def test_a_package_missing_on_one_host() -> None:
-    problem = the_problem(answer("a"), answer("b", versions={**VERSIONS, "tensorflow": ""}))
-    assert problem.summary == "TensorFlow differs: 2.21.0 on a; none on b"
-
-
-def test_a_package_missing_on_the_launcher() -> None:
-    problem = the_problem(answer("b"), answer("c"), versions={**VERSIONS, "keras": ""})
-    assert problem.summary == "Keras differs: none on the launcher; 3.15.1 on b, c"
-    assert problem.remedy == "on the launcher: python -m pip install keras==3.15.1"
-
-
-def test_a_package_missing_everywhere() -> None:
-    without = {name: version for name, version in VERSIONS.items() if name != "tensorflow"}
-    changes: dict[str, Any] = {"versions": without}
-    problem = the_problem(answer("a", **changes), answer("b", **changes), **changes)
-    assert problem.summary == "TensorFlow is missing"
-    assert problem.hosts == ("a", "b")
-    assert 'pip install "hvdtrain[cpu]"' in problem.remedy
-
-
-def test_an_mpi_that_can_not_be_loaded() -> None:
-    broken = answer("b", mpi="", mpi_error="RuntimeError: cannot load MPI library")
-    problem = the_problem(answer("a"), broken)
-    assert problem.summary == (
-        "MPI differs: Open MPI v5.0.11 on a; none on b (RuntimeError: cannot load MPI library)"
-    )
+@pytest.mark.parametrize(
+    ("launcher", "answers", "hosts", "summary", "remedy"), DIFFERENCES.values(), ids=DIFFERENCES
+)
+def test_different_versions(
+    launcher: dict[str, Any],
+    answers: list[Answer],
+    hosts: tuple[str, ...],
+    summary: str,
+    remedy: str,
+) -> None:
+    problem = the_problem(*answers, **launcher)
+    assert (problem.hosts, problem.summary) == (hosts, summary)
+    assert remedy in problem.remedy
 
 
 def test_errors_come_before_warnings() -> None:
