@@ -1,6 +1,7 @@
-"""The exceptions of hvdtrain, which all derive from ``HvdtrainError``, except for ``Preempted``.
+"""The exceptions of hvdtrain.
 
-Messages name the problem, the received value, and a remedy.
+All errors derive from ``HvdtrainError``, and ``Preempted`` from ``SystemExit``. Messages name the
+problem, the received value, and a remedy.
 """
 
 __all__ = [
@@ -98,7 +99,7 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class Preempted(SystemExit):
-    """Ends the program after a signal, when a checkpoint has been saved.
+    """An exit of the program after a signal, once a checkpoint has been saved.
 
     The exit code is 75, EX_TEMPFAIL of sysexits.h: the program resumes when it is started again.
 

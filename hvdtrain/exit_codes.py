@@ -22,7 +22,7 @@ PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal in a shell's exit code, or None for other codes."""
+    """Return the name of the signal in a shell's exit code, if any."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:

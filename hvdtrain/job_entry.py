@@ -1,4 +1,4 @@
-"""The entry of a process into its job: finds its rank, connects to the others, binds GPUs."""
+"""The entry of a process into its job: its rank, the connection to the others, and its GPUs."""
 
 from __future__ import annotations
 

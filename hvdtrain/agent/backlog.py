@@ -90,7 +90,7 @@ class Backlog(Generic[_Item]):
 
 
 class BackgroundWriter:
-    """Writes to a file descriptor on a thread, so ``write`` never blocks.
+    """A non-blocking writer to a file descriptor, which uses a thread.
 
     Args:
         descriptor: The file descriptor, which stays open.

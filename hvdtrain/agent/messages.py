@@ -79,7 +79,7 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 class Decoder:
-    """Decodes messages from bytes as they arrive.
+    """An incremental decoder of messages.
 
     Attributes:
         max_bytes: Maximum size of a message.

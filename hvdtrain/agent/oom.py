@@ -108,7 +108,7 @@ def memory_limit(group: ControlGroup) -> int | None:
 
 
 class OomWatch:
-    """Compares the kernel's counters before and after a program's run.
+    """A comparison of the kernel's counters before and after a program's run.
 
     Create it before the program starts, in the process that starts it.
     """

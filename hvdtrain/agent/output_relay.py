@@ -1,4 +1,4 @@
-"""Relays the output of a rank's program to the launcher and into a file."""
+"""Relay of a program's output to the launcher and into a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERASE = "\x1b[K"
 
 
 class LineSplitter:
-    """Splits a stream of bytes into lines.
+    """An incremental splitter of bytes into lines.
 
     Text that the program overwrites with a carriage return, such as a progress bar, is a status, of
     which only the latest state counts.
@@ -67,7 +67,7 @@ def _visible(line: str) -> str:
 
 
 class OutputRelay:
-    """Relays the output of one program.
+    """A relay for the output of one program.
 
     Args:
         selector: Calls the relay when the program writes.
@@ -153,7 +153,7 @@ class OutputRelay:
                 self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Relay the content of a pipe; return whether there was any."""
+        """Relay the content of a pipe; return whether it had any."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:

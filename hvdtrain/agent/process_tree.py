@@ -58,7 +58,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
-    """Kill all descendants of ``leader``, including those that are forked meanwhile."""
+    """Kill all descendants of ``leader``, including ones that are forked meanwhile."""
     deadline = time.monotonic() + timeout_s
     while (pids := descendants(leader)) and time.monotonic() < deadline:
         kill_all(pids)

@@ -25,7 +25,7 @@ UNKNOWN: GpuUsage = (None, None)
 
 
 class UsageWatch:
-    """Measures a program and its children periodically.
+    """Periodic measurements of a program and its children.
 
     Args:
         gpus: Measures their GPUs.
@@ -127,7 +127,7 @@ def gpu_usage(gpus: Sequence[Gpu], pids: Collection[int], own: str) -> GpuUsage:
 
 
 class GpuWatch:
-    """Queries the driver of this host's GPUs, if any, with a short time-out.
+    """Queries to the driver of this host's GPUs, with a short time-out.
 
     Args:
         own: The result of ``own_gpu`` for the rank.

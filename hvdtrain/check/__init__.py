@@ -1,1 +1,1 @@
-"""``hvdtrain check``: tests whether a cluster is ready for training."""
+"""The command ``hvdtrain check``, which tests whether a cluster is ready for training."""

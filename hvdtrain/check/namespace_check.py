@@ -1,4 +1,4 @@
-"""The check of a Kubernetes namespace: would it accept a job?
+"""The check whether a Kubernetes namespace would accept a job.
 
 The API server validates the objects of the job in a dry run, with its quotas, limits and admission
 policies, and creates nothing. Whether nodes have room for the pods is not predicted.

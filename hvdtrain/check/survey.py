@@ -1,4 +1,4 @@
-"""Probes of all hosts at the same time, and an allreduce over all ranks."""
+"""Simultaneous probes of all hosts, and an allreduce over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the process that is a rank from its children, which inherit its environment.
+"""The process that is a rank, as opposed to its children, which inherit its environment.
 
 Launchers identify a rank by environment variables, and its child processes have the same ones. A
 child must not enter MPI with them: for the other ranks, that number is its parent. So the process

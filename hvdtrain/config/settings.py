@@ -34,7 +34,7 @@ _LOCAL_SGD_SETTINGS = ("sync_every", "outer_learning_rate", "outer_momentum")
 
 @dataclass(frozen=True, kw_only=True)
 class ModeSettings:
-    """Settings of the mode: how ranks train together."""
+    """Settings of the training mode."""
 
     mode: str = setting(
         "allreduce",

@@ -1,1 +1,1 @@
-"""``hvdtrain migrate``: rewrites scripts that use Horovod."""
+"""The command ``hvdtrain migrate``, which rewrites scripts that use Horovod."""

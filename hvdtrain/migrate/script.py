@@ -1,4 +1,4 @@
-"""Rewrites the imports of a Horovod script, and lists the edits that remain for the user."""
+"""The rewriting of a Horovod script's imports, and the edits that remain for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe of ``hvdtrain check``: runs on a host and prints facts about it.
+"""The probe of ``hvdtrain check``, a program that prints facts about its host.
 
 ``python -m hvdtrain.remote.host_probe '{"names": ["node1"]}'`` takes a ``ProbeRequest`` and prints
 ``HostFacts``, both as JSON in one line. Facts that can't be determined are left out.
@@ -133,7 +133,7 @@ def _from_json(kind: type[Any], text: str) -> Any:
 
 
 def read_facts(output: str) -> HostFacts | None:
-    """Return the facts in the output of a probe, or None if there are none."""
+    """Return the facts in the output of a probe, if any."""
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:

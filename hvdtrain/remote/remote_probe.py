@@ -162,7 +162,7 @@ def read_answer(method: Method, code: int | None, stdout: str, stderr: str) -> H
 
 
 def ssh_failure(line: str) -> FailureKind | None:
-    """Return the kind of failure that a line of ssh reports, or None for other lines."""
+    """Return the kind of failure in a line of ssh's output, if any."""
     for pattern, kind in _SSH_MESSAGES:
         if re.search(pattern, line):
             return kind

@@ -237,7 +237,7 @@ def test_a_host_that_refuses_the_key_is_named(cluster: Cluster) -> None:
         done = cluster.run(command("ssh", body="pass"), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 125, done
     assert "problem on node2: it does not accept your ssh key" in done.stderr, done
-    assert "do: ssh-copy-id root@node2" in done.stderr, done
+    assert "fix: ssh-copy-id root@node2" in done.stderr, done
 
 
 @pytest.mark.parametrize("way", WAYS)
