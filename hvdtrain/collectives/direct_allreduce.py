@@ -156,7 +156,7 @@ class DirectAllreduce:
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send this rank's contributions to the owners; receive those to its own part."""
+        """Send this rank's contributions to the owners; receive contributions to its own part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         items = stop - start
@@ -189,7 +189,7 @@ class DirectAllreduce:
         return data
 
     def _gather(self, segment: _Segment, data: np.ndarray) -> None:
-        """Send this rank's part of the result to all ranks; receive theirs."""
+        """Send this rank's part of the result to all ranks; receive the other parts."""
         for peer in self._peers:
             start, stop = segment.parts[peer]
             if stop > start:

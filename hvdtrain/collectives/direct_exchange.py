@@ -1,6 +1,6 @@
 """Allgather, broadcast and alltoall of bytes by point-to-point messages.
 
-MPI's own collectives can't be interrupted, and those of Open MPI may hang or return without their
+MPI's own collectives can't be interrupted, and in Open MPI they may hang or return without their
 data while a rank dies. The requests of point-to-point messages report errors and have time-outs.
 """
 

@@ -129,8 +129,7 @@ class Engine(EngineCore):
             self._lock, self.observers = parent._lock, parent.observers
             parent._parts.append(self)
 
-    # Whatever depends on the current ranks must be inside the attempt, which is repeated after a
-    # loss.
+    # After a loss the attempt is repeated, so it must contain all code that depends on the ranks.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         """Combine the arrays of all ranks, of the same shape and dtype, element by element.
@@ -397,7 +396,7 @@ class Engine(EngineCore):
 
     @contextmanager
     def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
-        """Start a block together on all ranks and leave it together, even after an error.
+        """Start and leave a block together on all ranks, including after errors.
 
         If the block fails on some ranks only, the other ranks raise ``PeerFailedError`` with that
         error in their next operation. Afterwards all ranks may start another section. A nested
@@ -581,7 +580,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def error_location(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's own program, or of any code if there is none."""
+    """Return the innermost line of the user's program, otherwise of any code."""
     frames = traceback.extract_tb(trace)
     if not frames:
         return ""

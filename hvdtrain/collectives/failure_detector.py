@@ -46,7 +46,7 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
 
 
 class FailureDetector:
-    """Exchanges failures and positions with the other ranks, on a communicator of its own.
+    """Exchanges failures and positions with the other ranks, on a separate communicator.
 
     Args:
         operations: Returns the number of operations that this rank has started.

@@ -32,7 +32,7 @@ MAP_FIXED = 0x10  # of mmap(2) on Linux
 
 
 def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
-    """Return the number of slots per rank: as many as fit into ``RING_BYTES``, but at least four.
+    """Return the number of slots per rank that fit into ``RING_BYTES``, with a minimum of four.
 
     At most half of the ``free`` shared memory is used, except for the minimum of four slots.
     ``away`` is the number of chunks that should be in transfer between hosts at a time.
@@ -68,7 +68,7 @@ class Window:
         self.sync()
 
     def free(self) -> None:
-        """Free the memory, of which no views may exist; collective."""
+        """Free the memory; collective. No views may exist."""
         self._memory.clear()
         self.words.clear()
         if self._mpi_window is not None:
@@ -160,7 +160,7 @@ class Arena:
     This saves each rank a copy of every result, a quarter of the time of an allreduce. The arena is
     a sparse file with a part for each rank, whose ``pool`` takes buffers from it.
 
-    Forked children don't inherit the file, because they would see what other ranks write later.
+    Forked children don't inherit the file, because they would see later writes of other ranks.
     They get private copies of the buffers in use at the same addresses.
     """
 
@@ -188,7 +188,7 @@ class Arena:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         place = self._find_gap(size)
         if place is None or not self._file.claim(self._part_start + place, size):
-            raise MemoryError(f"The arena has no space for {nbytes} bytes.")
+            raise MemoryError(f"The arena is full, got a request for {nbytes} bytes.")
         self._sizes[place] = size
         return self._file.array(self._part_start + place, nbytes)
 

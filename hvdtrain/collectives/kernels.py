@@ -131,7 +131,7 @@ def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) ->
 class FiniteCheck:
     """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
-    ``dtype`` is that of the final results: float16 overflows earlier than its float32 sums.
+    ``dtype`` is the dtype of the results: float16 overflows earlier than its float32 sums.
     """
 
     def __init__(self, dtype: np.dtype) -> None:

@@ -176,7 +176,7 @@ class MpiTransport(Transport):
         return SmallAllreduce(self._mpi, comm, self.link, self._spin_wait, self._data_wait)
 
     def messages(self) -> PointToPoint:
-        """Open a channel on a communicator of its own; collective."""
+        """Open a channel on a new communicator; collective."""
         comm, members = self.comm.Dup(), self.ranks.members
         return PointToPoint(self._mpi, comm, members, self.detector, self.timeout_s, self._spins)
 

@@ -122,9 +122,9 @@ _COLLECT_DATA = b"pmix.collect"
 def fence() -> bool:
     """Wait under Slurm until MPI has started on all ranks.
 
-    ``MPI_Init`` of Open MPI 5 ends with an empty PMIx fence, from which Slurm's plug-in returns
-    before all ranks have arrived (every time with Slurm 22.05.8). A message that arrives then
-    causes SIGSEGV in ``MPI_Init``. A fence that collects data, even if there is none, works.
+    ``MPI_Init`` of Open MPI 5 ends with an empty PMIx fence. Slurm's plug-in returns from it before
+    all ranks have arrived (every time with Slurm 22.05.8), and a message that arrives then causes
+    SIGSEGV in ``MPI_Init``. A fence with data collection waits for all ranks.
 
     Returns:
         Whether there was a fence; False without PMIx (as in MPICH) or a PMIx server.

@@ -1,6 +1,6 @@
 """Recovery from the death of ranks, inside the operation in which it is noticed.
 
-An operation ends in two steps: a rank gets its result, then it waits until all ranks have theirs,
+An operation ends in two steps: a rank gets its result, then it waits until all ranks have one,
 and only then returns. So whenever a rank dies, the remaining ranks are in one of two cases, and
 agree on which:
 
@@ -153,8 +153,8 @@ class Recovery:
         finally:
             errors.clear()
         raise RanksLostError(
-            f"The root of {call.text} died before all ranks had its value. Call it again with a "
-            "rank that has the value, or pass replicated=True if all ranks have it."
+            f"The root of {call.text} died before all ranks had its value. Call it again with "
+            "another root, or pass replicated=True if all ranks have the value."
         )
 
     def rejoin(self) -> None:
@@ -229,7 +229,7 @@ class Recovery:
                 return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
-        """Return whether all ranks are done; the same answer on all ranks, even after a death."""
+        """Return whether all ranks are done; the same answer on all ranks if one dies."""
         try:
             return bool(comm.Agree(int(done)))
         except self._mpi.Exception:

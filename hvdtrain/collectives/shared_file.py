@@ -42,7 +42,7 @@ def free_bytes() -> int | None:
 
 def can_share_files() -> bool:
     """Return whether ranks can exchange data through mapped files."""
-    # Other processors may reorder plain stores, and Python has no memory fence.
+    # Other processors may reorder plain stores, and Python lacks a memory fence.
     return platform.machine() in ("x86_64", "AMD64") and os.path.isdir(SHARED_MEMORY)
 
 

@@ -71,7 +71,7 @@ class RankState:
 class Reduction(NamedTuple):
     """The arguments of an allreduce; inputs and outputs are flat arrays of one dtype.
 
-    ``wire`` is the format of float32 data between hosts, or None for no conversion.
+    ``wire`` is the format of float32 data between hosts; None sends float32.
     """
 
     call: Call

@@ -154,7 +154,7 @@ def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
     """
     bytes_per_s = link.bytes_per_s / 2
     target = TIMES_CALL * bytes_per_s * (CALL_S + 3 * link.latency_s)
-    # Anything smaller than a chunk takes as many messages as a whole one.
+    # A part of a chunk takes as many messages as a whole chunk.
     for_messages = TIMES_MESSAGES * bytes_per_s * 2 * (parties - 1) * MESSAGE_S
     target = max(target, min(target + for_messages, chunk_bytes))
     return int(min(max(target, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES))

@@ -28,7 +28,7 @@ LAST_PAUSE_S = 10e-3
 CHECK_INTERVAL_S = 5e-3
 WARNING_INTERVAL_S = 60.0
 
-# Waits with a time-out of their own have given up by then.
+# By then, waits with time-outs have failed.
 WATCHDOG_MARGIN_S = 10.0
 WATCHDOG_INTERVAL_S = 1.0
 EXIT_CODE = 1
@@ -48,11 +48,11 @@ class SpinWait:
     """Waits for other ranks: spins, then sleeps and checks for failures until a time-out.
 
     Args:
-        spins: Whether each rank has a core of its own; otherwise spinning would slow other ranks.
+        spins: Whether each rank has its own core; otherwise spinning would slow other ranks.
         needs_all: See ``FailureDetector.check``.
 
     Attributes:
-        patient: Whether waits have no time-out, and are logged periodically instead.
+        patient: Whether waits are unlimited, and logged periodically.
         is_waiting: Whether this rank waits here now, after spinning.
         waited_until_s: When the last wait ended, on the monotonic clock.
         waited_s: Total seconds waited, not counting waits that ended while spinning.
@@ -116,12 +116,12 @@ class SpinWait:
 class Watchdog:
     """Ends a process that hangs inside a call of MPI or Horovod, from a separate thread.
 
-    hvdtrain's own waits have time-outs, but collective calls of MPI, such as those that create a
-    communicator, return only once all ranks have made them, and can't be interrupted. The same
-    holds for all calls of Horovod.
+    hvdtrain's own waits have time-outs. Collective calls of MPI, for example to create a
+    communicator, return only once all ranks have made them, and can't be interrupted. This also
+    applies to all calls of Horovod.
 
     ``inside`` returns the start time of the current call on the monotonic clock and the operation,
-    or None outside of such calls. Calls may take some seconds longer than ``timeout_s``.
+    or None between calls. Calls may take some seconds longer than ``timeout_s``.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class _Int8(WireFormat):
 
     @functools.cached_property
     def _random(self) -> np.ndarray:
-        # On first use, as few jobs need it.
+        # Created on first use, because few jobs need it.
         return np.random.default_rng(0).random(self._TABLE, np.float32)
 
     def nbytes(self, items: int) -> int:
@@ -111,5 +111,5 @@ _FORMATS: dict[str, WireFormat | None] = {
 
 
 def wire_format(name: str) -> WireFormat | None:
-    """Return the format fp16, bf16 or int8, or None for ``"none"``."""
+    """Return the format for fp16, bf16 or int8; ``"none"`` returns None."""
     return _FORMATS[name]

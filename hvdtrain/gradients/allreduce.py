@@ -84,7 +84,7 @@ def exchange(
 def _differentiable_allreduce(
     tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
-    """Combine tensors; the gradient is that of the sum of the losses of all ranks."""
+    """Combine tensors, with the gradient of the sum of all ranks' losses."""
     gradient_name = f"gradient of {name}"
 
     def on_host(*arrays: np.ndarray) -> Arrays:

@@ -11,7 +11,7 @@ class Compressor:
     """Casts a tensor to a smaller dtype before it is reduced, and back afterwards."""
 
     dtype: tf.DType | None = None
-    """The floating dtype for the exchange, or None for no conversion."""
+    """The floating dtype for the exchange; None keeps the dtype."""
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:

@@ -69,7 +69,7 @@ class PowerSGD:
     ) -> SentMeans:
         """Average the arrays of all ranks, with shapes that ``takes`` accepts; collective.
 
-        ``states`` are those that the previous call returned, the same on all ranks. ``weight`` is
+        ``states`` come from the previous call, and are the same on all ranks. ``weight`` is
         averaged exactly, over the ranks that contribute to the means.
         """
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]

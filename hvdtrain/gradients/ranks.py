@@ -1,4 +1,4 @@
-"""The ranks that combine tensors, and those that contributed to a step."""
+"""Sets of ranks that combine tensors, and the contributing ranks of each step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineRanks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, in a job that is not elastic."""
+        """Whether this is the only rank of a job without elasticity."""
         return self.engine.size == 1 and not self.engine.survives_losses
 
     def included(self) -> bool:
@@ -71,7 +71,7 @@ class EngineRanks:
 class Contributions:
     """The initial ranks that contributed to each step.
 
-    Filled while steps run, of which a call may have several, and read between calls.
+    A call may run several steps, which fill it; it is read between calls.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Contributions:
     def take(self) -> list[frozenset[int] | None]:
         """Return and clear the initial ranks that contributed to all gradients of each step.
 
-        None for steps without an average, such as all but the last of accumulated steps.
+        Steps without an average have None, such as all but the last of accumulated steps.
         """
         steps, self._steps = self._steps, []
         return steps

@@ -100,8 +100,8 @@ class GradientReducer:
         """Return the average of each gradient over the ranks.
 
         Args:
-            gradients: Tensors, ``tf.IndexedSlices`` (of which only the rows are sent), or None,
-                which must be None on every rank and remains None.
+            gradients: Tensors, ``tf.IndexedSlices`` (only rows are sent), or None, which must be
+                None on every rank and remains None.
             variables: Their variables, or names for errors.
             weight: The scalar with which this rank has multiplied its gradients; its mean over all
                 ranks is 1. After a loss, sums are divided by the sum of the remaining weights. None

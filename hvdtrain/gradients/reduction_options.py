@@ -12,7 +12,7 @@ from hvdtrain.gradients.compression import Compression, Compressor
 __all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
 
 Groups = int | Sequence[Sequence[Any]] | None
-"""Number of groups, lists of variables, or None for buckets."""
+"""Number of groups, or lists of variables; None divides gradients into buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)

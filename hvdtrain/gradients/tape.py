@@ -81,8 +81,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     """Set the variables of all ranks to the values of ``root``; call it before the first step.
 
     Raises:
-        ModelError: Some ranks are parameter servers, or there are no variables, as in a model that
-            is not built.
+        ModelError: Some ranks are parameter servers, or ``variables`` is empty, as for a model
+            before it is built.
     """
     check_mode("broadcast_variables", gradients=False)
     variables = list(variables)

@@ -52,11 +52,11 @@ def test_allgather(subject: Subject) -> None:
         cases += [(np.dtype(np.float32), row, counts) for counts in lengths.values()]
     for dtype, row, counts in cases:
         every = [_noise(rank, (count, *row), dtype) for rank, count in enumerate(counts)]
-        mine = every[engine.rank]
-        kept = mine.copy()
-        result = engine.allgather(mine, name="rows")
+        own = every[engine.rank]
+        kept = own.copy()
+        result = engine.allgather(own, name="rows")
         assert _same(result, np.concatenate(every))
-        assert _same(mine, kept), "modified input"
+        assert _same(own, kept), "modified input"
 
 
 def test_broadcast(subject: Subject) -> None:
@@ -66,12 +66,12 @@ def test_broadcast(subject: Subject) -> None:
             for shape in (
                 ((), (0, 2), (3, 5), (7000,), (800_000,)) if dtype == np.float32 else ((5,),)
             ):
-                mine = _noise(engine.rank, shape, dtype)
-                kept = mine.copy()
-                result = engine.broadcast(mine, root, name="weights")
+                array = _noise(engine.rank, shape, dtype)
+                kept = array.copy()
+                result = engine.broadcast(array, root, name="weights")
                 assert _same(result, _noise(root, shape, dtype))
-                assert _same(mine, kept), "modified input"
-                assert not np.shares_memory(result, mine)
+                assert _same(array, kept), "modified input"
+                assert not np.shares_memory(result, array)
 
 
 def test_alltoall(subject: Subject) -> None:
@@ -102,8 +102,8 @@ def test_alltoall_without_splits(subject: Subject) -> None:
     array = np.arange(3 * engine.size) + 100 * engine.rank
     result, counts = engine.alltoall(array)
     assert counts == [3] * engine.size
-    mine = np.arange(3 * engine.rank, 3 * engine.rank + 3)
-    assert result.tolist() == [x + 100 * rank for rank in range(engine.size) for x in mine]
+    columns = np.arange(3 * engine.rank, 3 * engine.rank + 3)
+    assert result.tolist() == [x + 100 * rank for rank in range(engine.size) for x in columns]
     if engine.size > 1:
         with pytest.raises(ConfigurationError, match="needs a multiple of"):
             engine.alltoall(np.ones(engine.size + 1 + engine.size % 2))

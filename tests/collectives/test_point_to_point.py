@@ -106,15 +106,6 @@ def test_channels_and_operations_are_independent(engine: Any) -> None:
     assert [set(buffer.tolist()) for buffer in buffers] == [{1}, {2}]
 
 
-@two_or_three
-def test_empty_waits(engine: Any) -> None:
-    messages = engine.messages()
-    messages.wait([], "the test")
-    messages.wait([], "the test", endless=True)
-    empty = np.zeros((0, 4))
-    messages.wait(messages.start_receive(empty, _others(engine)[0], TAG), "the test")
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["wait", "receive_any"])
 def test_a_wait_times_out(rank_count: int, way: str) -> None:

@@ -19,7 +19,7 @@ from tests.launch.jobs import ON_CLUSTER
 from tests.testbed.cluster import Cluster
 
 HOSTS = 16
-# One round, two rounds, and segments of which the last is incomplete.
+# One round, two rounds, and segments with an incomplete last one.
 SIZES = (1, 1000, 20_000, 700_001)
 
 
@@ -31,14 +31,14 @@ def main() -> None:
     for dtype in ("float32", "float16", "int64"):
         for size in SIZES:
             of_rank_0 = (np.arange(size) % 7).astype(dtype)
-            mine = of_rank_0 + engine.rank
-            total = engine.allreduce(mine, name="numbers")
+            array = of_rank_0 + engine.rank
+            total = engine.allreduce(array, name="numbers")
             np.testing.assert_array_equal(total, of_rank_0 * engine.size + sum(everyone))
             digest.update(total.tobytes())
-            rows = engine.allgather(mine[: engine.rank], name="rows")
+            rows = engine.allgather(array[: engine.rank], name="rows")
             expected = np.concatenate([of_rank_0[:rank] + rank for rank in everyone])
             np.testing.assert_array_equal(rows, expected)
-            of_fifth = engine.broadcast(mine, root=5, name="numbers of rank 5")
+            of_fifth = engine.broadcast(array, root=5, name="numbers of rank 5")
             np.testing.assert_array_equal(of_fifth, of_rank_0 + 5)
     third = np.full(1000, 1 / 3, "float32") * (engine.rank + 1)
     digest.update(engine.allreduce(third, "average", name="rounded").tobytes())

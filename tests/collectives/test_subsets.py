@@ -14,7 +14,7 @@ SHARED = [case for case in CASES if case.kind == "shared_memory" and len(case.ho
 
 @EVERY_ENGINE
 def test_every_operation_of_a_subset(subject):
-    """In turn with operations of all ranks."""
+    """Alternating with operations of all ranks."""
     engine = subject.engine
     rank, size = engine.rank, engine.size
     for ranks in SETS[size]:

@@ -24,7 +24,7 @@ print("continued")
 
 
 def _stopped_in(launch, where: str, operation: str) -> Completed:
-    """Run two ranks, of which one stops when ``where`` is called."""
+    """Run two ranks, and stop one of them when ``where`` is called."""
     script = SCRIPT.format(where=where, operation=operation)
     environ = {"HVDTRAIN_TIMEOUT_S": "2", "HVDTRAIN_COLLECTIVES": "mpi"}
     done: Completed = launch(2, script, env=environ, timeout_s=90)

@@ -162,19 +162,6 @@ def test_later_steps_do_not_overwrite_results(average: Average, reducer: Gradien
             np.testing.assert_allclose(result, np.full(result.shape, exact), rtol=1e-6)
 
 
-@two
-def test_steps_reuse_memory(reducer: GradientReducer) -> None:
-    addresses = set()
-    step = tf.function(lambda g: reducer.average([g], ["kernel"])[0])
-    gradient = tf.ones([100_000])
-    for turn in range(10):
-        result = step(gradient)
-        if turn > 2:
-            addresses.add(result.numpy().ctypes.data)
-        del result
-    assert len(addresses) <= 2
-
-
 def _slices(width: int = 4) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.ones([2, width]), tf.constant([0, 1]), tf.constant([9, width]))
 
