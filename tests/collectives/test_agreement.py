@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -39,41 +40,30 @@ CASES = [
 ]
 
 
+def _pair(method: str, first: list[Any], second: list[Any]) -> tuple[methodcaller, methodcaller]:
+    return methodcaller(method, *first), methodcaller(method, *second)
+
+
 TWO_CALLS = {
-    "shape": (lambda e: e.allreduce(np.ones(3)), lambda e: e.allreduce(np.ones(4))),
-    "dimensions": (lambda e: e.allreduce(np.ones((2, 3))), lambda e: e.allreduce(np.ones((3, 2)))),
-    "type": (
-        lambda e: e.allreduce(np.ones(3, np.float16)),
-        lambda e: e.allreduce(np.ones(3, BFLOAT16)),
-    ),
-    "op": (lambda e: e.allreduce(np.ones(3), "min"), lambda e: e.allreduce(np.ones(3), "max")),
+    "shape": _pair("allreduce", [np.ones(3)], [np.ones(4)]),
+    "dimensions": _pair("allreduce", [np.ones((2, 3))], [np.ones((3, 2))]),
+    "dtype": _pair("allreduce", [np.ones(3, np.float16)], [np.ones(3, BFLOAT16)]),
+    "op": _pair("allreduce", [np.ones(3), "min"], [np.ones(3), "max"]),
+    "number-of-arrays": _pair("grouped_allreduce", [[np.ones(9000)] * 3], [[np.ones(9000)] * 4]),
+    "row": _pair("allgather", [np.ones((2, 3))], [np.ones((2, 4))]),
+    "root": _pair("broadcast", [np.ones(2), 0], [np.ones(2), 1]),
+    "byte-order": _pair("broadcast", [np.ones(2, "<i4")], [np.ones(2, ">i4")]),
+    "rows-to-scatter": _pair("reduce_scatter", [np.ones((4, 2))], [np.ones((5, 2))]),
+    "row-of-alltoall": _pair("alltoall", [np.ones((6, 2))], [np.ones((6, 3))]),
+    "operation": (methodcaller("allreduce", np.ones(30_000)), methodcaller("barrier")),
+    "exchange": (methodcaller("allgather", np.ones(3)), methodcaller("broadcast", np.ones(3))),
     "name": (
-        lambda e: e.allreduce(np.ones(3), name="loss"),
-        lambda e: e.allreduce(np.ones(3), name="accuracy"),
-    ),
-    "kind": (lambda e: e.allreduce(np.ones(30_000)), lambda e: e.barrier()),
-    "exchanges": (lambda e: e.allgather(np.ones(3)), lambda e: e.broadcast(np.ones(3))),
-    "length-of-group": (
-        lambda e: e.grouped_allreduce([np.ones(9000)] * 3),
-        lambda e: e.grouped_allreduce([np.ones(9000)] * 4),
-    ),
-    "row": (lambda e: e.allgather(np.ones((2, 3))), lambda e: e.allgather(np.ones((2, 4)))),
-    "root": (lambda e: e.broadcast(np.ones(2), 0), lambda e: e.broadcast(np.ones(2), 1)),
-    "byte-order": (
-        lambda e: e.broadcast(np.ones(2, "<i4")),
-        lambda e: e.broadcast(np.ones(2, ">i4")),
-    ),
-    "rows-to-scatter": (
-        lambda e: e.reduce_scatter(np.ones((4, 2))),
-        lambda e: e.reduce_scatter(np.ones((5, 2))),
-    ),
-    "rows-to-all": (
-        lambda e: e.alltoall(np.ones((6, 2))),
-        lambda e: e.alltoall(np.ones((6, 3))),
+        methodcaller("allreduce", np.ones(3), name="loss"),
+        methodcaller("allreduce", np.ones(3), name="accuracy"),
     ),
     "codec": (
-        lambda e: e.allgather_object(1, codec="json"),
-        lambda e: e.allgather_object(1, codec="pickle"),
+        methodcaller("allgather_object", 1, codec="json"),
+        methodcaller("allgather_object", 1, codec="pickle"),
     ),
 }
 
