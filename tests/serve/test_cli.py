@@ -43,13 +43,13 @@ def test_the_server_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) ->
     finally:
         server.kill()
     again = Server(tmp_path, "--rank-metrics")
-    with again.get("/api/jobs") as answer:
-        assert [row["name"] for row in json.load(answer)["jobs"]] == [job.name]
+    with again.get("/api/jobs") as response:
+        assert [row["name"] for row in json.load(response)["jobs"]] == [job.name]
     append_json_line(job.ranks, {"step": [7]})
-    with again.get("/metrics") as answer:
-        assert answer.headers["content-type"].startswith("text/plain; version=")
+    with again.get("/metrics") as response:
+        assert response.headers["content-type"].startswith("text/plain; version=")
         series = f'hvdtrain_rank_step{{hvdtrain_job="{job.name}",rank="0"}} 7.0'
-        assert series in answer.read().decode()
+        assert series in response.read().decode()
     # The server ends while a client listens.
     with again.get("/api/live") as live:
         live.readline()
@@ -80,8 +80,8 @@ def test_open_uses_one_time_links_in_a_private_file(tmp_path: Path) -> None:
         assert len({*links}) == 2
         assert server.token not in "".join([file.read_text(), printed])
         for link in links:
-            with urllib.request.urlopen(link, timeout=20) as answer:
-                assert "hvdtrain_session" in answer.headers["set-cookie"]
+            with urllib.request.urlopen(link, timeout=20) as response:
+                assert "hvdtrain_session" in response.headers["set-cookie"]
             with pytest.raises(urllib.error.HTTPError, match="403"):
                 urllib.request.urlopen(link, timeout=20)
         server.process.send_signal(signal.SIGINT)

@@ -33,9 +33,9 @@ def _job(directory: Path, created_s: float, *words: str, **state: Any) -> JobFol
 
 
 def _get(page: TestClient, path: str, **query: Any) -> Any:
-    answer = page.get(path, params=query)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    response = page.get(path, params=query)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def _wait_until_listed(page: TestClient, jobs: int) -> None:
@@ -49,12 +49,12 @@ def test_jobs_are_listed_in_pages(jobs_dir: Path, page: TestClient) -> None:
     names = [_job(jobs_dir, float(n), "train.py", str(n)).name for n in range(7)]
     _job(jobs_dir, 100.0, *SPECIAL, phase="ended", code=1, cause="exception", verdict=SPECIAL[3])
     _wait_until_listed(page, 8)
-    answer = _get(page, "/api/jobs", count=3)
-    assert [row["status"] for row in answer["jobs"]] == ["failed", "running", "running"]
-    assert answer["jobs"][0]["program"] == SPECIAL
-    assert answer["counts"] == {"failed": 1, "running": 7}
-    answer = _get(page, "/api/jobs", begin=1, count=2, status="running")
-    assert ([row["name"] for row in answer["jobs"]], answer["found"]) == (names[-2:-4:-1], 7)
+    response = _get(page, "/api/jobs", count=3)
+    assert [row["status"] for row in response["jobs"]] == ["failed", "running", "running"]
+    assert response["jobs"][0]["program"] == SPECIAL
+    assert response["counts"] == {"failed": 1, "running": 7}
+    response = _get(page, "/api/jobs", begin=1, count=2, status="running")
+    assert ([row["name"] for row in response["jobs"]], response["found"]) == (names[-2:-4:-1], 7)
     assert _get(page, "/api/jobs", q="train.py 3")["jobs"][0]["name"] == names[3]
     assert _get(page, "/api/jobs", count=10**9)["found"] == 8
 
@@ -64,9 +64,9 @@ def test_a_job_has_history_and_curves(jobs_dir: Path, page: TestClient) -> None:
     append_json_line(job.events, {"kind": "began", "attempt": 1})
     for step in range(100):
         append_json_line(job.metrics, {"time": float(step), "step": step, "loss": 1 / (step + 1)})
-    answer = _get(page, f"/api/jobs/{job.name}")
-    assert (answer["status"], answer["step"], answer["metrics"]["step"]) == ("running", 3, 99)
-    assert [event["kind"] for event in answer["events"]] == ["began"]
+    response = _get(page, f"/api/jobs/{job.name}")
+    assert (response["status"], response["step"], response["metrics"]["step"]) == ("running", 3, 99)
+    assert [event["kind"] for event in response["events"]] == ["began"]
     curves = _get(page, f"/api/jobs/{job.name}/metrics", count=10)
     assert curves.keys() == {"time", "step", "loss"}
     assert (curves["step"][0], curves["step"][-1]) == (0, 99)
@@ -80,12 +80,16 @@ def test_a_job_has_versions_and_remaining_time(jobs_dir: Path, page: TestClient)
     job.write_spec(dataclasses.replace(spec, variables={"OMP_NUM_THREADS": "1"}))
     for step in (0, 10, 20):
         append_json_line(job.metrics, {"time": step / 10, "step": step, "loss": 1.0})
-    answer = _get(page, f"/api/jobs/{job.name}")
-    assert answer["environment"] == {
+    response = _get(page, f"/api/jobs/{job.name}")
+    assert response["environment"] == {
         "versions": {"hvdtrain": "1.2", "Keras": "3.14"},
         "variables": {"OMP_NUM_THREADS": "1"},
     }
-    assert (answer["mpi"], answer["total_steps"], answer["left_s"]) == ("Open MPI 5.0.7", 100, 8)
+    assert (response["mpi"], response["total_steps"], response["left_s"]) == (
+        "Open MPI 5.0.7",
+        100,
+        8,
+    )
     _wait_until_listed(page, 1)
     [row] = _get(page, "/api/jobs")["jobs"]
     assert (row["left_s"], row["goodput"], row["curve"]["of"]) == (8, None, "loss")
@@ -164,8 +168,8 @@ def test_a_log_is_read_backwards(jobs_dir: Path, page: TestClient) -> None:
     LogWriter(job.log).append([LogLine(1.5, n % 2, "stdout", f"line {n}") for n in range(100)])
 
     def get_log(**query: Any) -> tuple[list[str], dict[str, Any]]:
-        answer = _get(page, f"/api/jobs/{job.name}/log", **{"count": 10, **query})
-        return [line[5].removeprefix("line ") for line in answer["lines"]], answer
+        response = _get(page, f"/api/jobs/{job.name}/log", **{"count": 10, **query})
+        return [line[5].removeprefix("line ") for line in response["lines"]], response
 
     texts, last = get_log()
     assert texts == [str(n) for n in range(90, 100)]
@@ -185,10 +189,10 @@ def test_many_ranks_have_fewer_rows(
     for number in range(100):
         row = {"time": float(number), "step": [number] * 4, "own_s": [0.1, 0.2, None, 0.4]}
         append_json_line(job.ranks, row)
-    answer = _get(page, path, count=50)
-    assert answer["now"] == row
-    assert answer["rows"][0] == {"time": 0.0, "own_s": [0.1, 0.2, None, 0.4]}
-    assert 40 <= len(answer["rows"]) <= 52
+    response = _get(page, path, count=50)
+    assert response["now"] == row
+    assert response["rows"][0] == {"time": 0.0, "own_s": [0.1, 0.2, None, 0.4]}
+    assert 40 <= len(response["rows"]) <= 52
     monkeypatch.setattr(job_api, "MOST_RANK_CELLS", 40)
     assert 5 <= len(_get(page, path, count=50)["rows"]) <= 12
 
@@ -276,8 +280,11 @@ def test_a_job_that_may_be_running_is_not_changed(jobs_dir: Path, page: TestClie
     (job.path / "state.json").write_bytes(b"")
     _wait_for(page, job.name, "unknown")
     for way in ("stop", "restart"):
-        answer = page.post(f"/api/jobs/{job.name}/{way}", json={})
-        assert (answer.status_code, f"{job.name} may be running: " in answer.text) == (400, True)
+        response = page.post(f"/api/jobs/{job.name}/{way}", json={})
+        assert (response.status_code, f"{job.name} may be running: " in response.text) == (
+            400,
+            True,
+        )
 
 
 def test_option_files_are_read(page: TestClient, tmp_path: Path, jobs_dir: Path) -> None:
@@ -289,9 +296,9 @@ def test_option_files_are_read(page: TestClient, tmp_path: Path, jobs_dir: Path)
     plans = []
     for options in (["--config", "job.toml"], typed):
         request = {"program": ["true"], "options": options, "folder": str(tmp_path)}
-        answer = page.post("/api/plan", json=request)
-        assert answer.status_code == 200, answer.text
-        plans.append(answer.json()["plan"])
+        response = page.post("/api/plan", json=request)
+        assert response.status_code == 200, response.text
+        plans.append(response.json()["plan"])
     assert plans[0] == plans[1]
     assert "--partition=gpu" in plans[0]
     missing = {"program": ["true"], "options": ["--config=none.toml"], "folder": str(tmp_path)}
@@ -301,8 +308,8 @@ def test_option_files_are_read(page: TestClient, tmp_path: Path, jobs_dir: Path)
     _wait_until_listed(page, 1)
     for way in ("clone", "restart"):
         missing = {"options": ["--config=none.toml"]}
-        answer = page.post(f"/api/jobs/{job.name}/{way}", json=missing)
-        assert (answer.status_code, "none.toml can't be read" in answer.text) == (400, True)
+        response = page.post(f"/api/jobs/{job.name}/{way}", json=missing)
+        assert (response.status_code, "none.toml can't be read" in response.text) == (400, True)
 
 
 @pytest.mark.mpi

@@ -155,11 +155,11 @@ def test_read_only_refuses_all_changes(tmp_path: Path) -> None:
         with TestClient(app, base_url=BASE, follow_redirects=False) as client:
             client.headers["authorization"] = f"Bearer {TOKEN}"
             assert client.get("/api/session").json()["read_only"] == read_only
-            answers = {way: client.request(*way, json={}) for way in actions}
-            codes[read_only] = {way: answer.status_code for way, answer in answers.items()}
-            for (_, path), answer in answers.items():
+            responses = {way: client.request(*way, json={}) for way in actions}
+            codes[read_only] = {way: response.status_code for way, response in responses.items()}
+            for (_, path), response in responses.items():
                 refused = path not in ("/login", "/logout") and read_only
-                assert ("--read-only" in answer.text) == refused, path
+                assert ("--read-only" in response.text) == refused, path
     assert {path for _, path in codes[True]} >= {"/api/jobs", "/api/plan", "/login", "/logout"}
     changes = codes[True].keys() - {("POST", "/login"), ("POST", "/logout")}
     assert len(changes) >= len(ACTIONS) + 2
@@ -168,13 +168,13 @@ def test_read_only_refuses_all_changes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_token_sets_no_cookie(client: TestClient) -> None:
-    for answer in (
+    for response in (
         client.get("/login", params={"code": "wrong"}),
         client.post("/login", content="token=wrong"),
         client.post("/login", content=b"\xff=\xff&token"),
     ):
-        assert answer.status_code in (200, 403)
-        assert "set-cookie" not in answer.headers
+        assert response.status_code in (200, 403)
+        assert "set-cookie" not in response.headers
     assert client.post("/login", content=b"token=" + b"x" * 10_000).status_code == 413
     cookie = client.post("/login", content=f"token={TOKEN}").headers["set-cookie"]
     assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/"))

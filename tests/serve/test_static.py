@@ -53,11 +53,11 @@ def test_static_files_are_revalidated(page: TestClient) -> None:
         links = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.get(html).text)
         assert "/static/style.css" in links
     for name in ("main.js", "vendor/uPlot.esm.js"):
-        answer = page.get(f"/static/{name}")
-        assert answer.content == (STATIC / name).read_bytes()
-        assert answer.headers["content-type"].startswith("text/javascript")
-        assert answer.headers["cache-control"] == "no-cache"
-        known = {"if-none-match": answer.headers["etag"]}
+        response = page.get(f"/static/{name}")
+        assert response.content == (STATIC / name).read_bytes()
+        assert response.headers["content-type"].startswith("text/javascript")
+        assert response.headers["cache-control"] == "no-cache"
+        known = {"if-none-match": response.headers["etag"]}
         again = page.get(f"/static/{name}", headers=known)
         assert (again.status_code, again.content) == (304, b"")
     for name in ("", "none.js", "vendor", "../app.py", "%2e%2e/app.py"):

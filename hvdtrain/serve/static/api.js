@@ -60,26 +60,26 @@ export function jobPath(name, rest = "") {
 }
 
 async function ask(path, options = {}) {
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { ...options, headers: { accept: "application/json", ...options.headers } });
+    response = await fetch(path, { ...options, headers: { accept: "application/json", ...options.headers } });
   } catch {
     throw new ApiError("hvdtrain serve does not answer. Jobs continue without it; restart it to see them.");
   }
-  if (answer.status === 401) {
+  if (response.status === 401) {
     location.assign(`/login${location.hash}`);
     // The browser is loading the login page.
     return new Promise(() => {});
   }
-  const text = await answer.text();
+  const text = await response.text();
   let content = null;
   try {
     content = JSON.parse(text);
   } catch {
     // A plain-text error.
   }
-  if (!answer.ok)
-    throw new ApiError(content?.error ?? (text.trim() || `The server responded with status ${answer.status}.`), answer.status);
+  if (!response.ok)
+    throw new ApiError(content?.error ?? (text.trim() || `The server responded with status ${response.status}.`), response.status);
   return content;
 }
 

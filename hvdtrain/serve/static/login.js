@@ -7,10 +7,10 @@ form.addEventListener("submit", async (event) => {
   wrong.textContent = "";
   try {
     const body = new URLSearchParams(new FormData(form));
-    const answer = await fetch("/login", { method: "POST", body });
-    if (answer.ok && answer.redirected) location.assign(`/${location.hash}`);
+    const response = await fetch("/login", { method: "POST", body });
+    if (response.ok && response.redirected) location.assign(`/${location.hash}`);
     else {
-      wrong.textContent = answer.status === 403 ? "Wrong token." : "The request was refused.";
+      wrong.textContent = response.status === 403 ? "Wrong token." : "The request was refused.";
       form.token.select();
     }
   } catch {

@@ -213,9 +213,9 @@ function fill(main, { folder: here, backends }) {
   async function showPlan() {
     if (!form.reportValidity()) return;
     const version = changes;
-    const answer = await busy("Planning…", () => post("/api/plan", body()));
-    if (!answer || version !== changes) return;
-    planned.textContent = answer.plan;
+    const result = await busy("Planning…", () => post("/api/plan", body()));
+    if (!result || version !== changes) return;
+    planned.textContent = result.plan;
     planned.hidden = false;
     start.disabled = false;
     plan.className = "";
@@ -230,10 +230,10 @@ function fill(main, { folder: here, backends }) {
       await showPlan();
       return;
     }
-    const answer = await busy("Submitting…", () => post("/api/jobs", body()));
-    if (!answer) return;
-    showMessage(`${answer.name} was submitted.`);
-    location.assign(jobLink(answer.name));
+    const result = await busy("Submitting…", () => post("/api/jobs", body()));
+    if (!result) return;
+    showMessage(`${result.name} was submitted.`);
+    location.assign(jobLink(result.name));
   });
   changed();
 }
