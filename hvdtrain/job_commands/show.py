@@ -121,11 +121,16 @@ def _event_line(event: dict[str, Any]) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event.get("time", 0))))
     fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
     message = str(fields.pop("words", "")).partition("\n")[0]
-    details = ", ".join(f"{name} {_plain(value)}" for name, value in fields.items() if value)
+    details = ", ".join(_detail(name, value) for name, value in fields.items() if value)
     return f"{at} {event.get('kind')}: {details}{f' ({message})' if message else ''}"
 
 
-def _plain(value: object) -> str:
+def _detail(name: str, value: Any) -> str:
+    if name == "lost_s":
+        return f"lost {format_duration(value)}"
     if isinstance(value, dict):
-        return ", ".join(f"{name}:{count}" for name, count in value.items())
-    return format_list(value) if isinstance(value, list) else str(value)
+        return f"{name} {', '.join(f'{host}:{count}' for host, count in value.items())}"
+    if isinstance(value, float):
+        # The shares of a summary.
+        return f"{name} {value:.0%}"
+    return f"{name} {format_list(value) if isinstance(value, list) else value}"
