@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "changes",
         nargs=argparse.REMAINDER,
         metavar="CHANGE",
-        help="options of hvdtrain run that override those of the job, and another program after --",
+        help="options of hvdtrain run that override the job's, and another program after --",
     )
 
 

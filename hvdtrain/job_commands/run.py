@@ -54,7 +54,7 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
     """Return the specification of the job that ``arguments`` describe.
 
     Raises:
-        ConfigurationError: There is no program.
+        ConfigurationError: The program is missing.
     """
     options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
     # Whether argparse leaves "--" in the program depends on the version of Python.
@@ -97,7 +97,7 @@ def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
                 site, plan = find_plan(job, environ)
         if received:
             return end_waiting(recorder, received[0])
-        # The log has all output; this process has no reader.
+        # Nobody reads the output of this process; it is in the log.
         return run_plan(job, site, plan, environ, received, observer=recorder, is_seen=False)
 
 

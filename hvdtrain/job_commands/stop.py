@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
-    """Wait until jobs are over; return those that are not."""
+    """Wait until jobs are over; return the jobs that still run."""
     started = time.monotonic()
     while True:
         running = [job for job in jobs if not view_job(job).is_over]

@@ -30,7 +30,7 @@ stop, restart and clone to follow and control it. With --on slurm it waits in Sl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hvdtrain submit``: those of ``hvdtrain run`` and of the queues."""
+    """Add the arguments of ``hvdtrain submit``, including all of ``hvdtrain run``."""
     launch.add_arguments(parser)
     add_backend(parser)
     parser.usage = (

@@ -142,7 +142,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_json_line(path: Path) -> dict[str, Any]:
-    """Return the last row without reading the whole file; empty if there are no rows."""
+    """Return the last row without reading the whole file; empty for an empty file."""
     return next(_read_backwards(path), {})
 
 

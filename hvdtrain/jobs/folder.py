@@ -192,7 +192,7 @@ class JobRequest:
     job: JobFolder  # the folder, which may not exist yet
     spec: JobSpec
     environ: Mapping[str, str]  # the environment of the process that submits the job
-    ranks: int | None  # the number of ranks; None for as many as fit
+    ranks: int | None  # by default as many as fit
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:

@@ -50,7 +50,7 @@ class JobView:
     name: str
     status: Status
     spec: JobSpec = _NO_SPEC  # the specification; empty if it can't be read
-    state: JobState = _NO_STATE  # the newest state; that of a job without ranks if it can't be read
+    state: JobState = _NO_STATE  # the newest state; a queued one if it can't be read
     created_s: float = 0.0  # when the job was submitted, in seconds since 1970
     ended_s: float | None = None  # when it ended; None if it has not
     verdict: str = ""  # why it ended, is queued, or is not known to run
@@ -194,7 +194,7 @@ def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
     until_s, step = known[-1]
     begin_s, first = until_s, step
     for time_s, earlier in reversed(known):
-        # A restart resets the step to that of a checkpoint.
+        # A restart resets the step to an earlier checkpoint.
         if until_s - time_s > _SPEED_WINDOW_S or earlier > first:
             break
         begin_s, first = time_s, earlier

@@ -155,7 +155,7 @@ class JobRecorder(Observer):
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Queue a row for a file and return it, with the time added if it has none."""
+        """Queue a row for a file and return it, by default with the current time."""
         row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:
@@ -290,7 +290,7 @@ class RollUp:
         rolled = {**rows[-1], "time": round(statistics.fmean(row["time"] for row in rows), 3)}
         for name in _COUNTERS:
             if counts := [row[name] for row in rows if name in row]:
-                # The time is that of the middle of the interval, too.
+                # Like the time, from the middle of the interval.
                 rolled[name] = statistics.median_low(counts)
         for name in _MEASUREMENTS:
             if measured := [row for row in rows if name in row]:

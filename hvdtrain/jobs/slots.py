@@ -92,7 +92,7 @@ class SlotQueue:
     def _enqueue(self, name: str) -> Path:
         while True:
             place = self._waiting / f"{time.time_ns():020}-{name}"
-            # Until it is locked, another process may remove it as that of a dead process.
+            # Until it is locked, another process may take it for a leftover and remove it.
             if self._lock(place) and place.exists():
                 os.write(self._locks[place], "\n".join(self._missing).encode())
                 # Other hosts would not see the text before the file is closed.
@@ -100,7 +100,7 @@ class SlotQueue:
                 return place
 
     def _first(self) -> Path | None:
-        """Return the first job that waits for the same hosts; remove those of dead processes."""
+        """Return the first job that waits for the same hosts; remove files of dead processes."""
         for path in sorted(self._waiting.iterdir()):
             if path in self._locks:
                 return path
@@ -137,7 +137,7 @@ class SlotQueue:
 def slots_by_host(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     """Return how many ranks may run at a time on each host.
 
-    On this host, one for each GPU, or for each core if it has no GPU; on others, as many as given.
+    This host has one slot per GPU, or per core without GPUs; other hosts have as many as given.
     """
     here = gpus or available_cores()
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}

@@ -96,7 +96,7 @@ class SlurmQueue:
         """Run scancel, with a signal for the ranks if ``save``; see ``JobBackend``."""
         if not spec.slurm_job:
             raise JobError(
-                f"{job.name} has no Slurm job ID yet; try again, or look for it with squeue."
+                f"the Slurm job ID of {job.name} is not known yet; try again, or use squeue."
             )
         # A signal would leave a queued job in the queue.
         signals = ["--batch", "--signal=USR1"] if save and not is_queued else []

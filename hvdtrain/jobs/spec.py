@@ -49,7 +49,7 @@ class Backend:
     """The queue of a job."""
 
     kind: BackendKind = "local"  # this machine's queue, Slurm, or a Kubernetes cluster
-    options: tuple[str, ...] = ()  # options of the queue: those of sbatch, or of pods
+    options: tuple[str, ...] = ()  # options of sbatch or of pods
 
 
 LOCAL = Backend()
@@ -62,7 +62,7 @@ class JobSpec:
     options: tuple[str, ...]  # the options of ``hvdtrain run``
     program: tuple[str, ...]  # the program of every rank, with its arguments
     folder: str = ""  # the working directory
-    # environment variables: hvdtrain's settings, and those of ``-x NAME``
+    # hvdtrain's settings, and variables of ``-x NAME``
     variables: Mapping[str, str] = field(default_factory=dict)
     python: str = ""  # the Python interpreter that ran hvdtrain
     version: str = ""  # the version of hvdtrain
@@ -110,7 +110,7 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
     Args:
         spec: The job.
         changes: Further options, which override the job's own, and after ``--`` another program.
-        backend: The queue; None for that of the job.
+        backend: The queue; by default the job's own.
 
     Raises:
         JobError: The job ran in a Slurm job that hvdtrain did not submit, and no queue is given.
@@ -179,7 +179,7 @@ def exported_variables(options: Sequence[str]) -> list[str]:
 
 
 class _Export(NamedTuple):
-    """A variable in ``-x`` or ``--env``; ``flag`` is empty if it is an argument of its own."""
+    """A variable in ``-x`` or ``--env``; ``flag`` is empty for a separate argument."""
 
     at: int
     flag: str

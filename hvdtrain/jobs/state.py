@@ -49,7 +49,7 @@ Status = Literal[
 ]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
-# States of a job in its queue, in addition to those of Slurm.
+# States of a job in its queue, in addition to the states of Slurm.
 GONE = "GONE"  # the queue does not know the job any more
 RESTARTABLE = "RESTARTABLE"  # it runs, and is restarted after a preemption
 NO_ANSWER = "NO_ANSWER"  # the queue does not answer
@@ -75,7 +75,7 @@ class ProcessIdentity:
     pid: int
     started_ticks: int = 0  # when it started, in clock ticks since boot; 0 if unknown
     boot_id: str = ""  # the host's boot ID; empty if unknown
-    pid_namespace: int = 0  # the PID namespace, such as that of a container; 0 if unknown
+    pid_namespace: int = 0  # such as the namespace of a container; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class QueueState(NamedTuple):
     queue: str
     state: str  # the state, as ``derive_status`` takes it
     reason: str  # the reason that the queue gives for it
-    # the state of the job if its folder does not have it and the queue does
+    # the state of a job that can't write to its folder
     job_state: JobState | None = None
 
 

@@ -116,7 +116,7 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _launcher_columns() -> int:
-    """Return the width of the terminal of the mpirun above this process; 0 if there is none."""
+    """Return the width of the terminal of the mpirun above this process; 0 without one."""
     top, parent = 0, os.getppid()
     while parent > 1:
         # "pid (name) state parent ..."; the name may contain any character.
@@ -138,7 +138,7 @@ class StatusLine:
 
     Args:
         stream: The output.
-        columns: The width of the terminal; 0 if there is none, then no status is shown.
+        columns: The width of the terminal; 0 without a terminal, where no status is shown.
 
     Attributes:
         columns: The same width.

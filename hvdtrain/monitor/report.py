@@ -138,7 +138,7 @@ def failed(cause: BaseException, error: BaseException) -> None:
 
 
 class _Reporter:
-    """The newest state, and the file that it is written to; None if there is no launcher."""
+    """The newest state, and the file that it is written to; None without a launcher."""
 
     def __init__(self, file: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -275,7 +275,7 @@ def _update(**values: Any) -> _Reporter:
 
 
 def _open_pipe() -> int | None:
-    """Return the launcher's pipe, no longer inheritable; None if there is none."""
+    """Return the launcher's pipe, no longer inheritable; None without a launcher."""
     try:
         number, inode = map(int, os.environ.get(REPORT_FD, "").split(":"))
         status = os.fstat(number)

@@ -22,7 +22,7 @@ __all__ = ["Timeline", "timeline_file"]
 class Timeline:
     """Writes each operation as soon as it ends, so that a killed rank leaves its timeline.
 
-    Times are those of the host's clock: the timelines of several hosts are aligned as well as their
+    Times are from the host's clock: the timelines of several hosts are aligned as well as their
     clocks are.
 
     Args:

@@ -1,7 +1,7 @@
 """Requests to the API server of a cluster through the official client; responses are plain data.
 
-The typed methods of the client would not help: they return classes of their own instead of the
-names in manifests, and lack ``sinceTime`` for logs.
+The typed methods of the client are not used: they return classes whose names differ from manifests,
+and lack ``sinceTime`` for logs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ClusterApi:
         """Return the cluster of a kubectl context and a namespace; empty for the defaults.
 
         Raises:
-            JobError: The kubectl configuration has no such context.
+            JobError: The context is missing in the kubectl configuration.
         """
         kubernetes = _package()
         try:
@@ -83,7 +83,7 @@ class ClusterApi:
         """Return the cluster that this process runs in.
 
         Raises:
-            JobError: The process does not run in a pod, or the pod has no account.
+            JobError: The process does not run in a pod with a service account.
         """
         kubernetes = _package()
         try:
@@ -91,11 +91,11 @@ class ClusterApi:
             kubernetes.config.load_incluster_config(configuration)
             namespace = _NAMESPACE_FILE.read_text().strip()
         except (kubernetes.config.ConfigException, OSError) as error:
-            raise JobError(f"this pod has no access to its cluster: {error}") from None
+            raise JobError(f"this pod can't access its cluster: {error}") from None
         return cls(_dynamic_client(kubernetes.client.ApiClient(configuration)), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
-        """Create objects, all or none, after deleting those of a previous run of the job.
+        """Create objects, all or none, after deleting the objects of a previous run.
 
         The first object, a Job, becomes the owner of the others.
         """
@@ -267,7 +267,7 @@ def _configuration() -> Any:
 
 
 def _dynamic_client(client: Any) -> Any:
-    """Return a client for requests by path, without API discovery, which has no time-out."""
+    """Return a client for requests by path, without API discovery, which can't time out."""
     return _package().dynamic.DynamicClient(client, discoverer=lambda _client, _cache: None)
 
 

@@ -301,7 +301,7 @@ def _report(message: str) -> None:
 def wait_for_workers(hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
     """Wait until all workers accept ssh connections; return False if the job is stopped first.
 
-    There is no time-out: a job waits until the cluster has room for all its workers.
+    The wait is unlimited, as the cluster may not have room for all workers yet.
     """
     missing = dict.fromkeys(hosts, "")
 

@@ -69,7 +69,7 @@ def serve_ssh() -> None:
     """Become sshd."""
     sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if sshd is None:
-        sys.exit("hvdtrain: this image has no sshd; install openssh-server in it.")
+        sys.exit("hvdtrain: sshd is not installed in this image; install openssh-server.")
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     for name in ("ssh_host_ed25519_key", "authorized_keys"):
         copy = FOLDER / name

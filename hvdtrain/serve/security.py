@@ -214,7 +214,7 @@ class Guard:
     def _session_refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._keys.is_token(given.strip()):
-            # No CSRF token is needed, as browsers never send this header by themselves.
+            # No CSRF token is needed, as browsers never send this header on their own.
             return None
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         if not self._keys.is_session(cookie, time.time()):

@@ -72,7 +72,7 @@ def test_cancel(
     scancel.chmod(0o700)
     job.path.mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(JobError, match="a-1 has no Slurm job ID yet"):
+    with pytest.raises(JobError, match="the Slurm job ID of a-1 is not known yet"):
         SlurmQueue().cancel(job, SPEC, is_queued=is_queued, save=save)
     assert job.read_state() is None
     spec = dataclasses.replace(SPEC, slurm_job="7")

@@ -4,8 +4,8 @@ Launcher and workers are pods of the same image. A Job runs the launcher and rep
 owns all other objects, so deleting it removes everything. A StatefulSet runs the workers, and a
 headless Service gives them names. Workers run sshd as an ordinary user on a high port, with keys
 from a Secret of this job. A ConfigMap contains the hostfile. The launcher may only read the job's
-pods, scale its workers and end its Job; workers have no rights. If the job's folder is not on a
-volume, the log of the launcher's pod is its only record.
+pods, scale its workers and end its Job; workers can't access the API. If the job's folder is not on
+a volume, the log of the launcher's pod is its only record.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_LAUNCHERS = 100
 KEPT_S = 7 * 24 * 3600
 # Time for a checkpoint when a pod is deleted.
 GRACE_S = 60
-# Any user of an image reads the keys and makes a private copy; the pod has no other users.
+# The container may run as any user, who reads the keys and makes a private copy.
 _KEY_MODE = 0o444
 _CONTAINER = "hvdtrain"
 _SHM = "/dev/shm"
@@ -161,7 +161,7 @@ def _launcher(job: PodJob) -> Object:
     ]
     host = launcher_host(job.name)
     pod["spec"] |= {
-        # Each start has a pod of its own, so that the log of the previous one is kept.
+        # Each start creates a new pod, so that the log of the previous one is kept.
         "restartPolicy": "Never",
         # The launcher looks up hostname.subdomain in DNS: /etc/hosts has the hostname alone.
         "hostname": host,
@@ -293,7 +293,7 @@ def _pod(job: PodJob, role: str) -> Object:
 
 
 def container_of(pod: Object) -> Object:
-    """Return the container for hvdtrain: the one of that name, or the first."""
+    """Return the container named ``hvdtrain``, or the first one."""
     containers: list[Object] = pod["spec"].setdefault("containers", [])
     if not containers:
         containers.append({"name": _CONTAINER})

@@ -43,7 +43,7 @@ ALL_GONE = (
 )
 # A cluster that has not answered is not asked again for this long.
 SILENT_S = 30.0
-# A submitted job may have no objects for this long: those of its previous run are deleted first.
+# The limit for creating objects after the submission, as old objects are deleted first.
 _CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
 # Creation times are whole seconds of the cluster's clock.
 _CLOCK_TOLERANCE_S = 2.0
@@ -70,7 +70,7 @@ def pod_job(
         raise ConfigurationError("a job on Kubernetes needs -np, the number of ranks.")
     if named := [word for word in spec.options if word.partition("=")[0] in _HOST_OPTIONS]:
         raise ConfigurationError(
-            f"{named[0]} names hosts, but a job on Kubernetes runs in pods of its own; remove it."
+            f"{named[0]} names hosts, but a job on Kubernetes runs in its own pods; remove it."
         )
     secrets = {}
     for variable in filter(is_secret, exported_variables(spec.options)):
@@ -234,7 +234,7 @@ def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
     problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
     reason = "; ".join([f"{name}: {text}" for name, text in problems if text][:_MOST_PROBLEMS])
     metadata = job.get("metadata") or {}
-    # The Job itself records the end of its last launcher only some time later.
+    # The Job records the end of its last launcher with a delay.
     is_stopped = bool(
         STOP in (metadata.get("annotations") or {}) or metadata.get("deletionTimestamp")
     )

@@ -46,7 +46,7 @@ export class JobHead {
     // A job in an unknown state can be neither stopped nor restarted.
     const stoppable = !job.is_over && job.status !== "unknown";
     setVisible(this.stop, stoppable);
-    // A queued job has no checkpoint to save.
+    // A queued job can't save a checkpoint.
     setVisible(this.save, stoppable && job.status !== "queued");
     if (job.is_over) this.stop.disabled = this.save.disabled = false;
     setVisible(this.live, !job.is_over);
@@ -85,7 +85,7 @@ export class JobHead {
       verb: "Restart",
       intro:
         job.saved === null
-          ? "It starts from the beginning, as it has no checkpoint. Its log and history are kept."
+          ? "It starts from the beginning, without a checkpoint. Its log and history are kept."
           : `It resumes from the checkpoint of step ${job.saved}. Its log and history are kept.`,
       job,
       act: async (changes) => {

@@ -1,5 +1,5 @@
 // Shows the view of the URL's fragment, such as #/jobs/NAME. A view loads its data, then returns a
-// function that fills an element, which in turn returns a function that ends the view. The previous
+// function that fills an element, which returns a function that ends the view. The previous
 // view stays until the data are loaded.
 import { h } from "./dom.js";
 import { showError } from "./notices.js";

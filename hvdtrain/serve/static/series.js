@@ -23,7 +23,7 @@ export class Series {
   // Samples per second since a row that is old enough.
   #rate(row) {
     const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
-    // A restart resets the count, and its first row may have none.
+    // A restart resets the count, which may be missing in its first row.
     if (typeof before?.samples !== "number") return null;
     if (!(row.samples > before.samples) || row.step <= before.step) return null;
     return (row.samples - before.samples) / (row.time - before.time);
