@@ -38,49 +38,48 @@ def test_the_newest_weights_are_read(slots):
     assert (buffer == 7).all(), "a copy"
 
 
-def test_a_slot_that_was_overwritten_while_it_was_copied_is_not_returned(monkeypatch):
-    writer, reader = make_writer_and_reader()
-    writer.write(fill_with(1), version=1)
+def read_during(monkeypatch, reader, write):
+    """Call ``write`` in the middle of the first copy, and return the version and values read."""
     copyto, calls = np.copyto, []
 
-    def slow(target, source):
-        calls.append(0)
-        if len(calls) == 1:
-            copyto(target[:500], source[:500])
-            for value in (2, 3, 4):
-                writer.write(fill_with(value), version=value)
-            copyto(target[500:], source[500:])
-        else:
-            copyto(target, source)
+    def copy(target, source):
+        copyto(target[:500], source[:500])
+        if not calls:
+            calls.append(0)
+            write()
+        copyto(target[500:], source[500:])
 
-    monkeypatch.setattr(module.np, "copyto", slow)
+    monkeypatch.setattr(module.np, "copyto", copy)
     buffer = np.empty(NBYTES, np.uint8)
-    assert reader.read(buffer) == 4
-    assert (buffer == 4).all()
+    return reader.read(buffer), *np.unique(buffer)
+
+
+def test_a_slot_that_was_overwritten_while_it_was_copied_is_not_returned(monkeypatch):
+    writer, reader = make_writer_and_reader()
+    writer.write(fill_with(1), version=10)
+
+    def write():
+        for value in (2, 3, 4):
+            writer.write(fill_with(value), version=10 * value)
+
+    assert read_during(monkeypatch, reader, write) == (40, 4)
 
 
 def test_a_slot_that_is_being_written_is_not_returned(monkeypatch):
     writer, reader = make_writer_and_reader()
-    writer.write(fill_with(1), version=1)
-    copyto, calls = np.copyto, []
+    writer.write(fill_with(1), version=10)
 
-    def half(buffer):
+    def fill_half(buffer):
         buffer[:500] = 4
         raise KeyboardInterrupt  # the reader continues in the middle of the write
 
-    def slow(target, source):
-        calls.append(0)
-        if len(calls) == 1:
-            for value in (2, 3):
-                writer.write(fill_with(value), version=value)
-            with pytest.raises(KeyboardInterrupt):
-                writer.write(half, version=4)
-        copyto(target, source)
+    def write():
+        for value in (2, 3):
+            writer.write(fill_with(value), version=10 * value)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(fill_half, version=40)
 
-    monkeypatch.setattr(module.np, "copyto", slow)
-    buffer = np.empty(NBYTES, np.uint8)
-    assert reader.read(buffer) == 3
-    assert (buffer == 3).all()
+    assert read_during(monkeypatch, reader, write) == (30, 3)
 
 
 def test_a_reader_that_is_overtaken_every_time_raises(monkeypatch):

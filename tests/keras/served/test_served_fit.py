@@ -68,22 +68,15 @@ def test_the_model_learns_and_all_ranks_have_the_same_results(launch):
 
 
 INPUTS = program("""
+    from tests.keras.features import OwnStep
+
+
     class Sequence(keras.utils.PyDataset):
         def __len__(self):
             return 15
 
         def __getitem__(self, index):
             return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
-
-
-    class OwnStep(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
 
 
     def generate():
@@ -113,7 +106,8 @@ INPUTS = program("""
     train("weights", plain, **arrays, sample_weight=rng.random(120))
     train("several", classifier("sgd", steps_per_execution=3), **arrays)
     train("jit", classifier("sgd", jit_compile=True), **arrays)
-    own = OwnStep([keras.Input((8,)), keras.layers.Dense(3)])
+    own = OwnStep()
+    own(X[:1])
     own.compile("sgd", LOSS)
     train("own", hvdtrain.distribute(own), **arrays)
     layers = (keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
