@@ -158,8 +158,8 @@ class Towers:
     def _join(self, passes: Sequence[_Pass], parts: Sequence[_Part]) -> Any:
         """Concatenate the outputs of all towers, and set the mean of losses that layers added."""
         losses = [
-            tf.add_n([loss * tf.cast(part.share, loss.dtype) for loss, part in zip(alike, parts)])
-            for alike in zip(*(tower.added_losses for tower in passes))
+            tf.add_n([loss * tf.cast(part.share, loss.dtype) for loss, part in zip(column, parts)])
+            for column in zip(*(tower.added_losses for tower in passes))
         ]
         clear_losses(self._model)
         if losses:

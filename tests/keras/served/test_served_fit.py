@@ -37,12 +37,12 @@ TRAINS = program("""
             **data, batch_size=8, epochs=4, verbose=0, callbacks=[Validates()]
         )
         plain.set_weights(model.get_weights())
-        mine = model.evaluate(X, Y, batch_size=9, verbose=0)
-        assert np.allclose(mine, plain.evaluate(X, Y, verbose=0), atol=1e-5)
+        evaluated = model.evaluate(X, Y, batch_size=9, verbose=0)
+        assert np.allclose(evaluated, plain.evaluate(X, Y, verbose=0), atol=1e-5)
         predicted = model.predict(X, batch_size=11, verbose=0)
         assert np.allclose(predicted, plain.predict(X, verbose=0), atol=1e-5)
-        report("trained", alike=like_chief(model), history=history.history, epochs=history.epoch,
-             evaluated=mine)
+        report("trained", like_chief=like_chief(model), history=history.history,
+               epochs=history.epoch, evaluated=evaluated)
 """)
 
 
@@ -56,7 +56,7 @@ def test_the_model_learns_and_all_ranks_have_the_same_results(launch):
     assert len(trained) == 8
     for run in (trained[0::2], trained[1::2]):
         chief, worker, *served = run
-        assert all(entry["alike"] for entry in run)
+        assert all(entry["like_chief"] for entry in run)
         assert all(entry["evaluated"] == chief["evaluated"] for entry in run)
         assert all(entry["history"] == chief["history"] for entry in served)
         assert all(entry["epochs"] == [0, 1, 2, 3] for entry in run)
@@ -90,7 +90,7 @@ INPUTS = program("""
         before = model.get_weights()
         model.fit(*data, epochs=2, verbose=0, **options)
         changed = not np.array_equal(model.get_weights()[0], before[0])
-        report(what, alike=like_chief(model), changed=changed)
+        report(what, like_chief=like_chief(model), changed=changed)
 
 
     arrays = {"x": X[:120], "y": Y[:120], "batch_size": 8}
@@ -116,13 +116,13 @@ INPUTS = program("""
     one_hot = keras.losses.CategoricalCrossentropy(from_logits=True)
     model = classifier("sgd", loss=one_hot, metrics=[vector])
     train("vector", model, X[:120], np.eye(3)[Y[:120]], batch_size=8)
-    mine = hvdtrain.distribute(plain, presharded=True)
+    presharded = hvdtrain.distribute(plain, presharded=True)
     rows = 40 + 24 * RANK  # a server's rows are not used
-    train("presharded", mine, X[:rows], Y[:rows], batch_size=8)
-    losses = [float(LOSS(Y[:rows], mine(X[:rows]))) * rows for rows in (40, 64)]
-    found = mine.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
-    predicted = mine.predict(X[:rows], batch_size=8, verbose=0)
-    report("evaluated", off=abs(found - sum(losses) / 104), rows=len(predicted))
+    train("presharded", presharded, X[:rows], Y[:rows], batch_size=8)
+    losses = [float(LOSS(Y[:rows], presharded(X[:rows]))) * rows for rows in (40, 64)]
+    loss = presharded.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
+    predicted = presharded.predict(X[:rows], batch_size=8, verbose=0)
+    report("evaluated", error=abs(loss - sum(losses) / 104), rows=len(predicted))
 """)
 
 # The number of pushes of two workers in two epochs of 15 batches; only one worker has the last one.
@@ -158,12 +158,12 @@ def test_every_batch_is_pushed_once(launch, mode, overlap, inputs):
     for what in inputs:
         entries = reports(done, what)
         assert [entry["rank"] for entry in entries] == [0, 1, 2], what
-        assert all(entry["alike"] and entry["changed"] for entry in entries), what
+        assert all(entry["like_chief"] and entry["changed"] for entry in entries), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
     assert list(map(int, sent)) == [COUNTS[what] for what in inputs]
     evaluated = reports(done, "evaluated")
     assert [entry["rows"] for entry in evaluated] == [104] * 3, "without a server's rows"
-    assert max(entry["off"] for entry in evaluated) < 1e-5
+    assert max(entry["error"] for entry in evaluated) < 1e-5
 
 
 CALLBACKS = program("""
@@ -185,7 +185,7 @@ CALLBACKS = program("""
         final = model.get_weights()
         unchanged = [n + 1 for n, weights in enumerate(kept) if same(weights, final)]
         report(
-            what, alike=like_chief(model), steps=len(kept), epochs=len(history["loss"]),
+            what, like_chief=like_chief(model), steps=len(kept), epochs=len(history["loss"]),
             unchanged_after=min(unchanged, default=None), rate=float(model.optimizer.learning_rate),
         )
 
@@ -220,7 +220,7 @@ def test_the_chiefs_callbacks_apply_to_all_workers(launch):
         ("stopping", 2, 6),  # the first epoch was the best
     ]:
         chief, worker, server = reports(done, what)
-        assert all(entry["alike"] for entry in (chief, worker, server))
+        assert all(entry["like_chief"] for entry in (chief, worker, server))
         assert chief["unchanged_after"] == worker["unchanged_after"] == unchanged_after
         assert chief["steps"] == steps <= worker["steps"] <= steps + 1
         assert chief["epochs"] == server["epochs"] == steps // 2
@@ -266,14 +266,14 @@ BACKUP = program("""
             Path("others are done").touch()
 
     history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin, end)]).history
-    report("done", alike=like_chief(model), history=history)
+    report("done", like_chief=like_chief(model), history=history)
 """)
 
 
 def test_nobody_waits_for_a_backup_worker(launch):
     done = launch(4, BACKUP, env=servers("sync-ps", backup_workers=1), timeout_s=100)
     assert done.returncode == 0
-    assert [entry["alike"] for entry in reports(done, "done")] == [True] * 4
+    assert [entry["like_chief"] for entry in reports(done, "done")] == [True] * 4
     assert "3 workers sent 60 gradients, 1 of them too late; staleness 0.0" in done.stderr
 
 
