@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from hvdtrain.gradients.tape import DistributedGradientTape, broadcast_variables
     from hvdtrain.keras.distribute import DistributedOptimizer, distribute
     from hvdtrain.keras.learning_rate import WarmUp, scale_learning_rate
+    from hvdtrain.keras.progress import StepLog
     from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-    from hvdtrain.keras.step_log import StepLog
     from hvdtrain.world import (
         init,
         is_chief,
@@ -100,7 +100,7 @@ __getattr__, *_ = lazy_names(
         "hvdtrain.keras.distribute": ("DistributedOptimizer", "distribute"),
         "hvdtrain.keras.learning_rate": ("WarmUp", "scale_learning_rate"),
         "hvdtrain.keras.saving.checkpoint_callback": ("Checkpoint",),
-        "hvdtrain.keras.step_log": ("StepLog",),
+        "hvdtrain.keras.progress": ("StepLog",),
         "hvdtrain.world": (
             "init",
             "is_chief",

@@ -16,7 +16,7 @@ from hvdtrain.gradients.ranks import Contributions
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.model_parts import overrides
-from hvdtrain.keras.progress_report import ReportProgress
+from hvdtrain.keras.progress import ReportProgress
 from hvdtrain.keras.saving.callback_states import callback_states, restore_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch

@@ -107,7 +107,7 @@ class EpochIterator:
         """Steps since training began, including the current block."""
         self._epoch = 0
         self._epochs = 0  # ended
-        self._passes = 0  # begun
+        self._passes = 0  # started
         self._resumed: EpochPlace | None = None
         self.begins: dict[int, Position] = {}
         """By epoch, the positions of passes that begin later than at the start of the data."""

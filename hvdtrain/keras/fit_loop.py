@@ -323,7 +323,7 @@ class FitLoop:
         sharded = self._whole.shard(x, batch_size=batch_size, steps=steps)
         rows = self._steps.predicted_rows
         # All ranks leave Keras' loop together, so nobody waits in the gathering of the results.
-        meet = keras.callbacks.LambdaCallback(
+        barrier = keras.callbacks.LambdaCallback(
             on_predict_end=lambda logs: self._collectives.barrier(name="end of predict")
         )
 
@@ -334,7 +334,7 @@ class FitLoop:
                 dataset,
                 verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
-                callbacks=[meet, *self._own_callbacks(callbacks)],
+                callbacks=[barrier, *self._own_callbacks(callbacks)],
             )
             interleaved = not self._whole.presharded
             return join_predictions(outputs, rows, self._collectives, interleaved=interleaved)

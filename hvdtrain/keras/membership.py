@@ -1,8 +1,8 @@
 """The ranks that take part in training, as all of them agree.
 
 In an elastic job the engine learns of a lost rank within some operation, on one rank earlier than
-on another. Anything that all ranks must do alike, such as sharding the data, uses the membership
-instead, which changes on all ranks at the same point of the program.
+on another. Decisions that must be equal on all ranks, such as sharding the data, use the
+membership instead, which changes on all ranks at the same point of the program.
 """
 
 from __future__ import annotations

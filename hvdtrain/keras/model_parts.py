@@ -68,12 +68,14 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     If the model overrides ``train_step``, they include the attributes of the model, and of models
     and layers in it.
     """
-    found = [] if model.optimizer is None else [model.optimizer]
+    optimizers = [] if model.optimizer is None else [model.optimizer]
     if overrides(model, "train_step"):
         for layer in flatten_layers(model):
-            found += attributes_of_type(layer, keras.optimizers.Optimizer)
-    inner = {id(leaf) for outer in found for leaf in plain_optimizers(outer) if leaf is not outer}
-    return unique(entry for entry in found if id(entry) not in inner)
+            optimizers += attributes_of_type(layer, keras.optimizers.Optimizer)
+    inner = {
+        id(leaf) for outer in optimizers for leaf in plain_optimizers(outer) if leaf is not outer
+    }
+    return unique(entry for entry in optimizers if id(entry) not in inner)
 
 
 def plain_optimizers_of(model: keras.Model) -> list[Any]:
@@ -120,8 +122,11 @@ def layer_statistics(model: keras.Model) -> list[Any]:
 
 def tensorflow_variables(model: keras.Model) -> list[tf.Variable]:
     """Return the numeric ``tf.Variable`` attributes of layers, which Keras doesn't track."""
-    found = [v for layer in flatten_layers(model) for v in attributes_of_type(layer, tf.Variable)]
-    return unique(v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool)
+    layers = flatten_layers(model)
+    variables = [v for layer in layers for v in attributes_of_type(layer, tf.Variable)]
+    return unique(
+        v for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool
+    )
 
 
 def recurrent_states(model: keras.Model) -> list[Any]:

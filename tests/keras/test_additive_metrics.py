@@ -70,12 +70,8 @@ def tried(metric: keras.metrics.Metric, *args: Any) -> tuple[bool, bool]:
 def test_sums_add_up_and_others_do_not(dtype):
     for made in (Total, Difference):
         assert tried(made(dtype), P, P) == (True, True)
-    for made in (Largest, Last, Seen):
+    for made in (Largest, Last, Seen, *([Moving] if dtype == "float32" else [])):
         assert tried(made(dtype), P, P) == (False, False)
-
-
-def test_averages_do_not_add_up():
-    assert tried(Moving(), P, P) == (False, False)
 
 
 def test_metrics_within_a_metric_are_tested():

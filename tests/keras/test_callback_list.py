@@ -1,6 +1,7 @@
 """Callbacks on ranks: files of the chief only, and equal decisions on all ranks."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -49,6 +50,11 @@ def test_terminate_on_nan_stops_all_ranks_at_the_same_batch(world, raises):
             model.fit(x, Y[:36], batch_size=size, shuffle=False, verbose=0)
 
 
+class OnPredictEnd(keras.callbacks.ModelCheckpoint):
+    def on_predict_end(self, logs: Any = None) -> None:
+        Path(self.filepath).touch()
+
+
 @pytest.mark.ranks(2)
 def test_only_the_chief_writes_files(world, tmp_path):
     model = classifier()
@@ -59,9 +65,11 @@ def test_only_the_chief_writes_files(world, tmp_path):
         keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
     ]
     model.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=callbacks)
+    model.evaluate(X, Y, verbose=0, callbacks=[keras.callbacks.TensorBoard(tmp_path / "board")])
+    model.predict(X, verbose=0, callbacks=[OnPredictEnd(tmp_path / "predicted")])
     written = sorted(path.name for path in tmp_path.iterdir())
-    expected = ["backup", "log.csv", "model.keras"] if world.is_chief() else []
-    assert written == expected
+    expected = ["backup", "board", "log.csv", "model.keras", "predicted"]
+    assert written == (expected if world.is_chief() else [])
 
 
 @pytest.mark.ranks(2)

@@ -34,14 +34,14 @@ class Share:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.begun: list[Position] = []
+        self.positions: list[Position] = []
 
     def reshard(self, *, rank: int, size: int) -> Share:
         self.size = size
         return self
 
     def begin(self, position: Position, *, repeatable: bool) -> Pass:
-        self.begun.append(position)
+        self.positions.append(position)
         joint = JointSteps(units=position.left_of(UNITS), each=EACH, size=self.size)
         return Pass(steps=joint.steps, position=position, joint=joint, presharded=False, make=list)
 
@@ -79,11 +79,11 @@ def test_unapplied_samples_of_a_lost_rank_are_repeated_once():
     epochs.record_contributions([None])
     lose(epochs, ranks, 2)
     # Two steps of six samples are done, except for the third rank's.
-    assert share.begun[-1] == Position(epoch=0, start=12, missed=(4, 5, 10, 11))
+    assert share.positions[-1] == Position(epoch=0, start=12, missed=(4, 5, 10, 11))
     next(steps)
     epochs.record_contributions([{0, 1}])
     lose(epochs, ranks, 1)
-    assert share.begun[-1] == Position(epoch=0, start=12)
+    assert share.positions[-1] == Position(epoch=0, start=12)
 
 
 def test_samples_applied_between_two_steps_are_not_repeated():
@@ -95,4 +95,4 @@ def test_samples_applied_between_two_steps_are_not_repeated():
     next(steps)
     epochs.record_contributions([None])
     lose(epochs, ranks, 2)
-    assert share.begun[-1] == Position(epoch=0, start=12, missed=(10, 11))
+    assert share.positions[-1] == Position(epoch=0, start=12, missed=(10, 11))

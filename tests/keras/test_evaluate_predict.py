@@ -33,20 +33,6 @@ def test_evaluate_is_exact_over_uneven_shards(world, rows):
 
 
 @pytest.mark.ranks(2)
-def test_only_the_chief_writes_files(world, tmp_path):
-    class OwnFile(keras.callbacks.ModelCheckpoint):
-        def on_predict_end(self, logs: Any = None) -> None:
-            (tmp_path / "predicted").touch()
-
-    model = classifier()
-    world.distribute(model)
-    model.evaluate(X, Y, verbose=0, callbacks=[keras.callbacks.TensorBoard(tmp_path / "board")])
-    model.predict(X, verbose=0, callbacks=[OwnFile(tmp_path / "model.keras")])
-    written = {path.name for path in tmp_path.iterdir()}
-    assert written == ({"board", "predicted"} if world.is_chief() else set())
-
-
-@pytest.mark.ranks(2)
 def test_evaluate_with_sample_weights_and_datasets(world):
     alone, together = plain_and_distributed(world)
     weight = np.random.default_rng(0).random(len(X)).astype("float32")

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.keras.moving_statistics import MovingStatistics
 from hvdtrain.keras.saving.training_state import TrainingState
+from tests.keras.test_losses import Smallest
 
 ROWS = 22
 X = np.random.default_rng(3).normal(size=(ROWS, 4)).astype("float32")
@@ -147,15 +148,6 @@ class Watched(keras.layers.Layer):
         self.calls.assign_add(1)
         with tf.control_dependencies([tf.debugging.assert_none_equal(x, 0.0)]):
             return x + 0.0 * keras.random.normal(tf.shape(x))
-
-
-class Smallest(keras.losses.Loss):
-    """A loss that masks the largest errors, so ranks exchange counts."""
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
-        errors._keras_mask = errors < 1.0
-        return errors
 
 
 @pytest.mark.ranks(2, 3)

@@ -158,43 +158,34 @@ def _decaying() -> keras.Model:
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay
-BUILT_IN, OWN_CALLBACKS = "training with built-in methods", "writing your own callbacks"
-SAVING, API = "serialization and saving", "API"
 
 CALLBACKS: dict[str, Pattern] = {
     "a pipeline with weights": Pattern(
-        BUILT_IN, lambda: classifier(weighted_metrics=["accuracy"]), _pipeline
+        lambda: classifier(weighted_metrics=["accuracy"]), _pipeline
     ),
-    "steps_per_epoch and validation_steps": Pattern(BUILT_IN, classifier, _steps),
+    "steps_per_epoch and validation_steps": Pattern(classifier, _steps),
     "a schedule": Pattern(
-        BUILT_IN,
-        lambda: classifier(optimizer=keras.optimizers.Adam(SCHEDULE(0.05, 2, 0.5))),
-        fit(),
+        lambda: classifier(optimizer=keras.optimizers.Adam(SCHEDULE(0.05, 2, 0.5))), fit()
     ),
-    "validation_split, callbacks, early stopping": Pattern(
-        OWN_CALLBACKS, classifier, _with_callbacks, often=True
-    ),
-    "batches seen, weights kept and set": Pattern(OWN_CALLBACKS, classifier, _kept),
-    "from_config and weights": Pattern(SAVING, classifier, _loaded),
+    "validation_split, callbacks, early stopping": Pattern(classifier, _with_callbacks, often=True),
+    "batches seen, weights kept and set": Pattern(classifier, _kept),
+    "from_config and weights": Pattern(classifier, _loaded),
     "files of callbacks, load_model and fit again": Pattern(
-        SAVING, lambda: classifier(optimizer=keras.optimizers.Adam(0.01)), _saved
+        lambda: classifier(optimizer=keras.optimizers.Adam(0.01)), _saved
     ),
     "evaluate as a dict and as a list": Pattern(
-        API, lambda: classifier(metrics=["accuracy"]), _evaluated
+        lambda: classifier(metrics=["accuracy"]), _evaluated
     ),
     "initial_epoch and class weights": Pattern(
-        API,
         classifier,
         fit(epochs=4, initial_epoch=2, class_weight={0: 1.0, 1: 2.0, 2: 0.5}),
         often=True,
     ),
     "moving averages swapped in": Pattern(
-        API,
         lambda: classifier(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)),
         _swapped,
     ),
     "LossScaleOptimizer with clipping": Pattern(
-        API,
         lambda: classifier(
             optimizer=keras.optimizers.LossScaleOptimizer(
                 keras.optimizers.Adam(0.01, global_clipnorm=0.1), initial_scale=8.0
@@ -202,6 +193,6 @@ CALLBACKS: dict[str, Pattern] = {
         ),
         fit(),
     ),
-    "optimizers by variable, of new kinds": Pattern(API, _multi_optimizer, fit(), since=(3, 15)),
-    "scaled losses, clipped values, no decay of biases": Pattern(API, _decaying, fit()),
+    "optimizers by variable, of new kinds": Pattern(_multi_optimizer, fit(), since=(3, 15)),
+    "scaled losses, clipped values, no decay of biases": Pattern(_decaying, fit()),
 }

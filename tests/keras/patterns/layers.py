@@ -218,59 +218,41 @@ def _stacked_cells() -> keras.Model:
     return model
 
 
-BUILT_IN, SUBCLASSING = "training with built-in methods", "layers and models via subclassing"
-FUNCTIONAL, MASKING, RNNS = "functional API", "masking and padding", "RNNs"
-
 LAYERS: dict[str, Pattern] = {
     "losses and metrics of layers": Pattern(
-        BUILT_IN, lambda: stack(layers.Dense(4), Watching(), layers.Dense(3)), fit(**validated)
+        lambda: stack(layers.Dense(4), Watching(), layers.Dense(3)), fit(**validated)
     ),
     "targets as an input, an endpoint with the loss": Pattern(
-        BUILT_IN, _endpoint, fit({"inputs": X, "targets": Y[:, np.newaxis]}, None)
+        _endpoint, fit({"inputs": X, "targets": Y[:, np.newaxis]}, None)
     ),
-    "losses that are sums": Pattern(BUILT_IN, _sums, fit(**validated), often=True),
+    "losses that are sums": Pattern(_sums, fit(**validated), often=True),
     "losses that are means by sample weights": Pattern(
-        BUILT_IN,
-        _means,
-        fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17])),
-        often=True,
+        _means, fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17])), often=True
     ),
-    "masked outputs of each time step": Pattern(BUILT_IN, _tagger, fit(TOKENS, TOKENS % 3)),
+    "masked outputs of each time step": Pattern(_tagger, fit(TOKENS, TOKENS % 3)),
     "a user-defined metric": Pattern(
         # No validation: Keras alone would report its value for the training as well.
-        BUILT_IN,
         lambda: classifier(metrics=[Hits(), "accuracy"]),
         fit(),
         eager=False,
     ),
-    "a loss class": Pattern(
-        BUILT_IN, lambda: stack(layers.Dense(3), loss=Penalized()), fit(X, X[:, :3])
-    ),
+    "a loss class": Pattern(lambda: stack(layers.Dense(3), loss=Penalized()), fit(X, X[:, :3])),
     "a loss function": Pattern(
-        BUILT_IN,
-        lambda: stack(layers.Dense(3), loss=squares, metrics=[squares]),
-        fit(X, X[:, :3], WEIGHTS),
+        lambda: stack(layers.Dense(3), loss=squares, metrics=[squares]), fit(X, X[:, :3], WEIGHTS)
     ),
-    "several inputs and outputs, a shared layer": Pattern(
-        FUNCTIONAL, two_outputs, _train_two, often=True
-    ),
-    "an output without a loss": Pattern(BUILT_IN, _lists, fit(X, [None, Y])),
-    "a user-defined layer": Pattern(SUBCLASSING, lambda: stack(Linear()), fit(**validated)),
-    "an autoencoder that adds a loss": Pattern(
-        SUBCLASSING, lambda: built(Autoencoder(), loss="mse"), fit(X, X)
-    ),
-    "a model that is never called before fit": Pattern(SUBCLASSING, _unbuilt, fit()),
+    "several inputs and outputs, a shared layer": Pattern(two_outputs, _train_two, often=True),
+    "an output without a loss": Pattern(_lists, fit(X, [None, Y])),
+    "a user-defined layer": Pattern(lambda: stack(Linear()), fit(**validated)),
+    "an autoencoder that adds a loss": Pattern(lambda: built(Autoencoder(), loss="mse"), fit(X, X)),
+    "a model that is never called before fit": Pattern(_unbuilt, fit()),
     "activity regularization": Pattern(
-        SUBCLASSING,
-        lambda: stack(layers.Dense(4, activity_regularizer="l2"), layers.Dense(3)),
-        fit(),
+        lambda: stack(layers.Dense(4, activity_regularizer="l2"), layers.Dense(3)), fit()
     ),
-    "preprocessing layers": Pattern("preprocessing layers", _preprocessed, fit()),
-    "frozen, then fine-tuned": Pattern("transfer learning", _frozen, _fine_tune),
-    "recurrent layers with masks and states": Pattern(RNNS, _encoder_decoder, fit(TOKENS, Y)),
-    "stacked recurrent cells": Pattern(RNNS, _stacked_cells, fit(SEQUENCES, Y)),
+    "preprocessing layers": Pattern(_preprocessed, fit()),
+    "frozen, then fine-tuned": Pattern(_frozen, _fine_tune),
+    "recurrent layers with masks and states": Pattern(_encoder_decoder, fit(TOKENS, Y)),
+    "stacked recurrent cells": Pattern(_stacked_cells, fit(SEQUENCES, Y)),
     "a Masking layer": Pattern(
-        MASKING,
         lambda: stack(layers.Masking(), layers.LSTM(3), layers.Dense(3), start=keras.Input((5, 1))),
         fit(TOKENS[..., np.newaxis].astype("float32"), Y),
     ),

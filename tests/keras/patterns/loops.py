@@ -82,10 +82,8 @@ def _watching() -> keras.Model:
     return model
 
 
-LOOP, API = "custom training loops", "API"
-
 LOOPS: dict[str, Pattern] = {
-    "a compiled loop with the losses of layers": Pattern(LOOP, _watching, _compiled_loop),
-    "a GAN in a loop": Pattern(LOOP, make_gan, _two_loops),
-    "train_on_batch, predict_on_batch": Pattern(API, classifier, _batches, often=True),
+    "a compiled loop with the losses of layers": Pattern(_watching, _compiled_loop),
+    "a GAN in a loop": Pattern(make_gan, _two_loops),
+    "train_on_batch, predict_on_batch": Pattern(classifier, _batches, often=True),
 }

@@ -25,7 +25,6 @@ class Pattern(NamedTuple):
     """One way to train.
 
     Attributes:
-        guide: The guide that shows it.
         make: Returns the compiled model.
         train: Takes the model and a batch size, and returns the results that a user sees.
         often: Whether ``make test-keras`` runs it, not only ``make test-all``.
@@ -33,7 +32,6 @@ class Pattern(NamedTuple):
         eager: Whether the reference may run eagerly, which is faster than tracing.
     """
 
-    guide: str
     make: Callable[[], keras.Model]
     train: Train
     often: bool = False

@@ -165,20 +165,20 @@ class Gan(keras.Model):
         self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
         with tf.GradientTape() as tape:
             _, g_loss = self._both_losses(real, noise)
-        mine = self.generator.trainable_weights
-        gradients = tape.gradient(g_loss, mine)
+        weights = self.generator.trainable_weights
+        gradients = tape.gradient(g_loss, weights)
         if self.every == 1:
-            self.g_optimizer.apply(gradients, mine)
+            self.g_optimizer.apply(gradients, weights)
         else:
             tf.cond(
                 self.d_optimizer.iterations.value % self.every == 0,
-                lambda: self._apply(gradients, mine),
+                lambda: self._apply(gradients, weights),
                 lambda: 0,
             )
         return self._update(d_loss, g_loss, keras.ops.shape(real)[0])
 
-    def _apply(self, gradients: Any, mine: Any) -> int:
-        self.g_optimizer.apply(gradients, mine)
+    def _apply(self, gradients: Any, weights: Any) -> int:
+        self.g_optimizer.apply(gradients, weights)
         return 0
 
     def test_step(self, data: Any) -> Any:
@@ -378,50 +378,40 @@ def _on_any_structure(model: keras.Model, size: int) -> Any:
     return results
 
 
-CUSTOM = "custom train_step"
-
 STEPS: dict[str, Pattern] = {
     "metrics of compile by name": Pattern(
-        CUSTOM,
         lambda: built(NestedLogs(), metrics=["accuracy", Hits()]),
         fit(**validated),
         often=True,
         eager=False,
     ),
     "sample weights in an own step": Pattern(
-        CUSTOM,
-        lambda: built(NestedLogs(), weighted_metrics=["accuracy"]),
-        fit(X, Y, WEIGHTS),
+        lambda: built(NestedLogs(), weighted_metrics=["accuracy"]), fit(X, Y, WEIGHTS)
     ),
     "sums over samples in an own step": Pattern(
-        CUSTOM, lambda: built(NestedLogs(), loss=_reduced("sum")), _weights_alone, often=True
+        lambda: built(NestedLogs(), loss=_reduced("sum")), _weights_alone, often=True
     ),
     "means by sample weights in an own step": Pattern(
-        CUSTOM, lambda: built(NestedLogs(), loss=_reduced("mean_with_sample_weight")), _weighted
+        lambda: built(NestedLogs(), loss=_reduced("mean_with_sample_weight")), _weighted
     ),
     "an embedding in an own step": Pattern(
-        CUSTOM, lambda: built(EmbeddedOwnStep(), TOKENS), fit(TOKENS, Y), often=True
+        lambda: built(EmbeddedOwnStep(), TOKENS), fit(TOKENS, Y), often=True
     ),
-    "own trackers": Pattern(CUSTOM, lambda: built(OwnTrackers(), loss=None), fit()),
+    "own trackers": Pattern(lambda: built(OwnTrackers(), loss=None), fit()),
     "an own evaluation step": Pattern(
-        CUSTOM,
         lambda: functional(OwnTest, loss="mse", metrics=["mae"]),
         fit(X[:48], X[:48, :3], validation_data=(X[:24], X[:24, :3])),
     ),
-    "an own prediction step": Pattern(
-        CUSTOM, lambda: functional(OwnPrediction, loss=LOSS), _predicted
-    ),
-    "elements that are one tensor": Pattern(CUSTOM, _images, _on_images),
+    "an own prediction step": Pattern(lambda: functional(OwnPrediction, loss=LOSS), _predicted),
+    "elements that are one tensor": Pattern(_images, _on_images),
     "batches of any structure": Pattern(
-        CUSTOM, lambda: built(AnyStructure(), loss=None), _on_any_structure, often=True
+        lambda: built(AnyStructure(), loss=None), _on_any_structure, often=True
     ),
-    "GAN": Pattern(
-        CUSTOM, make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True
-    ),
+    "GAN": Pattern(make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True),
     "GAN, the generator every third step": Pattern(
-        CUSTOM, lambda: make_gan(every=3), fit(X, NOISE, epochs=3)
+        lambda: make_gan(every=3), fit(X, NOISE, epochs=3)
     ),
-    "GAN with a LossScaleOptimizer": Pattern(CUSTOM, lambda: make_gan(scaled=True), fit(X, NOISE)),
-    "an optimizer for each layer": Pattern(CUSTOM, _by_layer, fit()),
-    "an own compute_loss": Pattern(CUSTOM, distiller, fit()),
+    "GAN with a LossScaleOptimizer": Pattern(lambda: make_gan(scaled=True), fit(X, NOISE)),
+    "an optimizer for each layer": Pattern(_by_layer, fit()),
+    "an own compute_loss": Pattern(distiller, fit()),
 }
