@@ -66,9 +66,9 @@ def test_only_the_chief_writes_files(world, tmp_path):
     ]
     model.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=callbacks)
     model.evaluate(X, Y, verbose=0, callbacks=[keras.callbacks.TensorBoard(tmp_path / "board")])
-    model.predict(X, verbose=0, callbacks=[OnPredictEnd(tmp_path / "predicted")])
+    model.predict(X, verbose=0, callbacks=[OnPredictEnd(tmp_path / "predicted.keras")])
     written = sorted(path.name for path in tmp_path.iterdir())
-    expected = ["backup", "board", "log.csv", "model.keras", "predicted"]
+    expected = ["backup", "board", "log.csv", "model.keras", "predicted.keras"]
     assert written == (expected if world.is_chief() else [])
 
 
