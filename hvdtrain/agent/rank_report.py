@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.agent.messages import Decoder
@@ -33,7 +33,7 @@ class RankReport:
         total_steps: Step at which training will end, if known.
         phase: Current part of the program; steps are reported only in ``"training"``.
         saved: Step of the newest checkpoint from this run of the program.
-        resumed: Step of the checkpoint from which this run resumed.
+        resumed: Step of the checkpoint at the start of this run.
         waiting_in: The collective in which the rank waits for others; empty if it doesn't.
         waited_s: Total time in which the rank waited for others, if known.
         input_s: Total time in which training waited for batches, if known.
@@ -186,6 +186,9 @@ def read_record(record: type[_Record], message: Mapping[str, Any]) -> _Record | 
     values: dict[str, Any] = {}
     for entry in fields(record):
         if entry.name not in message:
+            # Programs report failures completely.
+            if record is FailureRecord or entry.default is MISSING:
+                return None
             continue
         value = message[entry.name]
         allowed = str(entry.type).split(" | ")
@@ -198,10 +201,7 @@ def read_record(record: type[_Record], message: Mapping[str, Any]) -> _Record | 
             lines = value.splitlines() if record is FailureRecord else [value[:MAX_TEXT_LENGTH]]
             value = "\n".join(map(_printable, lines))
         values[entry.name] = value
-    try:
-        return record(**values)
-    except TypeError:  # a required field is missing
-        return None
+    return record(**values)
 
 
 def _printable(text: str) -> str:

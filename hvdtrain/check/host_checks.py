@@ -234,7 +234,7 @@ def _check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
 
 
 def _check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every rank has a core of its own."""
+    """Check that there is a core for every rank, and that hosts are idle."""
     for answer in answers:
         facts = answer.facts
         if facts is None or not facts.cores:

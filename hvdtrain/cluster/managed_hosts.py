@@ -107,7 +107,7 @@ def target_ranks(hosts: Sequence[ManagedHost], *, ranks: int, slots: int) -> int
     """Return the number of ranks of a job that may grow.
 
     Args:
-        hosts: All hosts of the job, of which only ready ones can run ranks.
+        hosts: All hosts of the job; only ready ones can run ranks.
         ranks: Number of ranks at the start.
         slots: Number of slots at the start. Each slot beyond that adds a rank.
     """

@@ -77,7 +77,7 @@ class HostFacts:
     """Facts about a host; unknown ones are None or empty.
 
     Attributes:
-        machine: Identifies the machine, whatever its names.
+        machine: Identifies the machine independently of its names.
         started_s: The host's clock at the start of the probe.
         ended_s: The host's clock at the end of the probe.
         python: Version of Python.

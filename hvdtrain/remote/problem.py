@@ -131,7 +131,7 @@ def answered(answers: Sequence[Answer]) -> list[tuple[str, HostFacts]]:
 def failure_problems(
     answers: Sequence[Answer], *, method: Method, python: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each kind of failure, with all hosts that have it."""
+    """Yield a problem for each kind of failure, with all affected hosts."""
     hosts: dict[FailureKind, list[str]] = {}
     messages: dict[FailureKind, str] = {}
     for answer in answers:
