@@ -98,6 +98,6 @@ export class JobRow {
     setText(this.time, created_s ? ago(now() - created_s) : NONE);
     const end_s = ended_s ?? (is_over ? null : now());
     setText(this.took, end_s === null || !created_s ? NONE : span(end_s - created_s));
-    setText(this.left, left_s === null ? "" : `${span(left_s)} remaining`);
+    setText(this.left, left_s === null ? "" : `${span(left_s)} left`);
   }
 }
