@@ -1,6 +1,6 @@
 """Saves the images of the README: ``python -m tests.serve.screenshots docs/images``.
 
-The script runs real jobs of examples/mnist.py, which takes some minutes, and saves three views in
+The script runs real jobs of examples/mnist.py for several minutes, and saves three views in
 Chromium: the list of jobs, a running job, and a comparison. With Pillow, images have a palette,
 which reduces their size to a third.
 """

@@ -48,7 +48,7 @@ for step in range(1, steps + 1):
         report.learned(64.0 * step, 2 / step)
         print("step", step, flush=True)
 """
-# Samples per second from rows, the first of which has no count.
+# Samples per second from rows; the count is missing in the first one.
 _RATE = """
 async () => {
   const { Series } = await import("/static/series.js");

@@ -69,7 +69,7 @@ def test_a_folder_removed_during_a_scan_is_skipped(tmp_path: Path, monkeypatch) 
     index = JobIndex(tmp_path)
 
     class Entry:
-        """An entry of ``os.scandir``; that of the second job has been removed."""
+        """An entry of ``os.scandir``; the folder of the second job has been removed."""
 
         def __init__(self, job: JobFolder) -> None:
             self.name = job.name

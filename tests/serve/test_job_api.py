@@ -130,7 +130,7 @@ def test_curves_are_cached(jobs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return curves.get(job, is_over=is_over)["curve"]["values"]
 
     assert values(1.0, is_over=False) == [1.0]
-    # The curve of a running job may be some seconds old.
+    # The curve of a running job may be ten seconds old.
     assert values(2.0, is_over=False) == [1.0]
     assert values(None, is_over=True) == [1.0, 2.0]
     monkeypatch.setattr(job_api, "CURVE_INTERVAL_S", 0.0)
