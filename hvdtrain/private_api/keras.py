@@ -1,6 +1,6 @@
 """Private API of Keras.
 
-``fit`` accepts whatever Keras accepts: nested arrays of many libraries, also None, cast to floatx.
+``fit`` accepts all inputs of Keras: nested arrays of many libraries and None, cast to floatx.
 Using Keras' own conversions keeps this the same in hvdtrain.
 """
 

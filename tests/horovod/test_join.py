@@ -14,7 +14,7 @@ several = pytest.mark.ranks(1, 3)
 @several
 @pytest.mark.parametrize("first_rank_joins_first", [True, False])
 def test_training_on_uneven_data(world, in_mode, first_rank_joins_first):
-    """One rank has no data at all."""
+    """One rank starts without data."""
     size = hvd.size()
     order = range(size) if first_rank_joins_first else range(size)[::-1]
     steps = list(order).index(hvd.rank()) * 2
