@@ -165,8 +165,8 @@ def _kill_reason(kills: OomKills) -> str:
     if kills.on_host:
         return "; the kernel killed a process on that host out of memory, possibly this one"
     if 0 in (kills.in_group, kills.on_host):
-        return "; sent by a user or a program, the kernel reports no out-of-memory kill"
-    return "; possibly out of memory, the kernel's counters are not readable (see dmesg there)"
+        return "; the kernel reports no out-of-memory kill, so a user or a program sent it"
+    return "; possibly out of memory: the kernel's counters can't be read (see dmesg there)"
 
 
 def _oom(kills: OomKills) -> str:

@@ -88,9 +88,9 @@ def describe_restart(
     if last.saved is not None:
         since = f"the checkpoint of step {last.saved}"
     elif last.step is None and newest:
-        since = f"its start, the newest checkpoint is from step {newest}"
+        since = f"its start (the newest checkpoint is from step {newest})"
     else:
-        since = "the beginning, no checkpoint is known"
+        since = "the start (no checkpoint is known)"
     return (
         f"attempt {number} of {limit} starts in {delay_s:.0f} s on {format_list(hosts, 'hosts')} "
         f"({plural(ranks, 'rank')}); lost: {plural(_lost_steps(last), 'step')}, "

@@ -68,16 +68,6 @@ def test_tags(ranks: int, rank: int, with_host: bool, tag: str) -> None:
     assert (out.getvalue(), err.getvalue()) == (f"{tag} loss: 1.5\n", f"{tag} \n")
 
 
-def test_lines_go_to_the_stream_of_the_rank() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    console = Console(out, err, ranks=2)
-    console.line(0, "node1", "stdout", "a")
-    console.line(1, "node1", "stderr", "b")
-    console.notice("two\nlines")
-    assert out.getvalue() == "[0] a\n"
-    assert err.getvalue() == "[1] b\nhvdtrain run: two\nhvdtrain run: lines\n"
-
-
 def test_timestamps() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, timestamps=True)
@@ -144,20 +134,15 @@ def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
     assert terminal.screen()[3:] == [f"{tag}3/3", ""]
 
 
-def test_the_status_is_not_written_to_a_file() -> None:
-    out, err = Terminal(), io.StringIO()
-    console = Console(out, err, ranks=2)
+def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
+    terminal, out, err = Terminal(), io.StringIO(), io.StringIO()
+    Console(out, err, ranks=2).status(0, "1/3")
+    console = Console(terminal, err, ranks=2)
+    console.status(1, "2/3")
+    assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
     console.status(0, "1/3")
     console.line(1, "node1", "stderr", "careful")
-    assert err.getvalue() == "[1] careful\n"
-    assert out.screen() == ["1/3"]
-
-
-def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
-    terminal, out, err = Terminal(), io.StringIO(), Terminal()
-    Console(terminal, err, ranks=2).status(1, "1/3")
-    Console(out, err, ranks=2).status(0, "1/3")
-    assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
+    assert (terminal.screen(), err.getvalue()) == (["1/3"], "[1] careful\n")
 
 
 def collapsing(ranks: int, with_host: bool = False) -> tuple[Console, io.StringIO]:

@@ -122,13 +122,13 @@ DESCRIPTIONS: dict[str, tuple[RankExit, str]] = {
     "perhaps-a-child-in-another-group": (killed(in_group=0, on_host=1), POSSIBLE_OOM),
     "killed-by-a-user": (
         killed(in_group=0, on_host=0, limit_bytes=96 << 20),
-        "killed by signal 9 (SIGKILL); sent by a user or a program, the kernel reports no "
-        "out-of-memory kill",
+        "killed by signal 9 (SIGKILL); the kernel reports no out-of-memory kill, so a user or a "
+        "program sent it",
     ),
     "unknown-killer": (
         end(0, KILLED),
-        "killed by signal 9 (SIGKILL); possibly out of memory, the kernel's counters are not "
-        "readable (see dmesg there)",
+        "killed by signal 9 (SIGKILL); possibly out of memory: the kernel's counters can't be read "
+        "(see dmesg there)",
     ),
     "no-such-signal": (end(0, 255), "exit code 255"),
     "timeout": (end(0, 1, TIMEOUT), "timed out waiting for other ranks; exit code 1"),

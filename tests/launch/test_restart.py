@@ -101,10 +101,10 @@ def test_describe_restart() -> None:
     )
     assert text(first, LOST).startswith("attempt 3 of 4")
     unsaved = after("infrastructure", step=1, lost_s=3.0)
-    assert text(unsaved).endswith("lost: 1 step, 3 s, since the beginning, no checkpoint is known")
+    assert text(unsaved).endswith("lost: 1 step, 3 s, since the start (no checkpoint is known)")
     unresumed = after("infrastructure", lost_s=5.0)
     assert text(first, unresumed).endswith(
-        "lost: 0 steps, 5 s, since its start, the newest checkpoint is from step 120"
+        "lost: 0 steps, 5 s, since its start (the newest checkpoint is from step 120)"
     )
     preempted = after("preempted", 75, step=130, saved=130)
     assert text(first, preempted).startswith("attempt 3 of 5"), "a preemption does not count"
