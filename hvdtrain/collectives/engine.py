@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -76,8 +76,6 @@ logger = logging.getLogger(__package__)
 PACKAGE = str(Path(__file__).parents[1])
 # A rank that leaves a section with an error logs it if the other ranks take longer to notice.
 LATE_S = 5.0
-
-Result = TypeVar("Result")
 
 
 def single_engine() -> Engine:
