@@ -39,9 +39,16 @@ class HorovodFlag:
 def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
     """Declare all flags without help; ``unneeded`` of the result lists the ignored ones."""
     parser.set_defaults(unneeded=())
+    # A flag excludes the same flags as the one that it stands for.
+    groups = {
+        name: group
+        for group in parser._mutually_exclusive_groups
+        for action in group._group_actions
+        for name in action.option_strings
+    }
     for flag in HOROVOD_FLAGS:
         if flag.fate != "same":
-            parser.add_argument(
+            groups.get(flag.becomes.partition("=")[0], parser).add_argument(
                 *flag.names,
                 action=_HorovodAction,
                 dest="unneeded",

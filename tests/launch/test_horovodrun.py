@@ -206,6 +206,16 @@ def test_an_equivalent_flag_does_the_same(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "options", [("-hostfile", "f", "-H", "a:2"), ("-H", "a:2", "-hostfile", "f")]
+)
+def test_flags_exclude_those_that_their_equivalents_exclude(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *options, "--dry-run", "true"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_the_last_flag_wins(job) -> None:
     assert job("--start-timeout", "7", "--start-timeout-s", "8").time_limits.start_s == 8
     assert job("--start-timeout-s", "8", "--start-timeout", "7").time_limits.start_s == 7
