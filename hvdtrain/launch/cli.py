@@ -306,18 +306,23 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}") from None
 
 
-_INTERPRETER = re.compile(r"(python|pypy)[\d.]*[a-z]*|(ba|da|k|z)?sh")
+_INTERPRETER = re.compile(r"(python|pypy)[\d.]*[a-z]*|(?P<shell>(ba|da|k|z)?sh)")
 _WITHOUT_SCRIPT = re.compile(r"-\w*[cmhV?]|--(help|version)")
-_STDIN = {"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
+_STDIN = {"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
 
 
 def reads_code_from_stdin(program: Sequence[str]) -> bool:
     """Return whether a command is a Python or a shell without a script."""
-    if not _INTERPRETER.fullmatch(PurePath(program[0]).name):
+    interpreter = _INTERPRETER.fullmatch(PurePath(program[0]).name)
+    if interpreter is None:
         return False
+    is_shell = interpreter["shell"] is not None
     for word in program[1:]:
-        if word in _STDIN:
-            return True
-        if _WITHOUT_SCRIPT.match(word) or not word.startswith(("-", "+")):
+        if _WITHOUT_SCRIPT.match(word):
             return False
+        # "-" only ends the options of a shell, which reads its standard input with -s.
+        if re.fullmatch(r"-\w*s\w*", word) if is_shell else word == "-":
+            return True
+        if not word.startswith(("-", "+")):
+            return word in _STDIN
     return True

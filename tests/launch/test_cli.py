@@ -74,6 +74,8 @@ READING = [
     "sh -",
     "bash",
     "bash -s",
+    "/bin/bash -xs -- --epochs 3",
+    "bash -s train",
     "bash --login",
     "dash /proc/self/fd/0",
 ]
@@ -92,6 +94,8 @@ NOT_READING = [
     "python-train -",
     "train -s",
     "bash train.sh -s",
+    "bash - train.sh",
+    "bash -sc 'python train.py'",
     "bash -lc 'python train.py'",
     "bash -euo pipefail train.sh",
     "bash --version",
