@@ -35,9 +35,14 @@ def submit_job(request: JobRequest) -> JobFolder:
         with _job_errors(job):
             job.write_state(JobState(phase="queued"))
         plan = _checked_plan(request)
+    except BaseException:
+        job.discard()
+        raise
+    try:
         with _job_errors(job):
             backend_for(request.spec).submit(plan)
-    except BaseException:
+    except JobError:
+        # Any other exception, such as Ctrl-C, may leave the job in its queue, so the folder stays.
         job.discard()
         raise
     return job

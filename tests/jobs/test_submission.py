@@ -19,7 +19,7 @@ class Backend:
     """A queue that records its calls, and fails on request."""
 
     def __init__(self) -> None:
-        self.error = ""
+        self.error: BaseException | None = None
         self.planned: list[JobRequest] = []
         self.submitted: list[JobRequest] = []
 
@@ -28,8 +28,8 @@ class Backend:
         return SimpleNamespace(request=request, preview=lambda: "")
 
     def submit(self, plan: SimpleNamespace) -> None:
-        if self.error:
-            raise OSError(self.error)
+        if self.error is not None:
+            raise self.error
         self.submitted.append(plan.request)
 
 
@@ -60,13 +60,23 @@ def test_a_job_that_can_not_be_planned_leaves_no_folder(jobs_dir: Path) -> None:
 
 
 def test_a_job_that_can_not_be_submitted_leaves_no_folder(jobs_dir: Path, backend: Backend) -> None:
-    backend.error = "no such program"
+    backend.error = OSError("no such program")
     with pytest.raises(JobError, match="can't be submitted: no such program"):
         submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec()))
     assert all_jobs(jobs_dir) == []
     (jobs_dir / "file").touch()
     with pytest.raises(JobError, match="no job folder can be created in"):
         submit_job(_request(JobFolder(jobs_dir / "file" / "NAME"), _spec()))
+
+
+def test_an_interrupted_submission_keeps_the_folder_of_a_job_that_may_run(
+    jobs_dir: Path, backend: Backend
+) -> None:
+    backend.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        submit_job(_request(JobFolder(jobs_dir / "NAME"), _spec()))
+    [job] = all_jobs(jobs_dir)
+    assert job.read_spec().program == ("true",)
 
 
 def test_a_job_is_planned_once_with_its_own_folder(jobs_dir: Path, backend: Backend) -> None:
@@ -93,7 +103,7 @@ def test_only_a_job_that_has_ended_is_restarted(jobs_dir: Path, backend: Backend
         restart_job(job, changed)
     job.write_state(JobState(phase="ended", attempt=3))
     job.request_stop(signal.SIGTERM)
-    backend.error = "no such program"
+    backend.error = OSError("no such program")
     with pytest.raises(JobError, match="can't be submitted"):
         restart_job(job, changed)
     state = job.read_state()
