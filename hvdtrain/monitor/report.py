@@ -249,7 +249,8 @@ class _Reporter:
 def _finite(value: float | Callable[[], float] | None) -> float | None:
     """Return a number, possibly from a function; None if it is unknown or not finite."""
     try:
-        number = value() if callable(value) else value
+        # Functions of programs may return NumPy numbers, which are not JSON.
+        number = float(value()) if callable(value) else value
         return None if number is None or not math.isfinite(number) else number
     except Exception:
         return None

@@ -310,6 +310,17 @@ def test_the_launcher_parses_reports(start, tmp_path: Path) -> None:
     )
 
 
+def test_functions_of_programs_may_return_numpy_numbers(start) -> None:
+    program = start(f"""
+        import numpy as np
+        report.watch(lambda: "", lambda: np.float32(1.5), lambda: np.int32(7))
+        report.saved(2)
+        {WAIT}
+    """)
+    report = program.wait_for(lambda report: report.get("saved") == 2)
+    assert (report["waited_s"], report["reduced_bytes"]) == (1.5, 7)
+
+
 def test_invalid_numbers_are_neither_sent_nor_accepted(start) -> None:
     program = start(f"""
         report.watch(lambda: "", lambda: float("nan") / 0, lambda: float("inf"))
