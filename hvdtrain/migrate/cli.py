@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
             scripts[path] = migrate(_read(path))
             changes = scripts[path].old != scripts[path].new
             if arguments.write and changes and os.path.lexists(_original(path)):
-                raise ConfigurationError(f"{_original(path)} already exists; move or remove it")
+                raise ConfigurationError(
+                    f"can't be changed: {_original(path)} already exists; move or remove it"
+                )
         except ConfigurationError as error:
             problems.append(f"{path} {error}")
     if problems:

@@ -98,7 +98,9 @@ def test_an_existing_original_is_an_error(folder: Path, capsys: pytest.CaptureFi
         (folder / name).write_text(OLD)
     (folder / "train.py.orig").write_text("mine")
     assert main(["migrate", "--write", "first.py", "train.py"]) == 2
-    assert "train.py.orig already exists; move or remove it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "train.py can't be changed: " in error
+    assert "train.py.orig already exists; move or remove it" in error
     assert names(folder) == ["first.py", "train.py", "train.py.orig"]
     assert (folder / "first.py").read_text() == OLD
     assert (folder / "train.py.orig").read_text() == "mine"
