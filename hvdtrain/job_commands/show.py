@@ -95,7 +95,8 @@ def command_line(program: Sequence[str]) -> str:
 
 def _slowest(metrics: Mapping[str, Any]) -> str:
     if held := metrics.get("held_by"):
-        return f"no progress: the other ranks wait for rank {format_list(held)}"
+        ranks = "ranks" if len(held) > 1 else "rank"
+        return f"no progress: the other ranks wait for {ranks} {format_list(held)}"
     if "slow" not in metrics:
         return ""
     where = f" on {host}" if (host := metrics.get("slow_host")) else ""

@@ -300,7 +300,7 @@ class ScreenStream:
 
 def _writer(stream: TextIO) -> BackgroundWriter:
     stream.flush()
-    # On a terminal, a status line may be in the method.
+    # On a terminal, a status line may be where the message starts.
     erase = _ERASE if stream.isatty() else ""
 
     def gap(dropped: int) -> bytes:

@@ -37,7 +37,7 @@ export class JobCharts {
 }
 
 function slowestRank({ held_by, slow, slow_factor, slow_host }, job) {
-  if (held_by?.length && !job.is_over) return `No progress: the other ranks wait for rank ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
+  if (held_by?.length && !job.is_over) return `No progress: the other ranks wait for rank${held_by.length > 1 ? "s" : ""} ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
   if (slow === undefined || slow === null) return "";
   const where = slow_host ? ` on ${slow_host}` : "";
   return `Rank ${slow}${where} ${job.is_over ? "was" : "is"} the slowest: ${slow_factor} times the usual step time.`;
