@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the hosts or the namespace, print a report, and return the exit code.
 
     Raises:
-        ConfigurationError: Arguments are invalid, the ranks don't fit on the hosts, or the hosts
+        ConfigurationError: If arguments are invalid, the ranks don't fit on the hosts, or the hosts
             have different users for ssh.
     """
     if arguments.on or arguments.pod_words:

@@ -45,7 +45,7 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
         ranks: Number of ranks of the job.
 
     Raises:
-        ConfigurationError: An option is invalid.
+        ConfigurationError: If an option is invalid.
     """
     job = _planned_job(options, ranks or DEFAULT_RANKS)
     rows: list[_Row] = []
@@ -88,7 +88,7 @@ def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
     """Check everything that the job needs in the cluster.
 
     Raises:
-        JobError: The cluster does not answer.
+        JobError: If the cluster does not answer.
     """
     version = (api.read("/version") or {}).get("gitVersion", "of unknown version")
     yield _Row("cluster", f"Kubernetes {version.removeprefix('v')}")

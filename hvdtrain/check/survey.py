@@ -113,7 +113,7 @@ def measure_allreduce(
         One line with the times, or a problem.
 
     Raises:
-        ConfigurationError: The ranks don't fit on the hosts.
+        ConfigurationError: If the ranks don't fit on the hosts.
     """
     mark = f"hvdtrain-allreduce-{secrets.token_hex(4)} "
     job = Job(

@@ -52,7 +52,7 @@ def read_changes(arguments: argparse.Namespace) -> list[str]:
     """Return the changes, with the contents of option files.
 
     Raises:
-        ConfigurationError: A file of options can't be read.
+        ConfigurationError: If a file of options can't be read.
     """
     words: list[str] = arguments.changes
     before = arguments.argv[: len(arguments.argv) - len(words)]

@@ -66,7 +66,7 @@ def directory_of(arguments: argparse.Namespace) -> Path:
     """Return the directory of the folders of jobs.
 
     Raises:
-        JobError: Jobs are not recorded.
+        JobError: If jobs are not recorded.
     """
     given = {} if arguments.jobs_dir is None else {JOBS_DIR: arguments.jobs_dir}
     directory = jobs_directory({**os.environ, **given})
@@ -124,7 +124,7 @@ def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> J
     """Return the request for a job after a check of its options.
 
     Raises:
-        ConfigurationError: The options or the program are not valid.
+        ConfigurationError: If the options or the program are not valid.
     """
     parser = _Parser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)

@@ -54,7 +54,7 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
     """Return the specification of the job that ``arguments`` describe.
 
     Raises:
-        ConfigurationError: The program is missing.
+        ConfigurationError: If the program is missing.
     """
     options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
     # Whether argparse leaves "--" in the program depends on the version of Python.
@@ -67,9 +67,9 @@ def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
     """Run a job to its end, or print its plan; return the exit code.
 
     Raises:
-        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
-        JobError: The queue can't be used.
-        LaunchError: No usable mpirun or srun was found, or it can't be started.
+        ConfigurationError: If hosts can't be read, or the ranks don't fit on them.
+        JobError: If the queue can't be used.
+        LaunchError: If no usable mpirun or srun was found, or it can't be started.
     """
     if (folder_path := environ.pop(JOB_FOLDER, None)) is not None:
         return _run_submitted(job, environ, JobFolder(Path(folder_path)))

@@ -1,1 +1,1 @@
-"""Jobs: their folders with specification, state, events, metrics and log, and their queues."""
+"""Job folders, which contain the specification, state, metrics and log of a job, and job queues."""

@@ -1,4 +1,4 @@
-"""The queues that run jobs: their contract, and the queue of each job."""
+"""The interface of the queues that run jobs, and which queue each job uses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class JobPlan(Protocol):
         """Check the plan and return what ``--dry-run`` prints.
 
         Raises:
-            ConfigurationError: The job can't be started as described.
-            JobError: The check itself fails.
+            ConfigurationError: If the job can't be started as described.
+            JobError: If the check itself fails.
         """
 
 
@@ -35,43 +35,43 @@ class JobBackend(Protocol[Plan]):
     """A queue that plans, submits, describes and cancels jobs."""
 
     def plan(self, request: JobRequest) -> Plan:
-        """Return what ``submit`` submits; nothing is started.
+        """Return what ``submit`` will submit, without starting anything.
 
         Raises:
-            ConfigurationError: The job can't be started as described.
+            ConfigurationError: If the job can't be started as described.
         """
 
     def submit(self, plan: Plan) -> None:
-        """Queue a job, which outlives this process.
+        """Queue a job. The job continues when this process ends.
 
         Raises:
-            JobError: The queue refuses the job.
-            OSError: A file can't be written or a process can't be started.
-            subprocess.SubprocessError: A process can't be started.
+            JobError: If the queue refuses the job.
+            OSError: If a file can't be written or a process can't be started.
+            subprocess.SubprocessError: If a process can't be started.
         """
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return the states of the jobs that the queue knows, by folder."""
+        """Return the states of those jobs that the queue knows, keyed by job folder."""
 
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return the time (RFC 3339) and text of log lines that are later than ``after``.
+        """Return the time (RFC 3339) and text of each log line that is later than ``after``.
 
-        All lines are returned if ``after`` is empty, and None if the job's folder has the log.
+        If ``after`` is empty, return all lines. Return None if the log is in the job's folder.
 
         Raises:
-            JobError: The log can't be read, or has been deleted.
+            JobError: If the log can't be read, or has been deleted.
         """
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Remove a queued job at once; request a started one to stop, which may take a while.
+        """Remove a job that is still queued, or ask a started job to stop.
 
-        With ``save``, its ranks save a checkpoint first.
+        Stopping a started job may take a while. With ``save``, its ranks save a checkpoint first.
 
         Raises:
-            JobError: The queue does not answer.
-            OSError: The request can't be written or sent.
+            JobError: If the queue does not answer.
+            OSError: If the request can't be written or sent.
         """
 
 
@@ -88,5 +88,8 @@ def backend_for(spec: JobSpec) -> JobBackend[Any]:
 
 
 def queue_for(spec: JobSpec) -> JobBackend[Any]:
-    """Return the backend that has a job: Slurm if ``hvdtrain run`` is part of a Slurm job."""
+    """Return the backend whose queue a job is in.
+
+    This is Slurm if ``hvdtrain run`` was started inside a Slurm job.
+    """
     return _BACKENDS["slurm"] if spec.slurm_job else backend_for(spec)

@@ -39,10 +39,10 @@ _Content = TypeVar("_Content")
 
 
 def from_json(kind: type[_Content], content: Any) -> _Content:
-    """Return a dataclass from the JSON of ``asdict``; ignore unknown fields.
+    """Create a dataclass instance from the JSON of its ``asdict``, ignoring unknown fields.
 
     Raises:
-        JobError: A field is missing or has the wrong type.
+        JobError: If a field is missing or has the wrong type.
     """
     if not isinstance(content, dict):
         raise JobError(f"{content!r} is not a JSON object.")
@@ -57,7 +57,7 @@ def from_json(kind: type[_Content], content: Any) -> _Content:
         raise JobError(f"it is incomplete: {error}") from None
 
 
-# Cached, as a list of ten thousand jobs asks for these hundreds of thousands of times.
+# Cached because a list of ten thousand jobs needs the hints hundreds of thousands of times.
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
@@ -70,7 +70,7 @@ def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    """Return the value of a field after a check of its type."""
+    """Check a field's value against its type hint, and return the value of that type."""
     origin, arguments = _split(hint)
     if type(None) in arguments:
         return None if value is None else _value(name, arguments[0], value)
@@ -117,9 +117,9 @@ def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def append_whole(descriptor: int, data: bytes) -> int:
-    """Append lines to an open file, all or none; return the new size of the file.
+    """Append all lines to an open file, or none if that fails; return the file's new size.
 
-    An incomplete last line, left by a writer that was killed, is terminated first.
+    If a killed writer has left an incomplete last line, that line is terminated first.
     """
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -136,18 +136,18 @@ def append_whole(descriptor: int, data: bytes) -> int:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, without incomplete lines; none if the file does not exist."""
+    """Yield the rows of a file, skipping incomplete lines. A missing file has no rows."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from filter(None, map(_parse_row, file))
 
 
 def last_json_line(path: Path) -> dict[str, Any]:
-    """Return the last row without reading the whole file; empty for an empty file."""
+    """Return the last row, or ``{}`` if there is none, without reading the whole file."""
     return next(_read_backwards(path), {})
 
 
 def newest_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 16 KiB of a file, and at least one if the file has any."""
+    """Return the rows in the last 16 KiB of a file, and at least one row if the file has any."""
     return list(_read_backwards(path))[::-1]
 
 
@@ -211,7 +211,7 @@ def size_of(path: Path) -> int:
 
 
 def lock_descriptor(descriptor: int) -> bool:
-    """Lock an open file until the process ends; return False if it is already locked."""
+    """Lock an open file until it is closed; return False if the file is already locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -223,7 +223,10 @@ def lock_descriptor(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Lock a file, created if missing, within the block; yield whether that succeeded."""
+    """Try to lock a file within the block, and yield whether that succeeded.
+
+    The file is created if it does not exist.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield lock_descriptor(descriptor)

@@ -33,11 +33,12 @@ __all__ = [
     "jobs_directory",
 ]
 
-# The directory of the folders of jobs; jobs are not recorded if it is empty.
+# The directory that contains the job folders. If this variable is empty, jobs are not recorded.
 JOBS_DIR = "HVDTRAIN_JOBS_DIR"
-# The folder of the queued job that hvdtrain run starts.
+# Set for hvdtrain run when it starts a queued job: the folder of that job.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
-# A launcher touches its state at this interval; readers give up on it after PATIENCE_S.
+# A launcher touches its state file at this interval. Readers consider the launcher silent if it has
+# not done so for PATIENCE_S.
 HEARTBEAT_S = 15.0
 PATIENCE_S = 4 * HEARTBEAT_S
 _MOST_SUGGESTIONS = 3
@@ -48,7 +49,10 @@ _Content = TypeVar("_Content")
 
 
 class _File:
-    """A path in the folder of a job, as a descriptor: most readers need few of them."""
+    """A descriptor for a path in a job's folder.
+
+    A path is only computed when it is used, because most readers need few of them.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,12 +66,12 @@ class JobFolder:
 
     Attributes:
         path: The folder.
-        events: Events of the job, as JSON Lines.
-        metrics: Progress, a row about every second, as JSON Lines.
-        ranks: Values of each rank, as JSON Lines.
-        log: The folder of the log.
-        launcher_output: Output of the launcher before and after it wrote the log.
-        restart_lock: Locked by the process that restarts the job.
+        events: The job's events, as JSON Lines.
+        metrics: The job's progress, as JSON Lines with about one row per second.
+        ranks: Measurements of each rank, as JSON Lines.
+        log: The folder that contains the log.
+        launcher_output: The launcher's stdout and stderr, such as a traceback.
+        restart_lock: A file that a process locks while it restarts the job.
     """
 
     events = _File("events.jsonl")
@@ -84,7 +88,7 @@ class JobFolder:
 
     @property
     def roll_ups(self) -> dict[int, Path]:
-        """Files with one row of metrics per interval, by its seconds, the shortest first."""
+        """Files with one row of metrics per interval, keyed by the interval in seconds."""
         return {10: self.path / "metrics-10s.jsonl", 60: self.path / "metrics-1min.jsonl"}
 
     @property
@@ -99,7 +103,7 @@ class JobFolder:
     def created_s(self) -> float:
         """Return when the job was last submitted, in seconds since 1970; 0 if unknown.
 
-        Without a specification it is when the folder last changed.
+        If the specification is missing, return when the folder last changed.
         """
         return _modified_s(self._spec) or _modified_s(self.path)
 
@@ -121,7 +125,7 @@ class JobFolder:
         """Read the specification.
 
         Raises:
-            JobError: It can't be read.
+            JobError: If the specification can't be read.
         """
         return _read(self._spec, JobSpec)
 
@@ -133,7 +137,7 @@ class JobFolder:
             return None
 
     def status(self, state: JobState | None, queue_state: str | None = None) -> Status:
-        """Return the status of the job; ``queue_state`` as in ``derive_status``."""
+        """Return the status of the job. ``queue_state`` is explained in ``derive_status``."""
         quiet_s = time.time() - self.heartbeat_s()
         launcher = state.launcher if state is not None else None
         alive = is_alive(launcher) if launcher is not None else None
@@ -150,7 +154,7 @@ class JobFolder:
         files = (self._spec, self._state, self.launcher_output, *self._stop_requests.values())
         for path in files:
             path.unlink(missing_ok=True)
-        # Files of the user stay, and with them the folder.
+        # If the user has put files here, they are kept, and rmdir() fails.
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
@@ -169,15 +173,18 @@ class JobFolder:
         self.write_state(replace(state, phase="ended", code=code, cause="ordered", verdict=verdict))
 
     def touch_state(self) -> None:
-        """Send a heartbeat: the state written last is still valid."""
+        """Send a heartbeat, which says that the last written state is still valid."""
         os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
-        """Request that the launcher, on any host, acts on SIGTERM, or SIGUSR1 to save first."""
+        """Ask the launcher, on any host, to act as if it had received a signal.
+
+        SIGTERM stops the job. SIGUSR1 lets the ranks save a checkpoint first.
+        """
         self._stop_requests[number].touch(mode=0o600)
 
     def take_stop_request(self) -> int | None:
-        """Remove a stop request and return its signal; None without a request."""
+        """Remove a stop request and return its signal; None if there is no request."""
         for number, path in self._stop_requests.items():
             if path.exists():
                 path.unlink(missing_ok=True)
@@ -189,14 +196,14 @@ class JobFolder:
 class JobRequest:
     """A job to plan and submit."""
 
-    job: JobFolder  # the folder, which may not exist yet
+    job: JobFolder  # the job's folder; it may not exist yet
     spec: JobSpec
     environ: Mapping[str, str]  # the environment of the process that submits the job
-    ranks: int | None  # by default as many as fit
+    ranks: int | None  # the number of ranks; None for as many as fit
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:
-    """Return the directory of the folders of jobs; None if jobs are not recorded."""
+    """Return the directory that contains the job folders; None if jobs are not recorded."""
     if (named := environ.get(JOBS_DIR)) is not None:
         return Path(named).absolute() if named else None
     if base := environ.get("XDG_STATE_HOME"):
@@ -206,12 +213,12 @@ def jobs_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def create_job(directory: Path, spec: JobSpec) -> JobFolder:
-    """Create the folder of a job, with a unique name and the specification in it.
+    """Create a job's folder with a unique name, and write the specification into it.
 
-    A requeued Slurm job keeps its folder.
+    If Slurm has requeued the job, its existing folder is returned instead.
 
     Raises:
-        OSError: The folder can't be created.
+        OSError: If the folder can't be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     created = time.strftime("%Y%m%d-%H%M%S", time.localtime(spec.created_s))
@@ -235,7 +242,7 @@ def create_job(directory: Path, spec: JobSpec) -> JobFolder:
 
 
 def _is_same_job(job: JobFolder, spec: JobSpec) -> bool:
-    """Return whether a folder belongs to this job, which Slurm has started before."""
+    """Return whether a folder belongs to the same job, from before Slurm requeued it."""
     try:
         old = job.read_spec()
     except JobError:
@@ -244,7 +251,7 @@ def _is_same_job(job: JobFolder, spec: JobSpec) -> bool:
 
 
 def all_jobs(directory: Path) -> list[JobFolder]:
-    """Return all jobs, sorted by name."""
+    """Return the folders of all jobs, sorted by name."""
     try:
         with os.scandir(directory) as entries:
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
@@ -254,10 +261,10 @@ def all_jobs(directory: Path) -> list[JobFolder]:
 
 
 def find_job(directory: Path, name: str) -> JobFolder:
-    """Return the job with a name, or the only one whose name starts with it.
+    """Return the job called ``name``, or the only job whose name starts with ``name``.
 
     Raises:
-        JobError: There is no such job, or more than one.
+        JobError: If there is no such job, or more than one.
     """
     names = [job.name for job in all_jobs(directory)]
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
@@ -272,7 +279,7 @@ def find_job(directory: Path, name: str) -> JobFolder:
 
 
 def _is_similar(name: str, known: str) -> bool:
-    """Return whether a name may be a misspelling of another one, or of its beginning."""
+    """Return whether ``name`` may be a misspelling of ``known``, or of its beginning."""
     return any(
         difflib.SequenceMatcher(None, name.lower(), part.lower()).ratio() > _SIMILARITY
         for part in (known, known[: len(name)], known.partition("-")[0])
@@ -280,7 +287,7 @@ def _is_similar(name: str, known: str) -> bool:
 
 
 def _short_name(program: Sequence[str]) -> str:
-    """Return a short name for a program: train for ``python -u train.py --epochs 3``."""
+    """Return a short name for a program: ``train`` for ``python -u train.py --epochs 3``."""
     scripts = [word for word in program if word.endswith(".py")]
     modules = [after for word, after in itertools.pairwise(program) if word == "-m"]
     name = Path([*scripts, *modules, *program[:1], "job"][0]).name.removesuffix(".py")

@@ -1,4 +1,4 @@
-"""Views of jobs, read from their folders and queues."""
+"""The specification, state and status of jobs, read from their folders and queues."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class JobView:
     state: JobState = _NO_STATE  # the newest state; a queued one if it can't be read
     created_s: float = 0.0  # when the job was submitted, in seconds since 1970
     ended_s: float | None = None  # when it ended; None if it has not
-    verdict: str = ""  # why it ended, is queued, or is not known to run
+    verdict: str = ""  # why it ended, why it is queued, or why its status is uncertain
 
     @property
     def is_over(self) -> bool:
@@ -62,11 +62,11 @@ class JobView:
 
     @property
     def doubt(self) -> str:
-        """Why it is unknown whether the job runs; empty if it is known."""
+        """Why it is unknown whether the job runs; empty if that is known."""
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the view as flat JSON."""
+        """Return the view as a JSON object without nested objects for specification and state."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},
@@ -77,12 +77,15 @@ class JobView:
 
 
 def view_job(job: JobFolder) -> JobView:
-    """Return the view of a job."""
+    """Return the current specification, state and status of a job."""
     return view_jobs([job])[0]
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """Return the views of jobs; ask the queues about jobs whose folders are not conclusive."""
+    """Return the current specification, state and status of each job.
+
+    Queues are only asked about jobs whose status can't be told from their folders.
+    """
     known = [(job, job.read_state(), _read_spec(job)) for job in jobs]
     queries: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
     for job, state, spec in known:
@@ -117,8 +120,8 @@ def _view(
         state = answer.job_state
         status = derive_status(state, alive=True, quiet_s=0, patience_s=0)
         if state.phase == "ended" and answer.state != GONE:
-            # The queue will forget the job. GONE is not recorded, as the query may have gone to
-            # another cluster.
+            # The state is recorded because the queue will forget the job. GONE is not recorded
+            # because the query may have gone to a different cluster.
             with contextlib.suppress(OSError):
                 job.write_state(state)
     else:
@@ -126,8 +129,8 @@ def _view(
     ended_s, verdict = None, "" if state is None else state.verdict
     if state is None:
         verdict = (
-            f"{job.path / 'state.json'} can't be read; if none of its processes is left, remove "
-            "that folder."
+            f"{job.path / 'state.json'} can't be read; if none of the job's processes is left, "
+            "remove its folder."
         )
     elif state.phase == "ended" and status != "queued":
         ended_s = state.since_s
@@ -169,8 +172,8 @@ def _has_reason(answer: QueueState) -> bool:
 def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
     """Yield about ``most`` rows of a job's metrics in order, including the newest.
 
-    A long job's rows are roll-ups, which contain the minimum and maximum of each interval; a sample
-    would miss outliers between its rows.
+    For a long job, these are rows of a roll-up file, which contain the minimum and maximum of each
+    interval. A sample of the original rows would miss outliers between them.
     """
     first, newest = next(read_json_lines(job.metrics), {}), last_json_line(job.metrics)
     duration_s = newest.get("time", 0.0) - first.get("time", 0.0)
@@ -183,7 +186,7 @@ def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
 
 
 def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the steps per second in the last minute of ``metrics.jsonl``; None if unknown."""
+    """Return the steps per second in the last minute of rows of metrics; None if unknown."""
     known = [
         (row["time"], row["step"])
         for row in rows
@@ -202,7 +205,7 @@ def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def remaining_s(job: JobFolder, view: JobView) -> float | None:
-    """Return the seconds until a running job ends at its current speed; None if unknown."""
+    """Return how many seconds a running job still needs at its current speed; None if unknown."""
     state = view.state
     if view.status != "running" or state.total_steps is None or state.step is None:
         return None

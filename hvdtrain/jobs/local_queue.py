@@ -33,7 +33,7 @@ class LocalPlan:
     environ: Mapping[str, str]
 
     def preview(self) -> str:
-        """Return the plan of ``hvdtrain run --dry-run``; see ``JobPlan``."""
+        """Return the plan that ``hvdtrain run --dry-run`` prints."""
         spec = self.request.spec
         at = len(self.argv) - len(spec.program) - 1
         try:
@@ -61,17 +61,17 @@ class LocalPlan:
 
 
 class LocalQueue:
-    """The queue of this machine, without a daemon."""
+    """This machine's job queue, which needs no daemon; see ``JobBackend`` for its methods."""
 
     def plan(self, request: JobRequest) -> LocalPlan:
-        """Return the process that runs a job; see ``JobBackend``."""
+        """Return the process that will run a job."""
         spec = request.spec
         argv = [spec.python, "-P", "-m", "hvdtrain", "run", *spec.options, "--", *spec.program]
         environ = job_environment(spec, request.environ)
         return LocalPlan(request=request, argv=argv, environ=environ)
 
     def submit(self, plan: LocalPlan) -> None:
-        """Start the process in its own session; see ``JobBackend``."""
+        """Start the process in its own session."""
         job = plan.request.job
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(job.launcher_output, flags, 0o600), "wb") as output:
@@ -88,25 +88,25 @@ class LocalQueue:
         threading.Thread(target=process.wait, name="hvdtrain-reaper", daemon=True).start()
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return nothing, as the folder and the process of a job have its state."""
+        """Return nothing, because a job's state is known from its folder and its process."""
         return {}
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
-        """Return None, as the job's folder has its log."""
+        """Return None, because the log is in the job's folder."""
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Send the launcher a signal, or leave it a request; see ``JobBackend``."""
+        """Send the launcher a signal, or leave a request in the job's folder."""
         state = job.read_state()
         number = signal.SIGUSR1 if save else signal.SIGTERM
         if state is None or not state.launcher or not send_signal(state.launcher, number):
-            # It runs on another host or is about to start.
+            # The launcher runs on a different host or is about to start.
             job.request_stop(number)
 
 
 def job_environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job: the caller's, with the settings of the job.
+    """Return the environment of a job: the caller's environment with the job's settings.
 
-    If the caller is itself a rank of a job, the variables of that job are removed.
+    If the caller is itself a rank of a different job, that job's variables are removed.
     """
     settings = {variable_name(entry.name) for entry in dataclasses.fields(Settings)}
     excluded = settings | _RANK_VARIABLES

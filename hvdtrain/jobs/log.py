@@ -1,4 +1,4 @@
-"""The log of a job: one process appends lines, others read them at any time.
+"""The log of a job: one process appends lines, and others may read them at any time.
 
 ``log/`` contains segments, named by the position of their first byte in the whole log
 (``00000000000004194304.log``). A line of a segment is::
@@ -6,9 +6,9 @@
     1764168603.123 3 o the text
 
 with the time in seconds since 1970, the rank (``-`` for the launcher), ``o`` or ``e`` for stdout or
-stderr, and the text. When the log grows too long, segments in the middle are removed: lines are
-missing where a segment does not start at the end of the previous one. Earlier versions also wrote
-an index (``.idx``) for each segment, which is ignored.
+stderr, and the text. When the log grows too long, segments in the middle are removed. Readers
+notice such a gap because the next segment does not start at the end of the previous one. Earlier
+versions also wrote an index (``.idx``) for each segment. Index files are ignored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = [
     "segments",
 ]
 
-# The rank of lines of the launcher.
+# The rank number of lines that the launcher printed.
 LAUNCHER = -1
-# A backward search reads one segment at a time.
+# Not larger, because a backward search reads one whole segment at a time.
 SEGMENT_BYTES = 1 << 20
 HEAD_BYTES = 16 << 20
 TAIL_BYTES = 256 << 20
@@ -50,7 +50,7 @@ _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
 class LogLine(NamedTuple):
-    """A line of a rank or of the launcher."""
+    """A line that a rank or the launcher printed."""
 
     time_s: float  # when the launcher received it, in seconds since 1970
     rank: int  # the rank, or ``LAUNCHER``
@@ -59,10 +59,10 @@ class LogLine(NamedTuple):
 
 
 class LogEntry(NamedTuple):
-    """A line of a log, or a gap."""
+    """A line of a log, or a gap where lines have been removed."""
 
     begin: int  # the position of the line in the whole log
-    end: int  # the position after it
+    end: int  # the position after the line
     line: LogLine | None  # the line; None if the bytes from ``begin`` to ``end`` have been removed
 
 
@@ -75,13 +75,13 @@ class LogPart(NamedTuple):
 
 
 class LogWriter:
-    """The only writer of a log, which may exist already.
+    """The only writer of a log. The log may already exist.
 
     Args:
         folder: The folder of the segments; created if missing.
         segment_bytes: The approximate size of a segment.
         head_bytes: Bytes at the beginning that are never removed.
-        tail_bytes: Bytes at the end that are kept.
+        tail_bytes: Bytes at the end that are never removed.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LogWriter:
         self._end = self._segment + os.fstat(self._descriptor).st_size
 
     def append(self, lines: Sequence[LogLine]) -> None:
-        """Append lines, all or none."""
+        """Append all lines, or none if that fails."""
         if not lines:
             return
         if self._end - self._segment >= self._segment_bytes:
@@ -132,8 +132,8 @@ def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[L
 
     Args:
         folder: The folder of the segments.
-        begin: The first position: 0 or the end of a line.
-        end: The position after the last line, which must be the end of a line; None for all lines.
+        begin: The position to start at: 0 or the end of a line.
+        end: The position to stop at: the end of a line. None for all lines.
     """
     position = begin
     for start in segments(folder):
@@ -148,7 +148,7 @@ def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[L
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # The writer has removed it in the meantime.
+            # The writer has removed the segment in the meantime.
             continue
         with file:
             file.seek(position - start)
@@ -175,10 +175,10 @@ def read_before(
 
     Args:
         folder: The folder of the segments.
-        end: The position: the beginning of a line, or the end of the log.
+        end: The position to search back from: the beginning of a line, or the end of the log.
         count: The number of lines.
-        matches: Returns whether a line matches.
-        patience_s: Seconds after which the search stops with fewer lines.
+        matches: A function that returns whether a line matches.
+        patience_s: Seconds after which the search stops, even if it has found fewer lines.
     """
     until = time.monotonic() + patience_s
     starts = [start for start in segments(folder) if start < end]

@@ -1,7 +1,7 @@
 """Records a job in its folder, without blocking the launcher.
 
-A disk may be full or slow, or its server may be gone: the job continues, and data that can't be
-written waits in memory.
+If the disk is full or slow, or its server does not answer, the job continues. Data that can't be
+written yet is kept in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hvdtrain.text import plural
 __all__ = ["JobRecorder", "RollUp", "spread"]
 
 INTERVAL_S = 0.2
-# How long the end of a job waits for a disk that makes no progress.
+# At its end, a job waits this long for a disk that makes no progress.
 CLOSE_TIMEOUT_S = 10.0
 MOST_RECORDS = 10_000
 # A roll-up keeps the spread of measurements, the median of counters, and the newest value of
@@ -50,13 +50,13 @@ _COUNTERS = ("step", "epoch", "samples")
 
 
 class JobRecorder(Observer):
-    """Writes the folder of one job; call from one thread.
+    """Writes the folder of one job. All methods must be called from the same thread.
 
-    It also watches the folder for requests to stop the job, and sends this process the signal:
+    It also watches the folder for requests to stop the job. On a request it sends this process
     SIGTERM, or SIGUSR1 if the ranks should save a checkpoint first.
 
     Args:
-        folder: The folder.
+        folder: The job's folder.
     """
 
     def __init__(self, folder: JobFolder) -> None:
@@ -81,7 +81,7 @@ class JobRecorder(Observer):
         self._thread.start()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Record a line of a rank, or of the launcher as ``LAUNCHER``."""
+        """Record a line that a rank printed, or the launcher (``rank`` is ``LAUNCHER``)."""
         self._lines.put(_line(rank, stream, text), len(text))
 
     @property
@@ -129,7 +129,7 @@ class JobRecorder(Observer):
         self._record(self._folder.events, {"kind": kind, **fields})
 
     def record_metrics(self, **fields: Any) -> None:
-        """Append a row to ``metrics.jsonl``, and to the roll-ups for each completed interval."""
+        """Append a row to ``metrics.jsonl``, and one to each roll-up whose interval is complete."""
         row = self._record(self._folder.metrics, fields)
         for path, roll_up in self._roll_ups.items():
             if (completed := roll_up.add(row)) is not None:
@@ -144,7 +144,7 @@ class JobRecorder(Observer):
             self._unwritten = self._state
 
     def close(self) -> None:
-        """Write what is left, as long as the disk makes progress."""
+        """Write all remaining data, unless the disk makes no progress."""
         for path, roll_up in self._roll_ups.items():
             if (row := roll_up.end()) is not None:
                 self._record(path, row)
@@ -155,7 +155,7 @@ class JobRecorder(Observer):
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Queue a row for a file and return it, by default with the current time."""
+        """Queue a row for a file, with the current time unless it has one, and return the row."""
         row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:
@@ -166,12 +166,13 @@ class JobRecorder(Observer):
         folder, touched_at = self._folder, time.monotonic()
         while True:
             closing = self._closing.wait(INTERVAL_S)
-            # The state is last: a reader that sees the end of the job finds everything else.
+            # The state is written last, so that a reader that sees the end of the job finds
+            # everything else too.
             for write in (self._write_lines, self._write_records, self._write_state):
                 with contextlib.suppress(OSError):
                     write()
             if closing:
-                # Stop requests are for the next run from here on.
+                # A stop request that arrives now is meant for the job's next run.
                 break
             with contextlib.suppress(OSError):
                 if time.monotonic() - touched_at > HEARTBEAT_S:
@@ -246,19 +247,22 @@ def _metrics(progress: Progress) -> dict[str, Any]:
 
 
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return the median of values as ``name``, and ``_min``, ``_p95`` and ``_max`` of it."""
+    """Return the median, minimum, 95th percentile and maximum of values.
+
+    For ``own_s`` the keys are ``own_s``, ``own_s_min``, ``own_s_p95`` and ``own_s_max``.
+    """
     return _merge_spreads(name, [{name: value} for value in values])
 
 
 def _merge_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the spread of rows, which have a single value or a spread each."""
+    """Return the spread over all rows. Each row has either a single value or a spread."""
     low, high, most = (
         [row.get(f"{name}_{part}", row[name]) for row in rows] for part in ("min", "p95", "max")
     )
     return {
         f"{name}_min": min(low),
         name: statistics.median(row[name] for row in rows),
-        # By nearest rank: an existing value; of fewer than twenty, the largest.
+        # The nearest-rank percentile is an existing value: the largest of fewer than twenty.
         f"{name}_p95": sorted(high)[-(-len(high) * 95 // 100) - 1],
         f"{name}_max": max(most),
     }
@@ -276,21 +280,24 @@ class RollUp:
         self._rows: list[Mapping[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Add a row with a ``time``; return the row of the interval that ends before it."""
+        """Add a row, which must have a ``time``.
+
+        If the row begins a new interval, return the aggregated row of the previous interval.
+        """
         spans = {one["time"] // self._span_s for one in [*self._rows[:1], row]}
         completed = self.end() if len(spans) > 1 else None
         self._rows.append(row)
         return completed
 
     def end(self) -> dict[str, Any] | None:
-        """Return the row of the current interval; None if it is empty."""
+        """Return the aggregated row of the current interval; None if the interval is empty."""
         rows, self._rows = self._rows, []
         if not rows:
             return None
         rolled = {**rows[-1], "time": round(statistics.fmean(row["time"] for row in rows), 3)}
         for name in _COUNTERS:
             if counts := [row[name] for row in rows if name in row]:
-                # Like the time, from the middle of the interval.
+                # The median is from the middle of the interval, like the time.
                 rolled[name] = statistics.median_low(counts)
         for name in _MEASUREMENTS:
             if measured := [row for row in rows if name in row]:

@@ -1,8 +1,8 @@
-"""A queue for slots without a daemon: files locked by the processes of jobs.
+"""A queue for slots that needs no daemon, because each job's process locks files.
 
-``waiting/`` has a file for each waiting job, named by its arrival time, with the names of its
-hosts; ``slots/`` has a file for each slot of each host. The kernel releases the locks of a process
-when it ends.
+``waiting/`` has a file for each waiting job. The file is named by the time at which the job arrived
+and contains the names of the hosts that it needs. ``slots/`` has a file for each slot of each host.
+When a process ends, the kernel releases its locks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class SlotQueue:
-    """The place of a job in the queue, then its slots, until this process ends.
+    """A job's place in the queue, and later its slots. Both are held until this process ends.
 
-    Jobs that need slots of the same host are served in order of arrival, even if a later one
-    would fit first.
+    Jobs that need slots of the same host are served in order of arrival, even if a later job
+    could start earlier.
 
     Args:
-        directory: The folder of the queue, the same for all jobs that share slots.
+        directory: The queue's folder, the same for all jobs that share slots.
         name: The name of the job.
-        wanted: The number of slots on each host, by host names that all jobs agree on.
-        slots: The number of slots that each host has; a job that needs more takes all.
+        wanted: The number of slots that the job needs on each host. All jobs must use the same
+            name for a host.
+        slots: The number of slots that each host has. A job that needs more takes all of them.
     """
 
     def __init__(
@@ -63,7 +64,10 @@ class SlotQueue:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Take free slots if this job is first; return whether it has all. Call repeatedly."""
+        """Take free slots if it is this job's turn; return whether it has all the slots it needs.
+
+        Call this repeatedly until it returns True.
+        """
         if self._place not in self._locks:
             return True
         with self._errors():
@@ -78,7 +82,7 @@ class SlotQueue:
         return True
 
     def held(self, host: str) -> list[int]:
-        """Return the numbers of this job's slots on a host, from 0."""
+        """Return the numbers of this job's slots on a host, counted from 0."""
         names = (path.name for path in self._locks if path.parent == self._slots)
         return sorted(int(n) for h, _, n in (name.rpartition("-") for name in names) if h == host)
 
@@ -92,15 +96,18 @@ class SlotQueue:
     def _enqueue(self, name: str) -> Path:
         while True:
             place = self._waiting / f"{time.time_ns():020}-{name}"
-            # Until it is locked, another process may take it for a leftover and remove it.
+            # Before the file is locked, another process may take it for a leftover and remove it.
             if self._lock(place) and place.exists():
                 os.write(self._locks[place], "\n".join(self._missing).encode())
-                # Other hosts would not see the text before the file is closed.
+                # Without this, other hosts would not see the text before the file is closed.
                 os.fsync(self._locks[place])
                 return place
 
     def _first(self) -> Path | None:
-        """Return the first job that waits for the same hosts; remove files of dead processes."""
+        """Return the file of the first job that waits for any of this job's hosts.
+
+        Files of processes that have ended are removed.
+        """
         for path in sorted(self._waiting.iterdir()):
             if path in self._locks:
                 return path
@@ -109,7 +116,7 @@ class SlotQueue:
                     path.unlink(missing_ok=True)
                     continue
                 hosts = file.read().decode().splitlines()
-                # A new file is still empty.
+                # An empty file is new; the hosts of its job are not known yet.
                 if not hosts or not self._missing.keys().isdisjoint(hosts):
                     return path
         return None
@@ -137,7 +144,8 @@ class SlotQueue:
 def slots_by_host(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     """Return how many ranks may run at a time on each host.
 
-    This host has one slot per GPU, or per core without GPUs; other hosts have as many as given.
+    This host has one slot per GPU, or one per core if it has no GPUs. Other hosts have as many as
+    ``hosts`` says.
     """
     here = gpus or available_cores()
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}
@@ -149,10 +157,10 @@ def acquire_slots(
     """Wait for the slots that a job needs, and hold them until this process ends.
 
     Args:
-        job: The folder of the job; the jobs next to it share the slots.
-        wanted: The number of ranks on each host.
-        slots: The number of ranks that may run there at a time.
-        received: Signals as they arrive.
+        job: The job's folder. All jobs in the same directory share the slots.
+        wanted: The number of ranks that the job starts on each host.
+        slots: The number of ranks that may run on each host at a time.
+        received: A list to which a signal handler appends each signal that arrives.
 
     Returns:
         The numbers of the slots on each host; None if a signal arrived first.
@@ -174,7 +182,7 @@ def acquire_slots(
 def _host_key(host: str) -> str:
     """Return a unique name for a host that is valid as a file name.
 
-    Every machine that shares the folder calls itself "localhost".
+    "localhost" would not be unique, because every machine that shares the folder has that name.
     """
     return host_identity() if is_this_host(host) else host.lower().replace("/", "_")
 
@@ -182,9 +190,10 @@ def _host_key(host: str) -> str:
 def gpu_variables(
     environ: Mapping[str, str], taken: Mapping[str, Sequence[int]], gpus: int
 ) -> dict[str, str]:
-    """Return variables that restrict a job to the GPUs of its slots on this host, if it has any.
+    """Return environment variables that restrict a job to the GPUs of its slots on this host.
 
-    Other hosts restrict their ranks themselves.
+    The result is empty if this host has no GPUs, or if the job has no slots here. Other hosts
+    restrict their ranks themselves.
     """
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:

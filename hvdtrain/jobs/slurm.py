@@ -1,4 +1,4 @@
-"""The queue of Slurm: sbatch submits jobs, squeue describes them, scancel cancels them."""
+"""Slurm's queue: sbatch submits jobs, squeue describes them, scancel cancels them."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, QueueState
 __all__ = ["QueueWatcher", "SlurmQueue", "SqueueAnswer", "script_path"]
 
 TIMEOUT_S = 20.0
-# All processes of a user on a host together run squeue at most this often.
+# The shortest time between two calls of squeue by all processes of a user on a host.
 INTERVAL_S = 15.0
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmPlan:
-    """A call of sbatch."""
+    """The sbatch command that submits a job."""
 
     request: JobRequest
     argv: Sequence[str]
     environ: Mapping[str, str]
 
     def preview(self) -> str:
-        """Return the command, as only Slurm can choose the hosts."""
+        """Return the command. The hosts are not known, because Slurm chooses them later."""
         return f"{shlex.join(self.argv)}\n"
 
 
 class SlurmQueue:
-    """The Slurm cluster of this login or compute node."""
+    """The Slurm cluster of this login or compute node; see ``JobBackend`` for its methods."""
 
     def plan(self, request: JobRequest) -> SlurmPlan:
-        """Return the call of sbatch, in which the job's own options override the others."""
+        """Return the sbatch command, in which the job's own options override the defaults."""
         job, spec = request.job, request.spec
         argv = [
             "sbatch",
@@ -70,7 +70,7 @@ class SlurmQueue:
         return SlurmPlan(request=request, argv=argv, environ=environ)
 
     def submit(self, plan: SlurmPlan) -> None:
-        """Run sbatch and record the ID of the Slurm job; see ``JobBackend``."""
+        """Run sbatch and record the ID of the Slurm job."""
         spec = plan.request.spec
         output = _run(plan.argv, plan.environ, spec.folder)
         # With several clusters, sbatch prints "ID;CLUSTER".
@@ -80,7 +80,7 @@ class SlurmQueue:
         plan.request.job.write_spec(dataclasses.replace(spec, slurm_job=slurm_job))
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return the states that squeue printed last; see ``JobBackend``."""
+        """Return the states that squeue printed last."""
         answer = _WATCHER.answer()
         # Jobs without an ID are still being submitted.
         return {
@@ -90,15 +90,15 @@ class SlurmQueue:
         }
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
-        """Return None, as the job's folder has its log."""
+        """Return None, because the log is in the job's folder."""
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Run scancel, with a signal for the ranks if ``save``; see ``JobBackend``."""
+        """Run scancel. With ``save``, it only sends a started job the signal to save and stop."""
         if not spec.slurm_job:
             raise JobError(
                 f"the Slurm job ID of {job.name} is not known yet; try again, or use squeue."
             )
-        # A signal would leave a queued job in the queue.
+        # A queued job receives no signals, so it would stay in the queue.
         signals = ["--batch", "--signal=USR1"] if save and not is_queued else []
         _run(["scancel", *signals, spec.slurm_job])
         if is_queued:
@@ -106,10 +106,12 @@ class SlurmQueue:
 
 
 def script_path() -> Path:
-    """Return the path of ``slurm/train.sh``: next to this module in a wheel, else in the checkout.
+    """Return the path of ``slurm/train.sh``.
+
+    An installed wheel has the script next to this module. A checkout has it in ``slurm/``.
 
     Raises:
-        JobError: It does not exist.
+        JobError: If the script does not exist.
     """
     here = Path(__file__).resolve()
     for path in (here.with_name("train.sh"), here.parents[2] / "slurm" / "train.sh"):
@@ -123,7 +125,7 @@ class SqueueAnswer:
     """The output of squeue for all jobs of this user."""
 
     started_s: float = 0.0  # when squeue started, in seconds since 1970
-    ended_s: float = 0.0  # when it ended
+    ended_s: float = 0.0  # when squeue ended
     # the state and the reason of each job that Slurm knows, such as PENDING and Priority, by job
     # ID; None if squeue did not answer
     jobs: Mapping[str, Sequence[str]] | None = None
@@ -134,14 +136,14 @@ class SqueueAnswer:
         return 0 <= time.time() - self.ended_s < age_s
 
     def state_of(self, spec: JobSpec) -> tuple[str, str]:
-        """Return the state of a job as ``derive_status`` takes it, and the reason."""
+        """Return a job's state, as ``derive_status`` expects it, and the reason for it."""
         if self.jobs is None:
             return NO_ANSWER, ""
         if spec.slurm_job not in self.jobs:
-            # A job that was submitted after the answer is queued.
+            # A job that was submitted after squeue started is queued.
             return ("PENDING" if spec.created_s > self.started_s else GONE), ""
         state, reason = self.jobs[spec.slurm_job]
-        # slurm/train.sh requeues a preempted job, which an old answer doesn't show yet.
+        # slurm/train.sh requeues a preempted job, but an old answer doesn't show that yet.
         if spec.backend.kind == "slurm" and state in ("RUNNING", "COMPLETING"):
             state = RESTARTABLE
         return state, reason
@@ -164,7 +166,7 @@ class QueueWatcher:
                 try:
                     self._newest = _shared_answer(_cache_path(os.environ))
                 except OSError:
-                    # No file can be shared.
+                    # The shared file can't be used.
                     self._newest = _run_squeue()
             return self._newest
 
@@ -173,7 +175,10 @@ _WATCHER = QueueWatcher()
 
 
 def _shared_answer(path: Path) -> SqueueAnswer:
-    """Return the answer in a file; renew it if it is too old and no other process does."""
+    """Return the answer in a shared file.
+
+    If the answer is too old, run squeue, unless another process already does.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + TIMEOUT_S
     while True:
@@ -219,7 +224,7 @@ def _run_squeue() -> SqueueAnswer:
 def _run(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, folder: str | None = None
 ) -> str:
-    """Run a command of Slurm and return its output."""
+    """Run a Slurm command and return its output."""
     try:
         done = subprocess.run(
             argv,

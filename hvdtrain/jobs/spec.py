@@ -32,7 +32,8 @@ __all__ = [
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
-# The recorded versions and the packages that have them; the last installed one is recorded.
+# What a version is recorded as, and the packages that have it. If several of them are installed,
+# the version of the last one is recorded.
 _PACKAGES = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
     "Keras": ("keras",),
@@ -49,7 +50,7 @@ class Backend:
     """The queue of a job."""
 
     kind: BackendKind = "local"  # this machine's queue, Slurm, or a Kubernetes cluster
-    options: tuple[str, ...] = ()  # options of sbatch or of pods
+    options: tuple[str, ...] = ()  # options for sbatch or for the pods
 
 
 LOCAL = Backend()
@@ -62,7 +63,7 @@ class JobSpec:
     options: tuple[str, ...]  # the options of ``hvdtrain run``
     program: tuple[str, ...]  # the program of every rank, with its arguments
     folder: str = ""  # the working directory
-    # hvdtrain's settings, and variables of ``-x NAME``
+    # hvdtrain's settings, and the variables exported with ``-x NAME``
     variables: Mapping[str, str] = field(default_factory=dict)
     python: str = ""  # the Python interpreter that ran hvdtrain
     version: str = ""  # the version of hvdtrain
@@ -70,8 +71,8 @@ class JobSpec:
     versions: Mapping[str, str] = field(default_factory=dict)
     created_s: float = 0.0  # when the job was submitted, in seconds since 1970
     backend: Backend = LOCAL
-    slurm_job: str = ""  # the ID of the Slurm job that it runs in; empty if it doesn't
-    slurm_restarts: int = 0  # how many times Slurm has requeued that job
+    slurm_job: str = ""  # the ID of the Slurm job that this job runs in; empty without Slurm
+    slurm_restarts: int = 0  # how many times Slurm has requeued its Slurm job
 
     def to_json(self) -> dict[str, Any]:
         """Return the specification as JSON."""
@@ -84,7 +85,10 @@ def make_spec(
     environ: Mapping[str, str],
     exported: Iterable[str] = (),
 ) -> JobSpec:
-    """Return the specification of a job of this process; ``exported`` variables go to its ranks."""
+    """Return the specification of a job that this process starts.
+
+    ``exported`` contains the names of the environment variables that all ranks receive.
+    """
     settings = [variable_name(entry.name) for entry in fields(Settings)]
     return JobSpec(
         options=remove_secrets(options),
@@ -105,20 +109,20 @@ def make_spec(
 
 
 def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None = None) -> JobSpec:
-    """Return the specification of a job with changes, created now.
+    """Return a changed copy of a job's specification, with the current time as creation time.
 
     Args:
-        spec: The job.
-        changes: Further options, which override the job's own, and after ``--`` another program.
+        spec: The job's specification.
+        changes: Options that override the job's own. A different program may follow after ``--``.
         backend: The queue; by default the job's own.
 
     Raises:
-        JobError: The job ran in a Slurm job that hvdtrain did not submit, and no queue is given.
+        JobError: If the job ran in a Slurm job that hvdtrain did not submit, and no queue is given.
     """
     if spec.slurm_job and spec.backend == LOCAL and backend is None:
         raise JobError(
-            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit your "
-            "batch script again, or choose a queue with --on slurm or --on local."
+            f"this job ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit. Submit "
+            "your batch script again, or choose a queue with --on slurm or --on local."
         )
     at = list(changes).index("--") if "--" in changes else len(changes)
     version, versions = spec.version, spec.versions
@@ -139,7 +143,7 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
 
 def _installed_versions() -> dict[str, str]:
     """Return the versions of installed packages without importing them, which takes seconds."""
-    # Imported here, as every command loads this module.
+    # Imported here because every command loads this module.
     from importlib import metadata
 
     versions = {"Python": platform.python_version()}
@@ -151,7 +155,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the name of a variable suggests a secret."""
+    """Return whether a variable's name suggests that its value is secret."""
     return bool(_SECRET.search(name))
 
 
@@ -165,7 +169,7 @@ def remove_secrets(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def secret_values(options: Sequence[str]) -> dict[str, str]:
-    """Return the values that ``remove_secrets`` removes, by variable."""
+    """Return the values that ``remove_secrets`` removes, keyed by variable."""
     return {
         export.name: export.value
         for export in _exports(options)
@@ -174,12 +178,15 @@ def secret_values(options: Sequence[str]) -> dict[str, str]:
 
 
 def exported_variables(options: Sequence[str]) -> list[str]:
-    """Return the names of the variables in ``-x`` and ``--env``."""
+    """Return the names of the variables that ``-x`` and ``--env`` export."""
     return [export.name for export in _exports(options)]
 
 
 class _Export(NamedTuple):
-    """A variable in ``-x`` or ``--env``; ``flag`` is empty for a separate argument."""
+    """A variable that ``-x`` or ``--env`` exports.
+
+    ``flag`` is ``-x`` in ``-xNAME``, but empty in ``-x NAME``, where the name is a separate word.
+    """
 
     at: int
     flag: str

@@ -1,4 +1,4 @@
-"""The state of a job, written by its launcher, and the status derived from it by readers."""
+"""The state of a job, which its launcher writes, and the status, which readers derive from it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ Status = Literal[
 ]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
-# States of a job in its queue, in addition to the states of Slurm.
+# States of a job in its queue, in addition to Slurm's states.
 GONE = "GONE"  # the queue does not know the job any more
-RESTARTABLE = "RESTARTABLE"  # it runs, and is restarted after a preemption
+RESTARTABLE = "RESTARTABLE"  # the job runs, and the queue restarts it after a preemption
 NO_ANSWER = "NO_ANSWER"  # the queue does not answer
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-# In some of these a job may not have written anything yet.
+# In some of these states, a job may not have written anything yet.
 _RUNNING = (
     *("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"),
     RESTARTABLE,
@@ -69,23 +69,23 @@ _STATUS_BY_CAUSE: Mapping[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process, distinguished from others that had or will have its process ID."""
+    """A process, identified even if another process later gets the same process ID."""
 
     host: str
     pid: int
     started_ticks: int = 0  # when it started, in clock ticks since boot; 0 if unknown
     boot_id: str = ""  # the host's boot ID; empty if unknown
-    pid_namespace: int = 0  # such as the namespace of a container; 0 if unknown
+    pid_namespace: int = 0  # the inode of the PID namespace; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
     """The state of a job: its phase, ranks, progress and result."""
 
-    phase: Phase  # the phase of the launcher
+    phase: Phase  # the launcher's phase
     # the process of ``hvdtrain run``; None before it starts
     launcher: ProcessIdentity | None = None
-    attempt: int = 0  # the number of this start of the ranks, from 1; 0 before the first
+    attempt: int = 0  # how many times the ranks have been started
     ranks: int = 0  # the number of ranks in this attempt
     # the number of ranks on each host, in rank order
     hosts: Mapping[str, int] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class JobState:
     epoch: int | None = None  # the epoch of the last step, from 0
     total_steps: int | None = None  # the step after which training ends; None if unknown
     saved: int | None = None  # the step of the newest checkpoint
-    code: int | None = None  # None until the job has ended
+    code: int | None = None  # the exit code; None until the job has ended
     cause: str = ""  # why it ended, as ``hvdtrain.launch.failure`` classifies it
-    verdict: str = ""  # the reason in words
+    verdict: str = ""  # why it ended, as a message for users
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON."""
@@ -107,10 +107,10 @@ class JobState:
 class QueueState(NamedTuple):
     """The state of a job in its queue."""
 
-    queue: str
-    state: str  # the state, as ``derive_status`` takes it
-    reason: str  # the reason that the queue gives for it
-    # the state of a job that can't write to its folder
+    queue: str  # the queue's name for messages
+    state: str  # the state, as ``derive_status`` expects it
+    reason: str  # the queue's reason for this state; may be empty
+    # the full state, if the job can't write it to its folder
     job_state: JobState | None = None
 
 
@@ -135,7 +135,7 @@ def derive_status(
     if state is None:
         return "unknown"
     if queue_state in _WAITING or (queue_state == RESTARTABLE and state.phase == "ended"):
-        # Possibly preempted, and requeued or about to be.
+        # The job may have been preempted, and it is requeued or about to be.
         return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _STATUS_BY_CAUSE.get(state.cause, "failed")
@@ -151,7 +151,7 @@ def derive_status(
 
 
 def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
-    """Return the status of a job without heartbeats from its state in the queue."""
+    """Derive the status of a job that sends no heartbeats from its state in the queue."""
     if queue_state in _RUNNING:
         return "silent" if has_started else "queued"
     if queue_state == NO_ANSWER:
@@ -160,7 +160,7 @@ def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
 
 
 def host_identity() -> str:
-    """Return a unique name of this host, as other machines may have the same hostname."""
+    """Return a unique name of this host. Other machines may have the same hostname."""
     return f"{socket.gethostname().lower()}-{_boot_id()}"
 
 
@@ -177,10 +177,10 @@ def own_identity() -> ProcessIdentity:
 
 
 def is_alive(process: ProcessIdentity) -> bool | None:
-    """Return whether a process runs; None if that is not visible from this process.
+    """Return whether a process runs; None if this process can't see that.
 
-    Processes are not visible on other hosts, in other PID namespaces, and with another boot ID:
-    after a reboot, or on another machine or in a container with the same hostname.
+    It can't see processes on other hosts or in other PID namespaces. A different boot ID means that
+    this host has been rebooted, or that another machine has the same hostname.
     """
     if (process.host, process.boot_id) != (socket.gethostname(), _boot_id()):
         return None
@@ -192,10 +192,12 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 
 
 def send_signal(process: ProcessIdentity, number: int) -> bool:
-    """Send a signal to a process, never to another one with its ID; return whether it runs.
+    """Send a signal to a process and return whether the process still runs.
+
+    A different process that has got the same process ID never receives the signal.
 
     Raises:
-        PermissionError: The process belongs to another user.
+        PermissionError: If the process belongs to another user.
     """
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(process.pid)

@@ -19,11 +19,13 @@ __all__ = ["restart_job", "stop_job", "submit_job"]
 
 
 def submit_job(request: JobRequest) -> JobFolder:
-    """Submit a new job and return its folder, created next to the folder of the request.
+    """Submit a new job and return its folder.
+
+    The folder is created in the directory that contains the folder of the request.
 
     Raises:
-        ConfigurationError: The job can't be started as described.
-        JobError: The job can't be submitted; its folder is removed.
+        ConfigurationError: If the job can't be started as described.
+        JobError: If the job can't be submitted. Its folder is removed.
     """
     directory = request.job.path.parent
     try:
@@ -49,13 +51,14 @@ def submit_job(request: JobRequest) -> JobFolder:
 
 
 def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
-    """Submit a job that has ended again, in the same folder.
+    """Run a job again that has ended, in the same folder.
 
-    ``request_for`` returns the request for the job's specification.
+    ``request_for`` is called with the job's specification and returns the request.
 
     Raises:
-        ConfigurationError: The job can't be started as described.
-        JobError: The job has not ended, another process restarts it, or it can't be submitted.
+        ConfigurationError: If the job can't be started as described.
+        JobError: If the job has not ended, another process is restarting it, or it can't be
+            submitted.
     """
     try:
         # Held until the job is queued, so that another restart sees that it has not ended.
@@ -77,7 +80,7 @@ def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) ->
             with _job_errors(job):
                 job.write_spec(request.spec)
                 while job.take_stop_request() is not None:
-                    # It was meant for the previous run.
+                    # This request was meant for the previous run.
                     pass
                 state = job.read_state() or JobState(phase="queued")
                 job.write_state(dataclasses.replace(state, phase="queued", launcher=None))
@@ -101,10 +104,10 @@ def _job_errors(job: JobFolder) -> Iterator[None]:
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
-    """Request that a job that is not over stops; with ``save``, after a checkpoint.
+    """Ask a job that has not ended to stop; with ``save``, its ranks save a checkpoint first.
 
     Raises:
-        JobError: It is unknown whether the job runs, or it can't be reached.
+        JobError: If it is unknown whether the job runs, or if the job can't be reached.
     """
     if view.doubt:
         raise JobError(view.doubt)

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the changes, write them if requested, and return the exit code.
 
     Raises:
-        ConfigurationError: A file can't be read or written, or isn't valid Python 3.
+        ConfigurationError: If a file can't be read or written, or isn't valid Python 3.
     """
     scripts: dict[Path, Migration] = {}
     problems: list[str] = []
@@ -92,7 +92,7 @@ def _write(path: Path, script: Migration) -> None:
     """Replace a file atomically, and keep the original.
 
     Raises:
-        ConfigurationError: The file can't be written; it is unchanged.
+        ConfigurationError: If the file can't be written; it is unchanged.
     """
     target = os.path.realpath(path)
     try:

@@ -65,7 +65,7 @@ def migrate(raw: bytes) -> Migration:
     """Rewrite a script and list the edits that can't be automated.
 
     Raises:
-        ConfigurationError: The script isn't valid Python 3, or its encoding isn't reversible.
+        ConfigurationError: If the script isn't valid Python 3, or its encoding isn't reversible.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)

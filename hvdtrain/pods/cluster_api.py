@@ -61,7 +61,7 @@ class ClusterApi:
         """Return the cluster of a kubectl context and a namespace; empty for the defaults.
 
         Raises:
-            JobError: The context is missing in the kubectl configuration.
+            JobError: If the context is missing in the kubectl configuration.
         """
         kubernetes = _package()
         try:
@@ -83,7 +83,7 @@ class ClusterApi:
         """Return the cluster that this process runs in.
 
         Raises:
-            JobError: The process does not run in a pod with a service account.
+            JobError: If the process does not run in a pod with a service account.
         """
         kubernetes = _package()
         try:

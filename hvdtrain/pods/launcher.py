@@ -122,7 +122,7 @@ class WorkerWatch:
         on_stop: Called once with "now" or "save" when a user stops the job.
 
     Raises:
-        JobError: The launcher's account may not read the job.
+        JobError: If the launcher's account may not read the job.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class WorkerWatch:
         """Return the pods of earlier launchers that have not ended yet.
 
         Raises:
-            JobError: The cluster does not answer.
+            JobError: If the cluster does not answer.
         """
         return ending_launchers(self._api.pods(self._name), time.time())
 
@@ -278,7 +278,7 @@ def _retry(
     """Call a function until it succeeds, and return its result.
 
     Raises:
-        JobError: The last failure, after ``patience_s``, or ``REFUSED_S`` if a right is missing.
+        JobError: If the last failure, after ``patience_s``, or ``REFUSED_S`` if a right is missing.
     """
     started, reported = time.monotonic(), ""
     while True:

@@ -36,7 +36,7 @@ def run_capture(
         remedy: A sentence that ends the error message.
 
     Raises:
-        LaunchError: The program can't be started or did not end in time.
+        LaunchError: If the program can't be started or did not end in time.
     """
     # Leave out programs of several lines after python -c.
     command = " ".join(argv) if "\n" not in "".join(argv) else argv[0]
@@ -64,7 +64,7 @@ def find_mpi_library(environ: Mapping[str, str] | None = None) -> str:
     Another process loads the library, as it may hang or end its process.
 
     Raises:
-        LaunchError: mpi4py can't load a library, or not in time.
+        LaunchError: If mpi4py can't load a library, or not in time.
     """
     argv = [sys.executable, "-P", "-c", _MPI_PROGRAM]
     try:

@@ -313,7 +313,7 @@ def job_of(index: JobIndex, request: Request) -> JobFolder:
     """Return the folder of the job in the path of a request.
 
     Raises:
-        HTTPException: There is no such job.
+        HTTPException: If there is no such job.
     """
     job = index.folder(request.path_params["name"])
     if job is None:

@@ -59,7 +59,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file, which is created if missing.
 
     Raises:
-        ConfigurationError: Other users can read the file, or it is not valid.
+        ConfigurationError: If other users can read the file, or it is not valid.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

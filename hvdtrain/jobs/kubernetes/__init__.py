@@ -1,1 +1,1 @@
-"""The queue of Kubernetes: jobs that run in pods."""
+"""The Kubernetes queue: jobs that run in pods."""

@@ -1,11 +1,11 @@
-"""The Kubernetes objects of a job; pure functions.
+"""Builds the Kubernetes objects of a job.
 
-Launcher and workers are pods of the same image. A Job runs the launcher and replaces a lost pod; it
-owns all other objects, so deleting it removes everything. A StatefulSet runs the workers, and a
-headless Service gives them names. Workers run sshd as an ordinary user on a high port, with keys
-from a Secret of this job. A ConfigMap contains the hostfile. The launcher may only read the job's
-pods, scale its workers and end its Job; workers can't access the API. If the job's folder is not on
-a volume, the log of the launcher's pod is its only record.
+The launcher and the workers are pods with the same image. A Job runs the launcher and replaces its
+pod if that is lost. The Job owns all other objects, so deleting the Job removes everything. A
+StatefulSet runs the workers, and a headless Service gives them names. Workers run sshd as an
+ordinary user on a high port, with keys from this job's own Secret. A ConfigMap contains the
+hostfile. The launcher may only read pods, scale its workers and end its Job; workers can't access
+the API. If the job's folder is not on a volume, the launcher pod's log is the job's only record.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["KEY_FILES", "PodJob", "container_of", "job_objects", "make_keys"]
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
-# ssh in common images includes this folder.
+# In common images, ssh reads all configuration files in this folder.
 SSH_CONFIG = "/etc/ssh/ssh_config.d/hvdtrain.conf"
-# How many times the launcher's pod may be lost.
+# How many lost launcher pods are replaced.
 MOST_LAUNCHERS = 100
-# How long the objects of a job are kept after its end, with the logs of its pods.
+# How long a job's objects are kept after its end, together with the logs of its pods.
 KEPT_S = 7 * 24 * 3600
-# Time for a checkpoint when a pod is deleted.
+# How long a deleted pod may take to save a checkpoint.
 GRACE_S = 60
-# The container may run as any user, who reads the keys and makes a private copy.
+# Keys are readable by all, because the container may run as any user. It makes private copies.
 _KEY_MODE = 0o444
 _CONTAINER = "hvdtrain"
 _SHM = "/dev/shm"
@@ -52,14 +52,14 @@ _API_VERSIONS = {
     "Role": f"{_RBAC}/v1",
     "RoleBinding": f"{_RBAC}/v1",
 }
-# The host key alias of all workers, as pods and their addresses change.
+# The host key alias of all workers. It is needed because pods and their addresses change.
 HOST_ALIAS = "hvdtrain"
 # The launcher's private key, its public key, the workers' private key, their public key.
 KEY_FILES = ("id_ed25519", "authorized_keys", "ssh_host_ed25519_key", "known_hosts")
 
 
 def make_keys() -> Mapping[str, str]:
-    """Return new Ed25519 keys for a job, by the names in ``KEY_FILES``."""
+    """Return new Ed25519 keys for a job, keyed by the names in ``KEY_FILES``."""
     (user_private, user_public), (host_private, host_public) = _key_pair(), _key_pair()
     texts = (user_private, f"{user_public}\n", host_private, f"{HOST_ALIAS} {host_public}\n")
     return dict(zip(KEY_FILES, texts, strict=True))
@@ -83,13 +83,13 @@ def _key_pair() -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PodJob:
-    """A job for pods."""
+    """A job that runs in pods."""
 
     name: str  # the name of the job and of its objects
     ranks: int  # the number of ranks
     options: tuple[str, ...]  # the options of ``hvdtrain run``
     program: tuple[str, ...]  # the program of every rank
-    folder: str  # the job's folder if pods see it; else empty
+    folder: str  # the job's folder if pods can write to it; else empty
     variables: Mapping[str, str]  # environment variables of the launcher
     secrets: Mapping[str, str]  # environment variables of the launcher that are kept in a Secret
     pods: PodOptions
@@ -106,7 +106,10 @@ class PodJob:
 
 
 def job_objects(job: PodJob, keys: Mapping[str, str]) -> list[Object]:
-    """Return the objects of a job in the order of their creation; the first owns the others."""
+    """Return a job's objects in the order in which they are created.
+
+    The first object owns the others.
+    """
     secret = {**keys, **job.secrets}
     files = {"hostfile": _hostfile(job), "ssh_config": _ssh_config(job)}
     return [
@@ -163,7 +166,7 @@ def _launcher(job: PodJob) -> Object:
     pod["spec"] |= {
         # Each start creates a new pod, so that the log of the previous one is kept.
         "restartPolicy": "Never",
-        # The launcher looks up hostname.subdomain in DNS: /etc/hosts has the hostname alone.
+        # The launcher looks up hostname.subdomain in DNS, because /etc/hosts has only the hostname.
         "hostname": host,
         "subdomain": host,
         "serviceAccountName": job.pods.service_account or job.name,
@@ -185,7 +188,7 @@ def _workers(job: PodJob) -> Object:
     container["command"] = worker
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 2}
-    # A deleted pod ends after its ranks have saved a checkpoint.
+    # Lets a deleted pod run until its ranks have saved a checkpoint.
     drain = {"exec": {"command": [*worker, "drain"]}}
     container["lifecycle"] = {**(container.get("lifecycle") or {}), "preStop": drain}
     resources = dict(job.pods.resources)
@@ -194,7 +197,7 @@ def _workers(job: PodJob) -> Object:
     if resources:
         container["resources"] = {"requests": resources, "limits": dict(resources)}
     if all(mount.get("mountPath") != _SHM for mount in container["volumeMounts"]):
-        # Ranks of a pod reduce through shared memory; containers have 64 MiB by default.
+        # Ranks in a pod reduce through shared memory. By default, a container has only 64 MiB.
         _mount(pod, "hvdtrain-shm", {"emptyDir": {"medium": "Memory"}}, _SHM)
     spec = {
         "replicas": job.workers,
@@ -207,11 +210,11 @@ def _workers(job: PodJob) -> Object:
 
 
 def _service(job: PodJob, name: str, role: str) -> Object:
-    """Return a headless Service that gives the pods of a role names."""
+    """Return a headless Service, which gives DNS names to the pods of a role."""
     spec = {
         "clusterIP": "None",
-        # Workers have names before sshd runs, so that the launcher can report the missing ones. The
-        # launcher's name must not resolve to a launcher that is terminating.
+        # Workers get names before sshd runs, so that the launcher can report which ones are not
+        # ready. The launcher's name must not resolve to a launcher that is terminating.
         "publishNotReadyAddresses": role == "worker",
         "selector": _selector(job, role),
         "ports": [{"name": "ssh", "port": SSH_PORT}],
@@ -258,7 +261,7 @@ def _selector(job: PodJob, role: str) -> dict[str, str]:
 
 
 def _pod(job: PodJob, role: str) -> Object:
-    """Return the pod of the template with the options applied."""
+    """Return the pod template of a role: the user's template with the options applied."""
     pods = job.pods
     template = copy.deepcopy(dict(pods.template))
     metadata = template.get("metadata") or {}

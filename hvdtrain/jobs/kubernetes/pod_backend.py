@@ -1,4 +1,4 @@
-"""The queue of Kubernetes: plans, creates, describes and deletes the objects of jobs."""
+"""The Kubernetes queue: plans, creates, describes and deletes the objects of jobs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ __all__ = [
     "queue_state",
 ]
 
-# Pods of a StatefulSet get a label of its name, a hyphen and a hash, limited to 63 characters.
+# Pods of a StatefulSet get a label that consists of the StatefulSet's name, a hyphen and a hash. A
+# label may have 63 characters.
 _MOST_NAME_CHARACTERS = 45
 _MOST_PROBLEMS = 3
 NO_VOLUME = "its folder is not on a volume"
 ALL_GONE = (
-    f"its pods are gone, with its log and its history: {NO_VOLUME}. To keep them, submit "
-    "jobs with --volume CLAIM:/PATH and a --jobs-dir below that path."
+    f"its pods no longer exist, and its log and history are lost because {NO_VOLUME}. To keep "
+    "them, submit jobs with --volume CLAIM:/PATH and a --jobs-dir below that path."
 )
 # A cluster that has not answered is not asked again for this long.
 SILENT_S = 30.0
-# The limit for creating objects after the submission, as old objects are deleted first.
+# How long after the submission objects may still be created. Old objects are deleted first.
 _CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
 # Creation times are whole seconds of the cluster's clock.
 _CLOCK_TOLERANCE_S = 2.0
@@ -54,23 +55,26 @@ _PREVIEW_COMMENT = """\
 
 
 def object_name(name: str) -> str:
-    """Return the name of a job's objects, a DNS label."""
+    """Return the name of a job's objects, which is a valid DNS label."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[-_MOST_NAME_CHARACTERS:].strip("-")
 
 
 def pod_job(
     folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
 ) -> PodJob:
-    """Return the job of a specification; ``environ`` has the values of exported secrets.
+    """Return the job that a specification describes.
+
+    ``environ`` contains the values of exported secrets, which are not part of the specification.
 
     Raises:
-        ConfigurationError: The job can't run in pods as described.
+        ConfigurationError: If the job can't run in pods as described.
     """
     if ranks is None:
         raise ConfigurationError("a job on Kubernetes needs -np, the number of ranks.")
     if named := [word for word in spec.options if word.partition("=")[0] in _HOST_OPTIONS]:
         raise ConfigurationError(
-            f"{named[0]} names hosts, but a job on Kubernetes runs in its own pods; remove it."
+            f"{named[0]} names hosts, but a job on Kubernetes runs in its own pods; remove this "
+            "option."
         )
     secrets = {}
     for variable in filter(is_secret, exported_variables(spec.options)):
@@ -91,7 +95,7 @@ def pod_job(
 
 
 class PodPlan(NamedTuple):
-    """A job and its objects."""
+    """A job and its Kubernetes objects."""
 
     job: PodJob
     objects: list[Object]
@@ -102,37 +106,37 @@ class PodPlan(NamedTuple):
 
 
 class PodBackend:
-    """Kubernetes clusters, chosen by the options of each job."""
+    """The Kubernetes clusters that jobs choose by options; see ``JobBackend`` for the methods."""
 
     def __init__(self) -> None:
-        # A silent cluster is waited for once, not for each job.
+        # If a cluster does not answer, a command waits for it once, not once per job.
         self._silent_until: dict[tuple[str, str], float] = {}
 
     def plan(self, request: JobRequest) -> PodPlan:
-        """Return the job's objects; see ``JobBackend``."""
+        """Return the job's objects."""
         job = pod_job(request.job.path, request.spec, request.environ, ranks=request.ranks)
         return PodPlan(job, job_objects(job, make_keys()))
 
     def submit(self, plan: PodPlan) -> None:
-        """Create the job's objects, all or none; see ``JobBackend``."""
+        """Create all of the job's objects, or none if one of them can't be created."""
         pods = plan.job.pods
         api = ClusterApi.of_context(pods.context, pods.namespace)
         rights = dict.fromkeys(("create", *resource_of(one)) for one in plan.objects)
         if missing := [right for right in rights if not api.may(*right)]:
             raise JobError(
                 f"you may not {rights_text(missing)} in namespace {api.namespace}. Ask for these "
-                "rights, or give the launcher an existing account with --service-account."
+                "permissions, or give the launcher an existing account with --service-account."
             )
         api.create(plan.objects)
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return the state of each job from its pods; see ``JobBackend``."""
+        """Return the state of each job, derived from its pods."""
         return {folder: self._describe(folder, spec) for folder, spec in jobs.items()}
 
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return the output of launchers that don't see the job's folder; see ``JobBackend``."""
+        """Return the output of the launcher pods if they can't write to the job's folder."""
         pods = read_pod_options(spec.backend.options)
         if _is_shared(job.path, pods):
             return None
@@ -160,7 +164,7 @@ class PodBackend:
         return lines
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Delete the objects of a queued job, or request a stop; see ``JobBackend``."""
+        """Delete the objects of a queued job, or ask a started job to stop."""
         pods = read_pod_options(spec.backend.options)
         is_shared = _is_shared(job.path, pods)
         if not (is_queued or save) and is_shared:
@@ -170,13 +174,13 @@ class PodBackend:
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
         if is_queued and not is_shared:
-            # A job that has lost a worker counts as queued, but its ranks may still run.
+            # A job that has lost a worker is shown as queued, but its ranks may still run.
             phases = [pod["status"].get("phase") for pod in launchers_of(api.pods(name))]
             is_queued = "Running" not in phases
         if is_queued:
             found = api.job(name)
             if found is None or found["metadata"].get("deletionTimestamp"):
-                # The submitting process would still create the objects.
+                # If it were cancelled now, the submitting process would still create the objects.
                 raise JobError(f"{job.name} is being submitted; stop it again in a moment.")
             api.delete(name)
             job.mark_cancelled()
@@ -205,7 +209,7 @@ class PodBackend:
 
     @contextlib.contextmanager
     def _cluster(self, pods: PodOptions) -> Iterator[ClusterApi]:
-        """Yield the cluster of these pods, unless it did not answer recently."""
+        """Yield the API of the pods' cluster; raise an error if it recently did not answer."""
         key = (pods.context, pods.namespace)
         if time.monotonic() < self._silent_until.get(key, 0.0):
             raise SilentClusterError("the cluster did not answer a moment ago")
@@ -218,7 +222,7 @@ class PodBackend:
 
 def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> bool:
     """Return whether the submitting process may still create or replace a job's objects."""
-    # The wait is limited, as the cluster's clock may differ.
+    # The wait is limited because the cluster's clock may differ.
     if not created_s <= now_s < created_s + _CREATED_WITHIN_S:
         return False
     if job is None:
@@ -229,7 +233,7 @@ def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> boo
 
 
 def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """Return the state of a job as ``derive_status`` takes it, and the reason, from its pods."""
+    """Derive a job's state, as ``derive_status`` expects it, and the reason from its pods."""
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
     reason = "; ".join([f"{name}: {text}" for name, text in problems if text][:_MOST_PROBLEMS])
@@ -247,12 +251,15 @@ def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
         return "COMPLETED", reason
     if is_stopped:
         return "CANCELLED", reason
-    # Unless the Job has given up, another launcher follows.
+    # Unless the Job has failed for good, it starts another launcher.
     return ("FAILED" if has_failed else "REQUEUED"), reason
 
 
 def job_state(state: str, reason: str, pods: Sequence[Object]) -> JobState | None:
-    """Return the state of a job whose folder pods don't see; None while its pods are pending."""
+    """Return the state of a job whose pods can't write to its folder.
+
+    Return None while the pods are pending.
+    """
     if state in ("PENDING", "REQUEUED"):
         return None
     if state in (RESTARTABLE, "RUNNING"):
@@ -283,5 +290,5 @@ def _ended_s(pods: Sequence[Object]) -> float:
 
 
 def _is_shared(folder: Path, pods: PodOptions) -> bool:
-    """Return whether pods can write a folder of this machine."""
+    """Return whether pods can write to a folder of this machine."""
     return any(folder.is_relative_to(path) for path in pods.shared_paths())

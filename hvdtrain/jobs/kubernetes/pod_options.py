@@ -34,7 +34,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Toleration:
-    """A taint that pods tolerate; an empty value or effect matches all."""
+    """A taint that pods tolerate. An empty value or effect matches any."""
 
     key: str
     value: str = ""
@@ -75,7 +75,7 @@ def _name(text: str) -> str:
 
 
 def _template(text: str) -> Mapping[str, Any]:
-    """Read a pod from a file, or from the JSON that was kept of one."""
+    """Read a pod template from a YAML file, or from the JSON that ``_checked_word`` returned."""
     try:
         is_json = text.startswith("{")
         content = yaml.safe_load(text if is_json else Path(text).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def _template(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PodOptions:
-    """The pods of a job; ``_OPTIONS`` describes each field."""
+    """The options for a job's pods. The help texts in ``_OPTIONS`` describe each field."""
 
     image: str
     namespace: str = ""
@@ -115,7 +115,7 @@ class PodOptions:
 
 
 class _Option(NamedTuple):
-    """The command-line option of a field; one that repeats collects its values."""
+    """The command-line option of a field. If ``repeats`` is true, the field collects all values."""
 
     name: str
     field: str
@@ -174,7 +174,10 @@ _OPTIONS = (
 
 
 def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the options for pods; ``pod_words`` collects the given ones as ``--name=value``."""
+    """Add the options for pods to a parser.
+
+    The given options are collected in ``pod_words``, each as ``--name=value``.
+    """
     for option in _OPTIONS:
         parser.add_argument(
             option.name,
@@ -188,15 +191,17 @@ def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
 
 def _checked_word(option: _Option, text: str) -> str:
     value = option.read(text)
-    # The content of the file is kept, as it may change.
+    # The content of the file is kept because the file may change.
     return f"{option.name}={json.dumps(value, default=str) if option.read is _template else text}"
 
 
 def read_pod_options(words: Iterable[str]) -> PodOptions:
-    """Parse the words of ``add_pod_options``; the last value of an option that can't repeat wins.
+    """Parse the words that ``add_pod_options`` collects.
+
+    If an option that can't be repeated is given several times, the last value is used.
 
     Raises:
-        ConfigurationError: A word is not valid, or the image is missing.
+        ConfigurationError: If a word is not valid, or no image is given.
     """
     options = {option.name: option for option in _OPTIONS}
     values: dict[str, Any] = {}

@@ -323,7 +323,10 @@ def test_concurrent_jobs_train_the_same_weights_as_on_this_host(
     commands.cluster.ask(f"{JOBS}/{objects_named(other)}{WITH_PODS}", method="DELETE")
     log = f"{PODS}?labelSelector=hvdtrain/job={other}"
     commands.cluster.wait_for("end of its pods", log, lambda found: not found["items"])
-    gone = "its pods are gone, with its log and its history: its folder is not on a volume."
+    gone = (
+        "its pods no longer exist, and its log and history are lost because its folder is not on "
+        "a volume."
+    )
     assert f"{other} has no log: {gone}" in outside.run("logs", other, code=1).stderr
     assert outside.view(other)["status"] == "done", "the end was recorded"
     (outside.jobs / other / "state.json").write_text('{"phase": "queued"}')
