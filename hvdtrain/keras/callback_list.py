@@ -105,7 +105,8 @@ class StopTogether(keras.callbacks.Callback):
 
 def _is_users(hook: Any) -> bool:
     """Return whether a callback's hook is neither Keras' nor hvdtrain's."""
-    package = (getattr(hook, "__module__", None) or "").split(".")[0]
+    function = hook.func if isinstance(hook, partial) else hook
+    package = (getattr(function, "__module__", None) or "").split(".")[0]
     return hook is not None and package not in ("keras", "hvdtrain")
 
 
