@@ -179,6 +179,11 @@ class Arena:
             after_in_child=_weakly(self._restore_buffers),
         )
 
+    def close(self) -> None:
+        """Drop the pool, so that the memory is freed as soon as the last result is."""
+        # The pool and the arena refer to each other, and would wait for the garbage collector.
+        self.pool = BufferPool()
+
     def empty(self, nbytes: int) -> np.ndarray:
         """Allocate a buffer as a flat uint8 array.
 

@@ -161,7 +161,9 @@ class SharedMemoryTransport(MpiTransport):
         self._views.clear()
         self._words.clear()
         self._own_words = memoryview(b"")
-        self._arena = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _communicators(self) -> list[Any]:
         cross = [] if self._cross is None else [self._cross.comm]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -171,6 +173,22 @@ def test_only_large_results_lie_in_the_arena(case: EngineCase) -> None:
         result = engine.allreduce(np.full(count, engine.rank + 1, np.float32))
         assert (result == sum(range(1, engine.size + 1))).all()
         assert (engine.transport._arena.place(result) >= 0) is inside
+
+
+@ON_TWO_AND_THREE
+def test_the_arena_of_a_closed_subset_is_freed_at_once(case: EngineCase) -> None:
+    engine = new_engine(case)
+    part = engine.subset(range(engine.size))
+    part.transport.least_in_arena = 0
+    result = part.allreduce(np.ones(9000, np.float32))
+    arena = weakref.ref(part.transport._arena)
+    gc.disable()
+    try:
+        part.close()
+        assert arena() is None
+    finally:
+        gc.enable()
+    assert (result == engine.size).all()
 
 
 @ON_TWO_AND_THREE
