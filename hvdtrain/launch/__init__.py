@@ -1,1 +1,1 @@
-"""Start, watch and stop jobs; no TensorFlow, no MPI."""
+"""Starts, watches and stops jobs. Imports neither TensorFlow nor MPI."""

@@ -41,13 +41,13 @@ KEPT_CHARACTERS = 1 << 14
 # JSON needs up to six bytes per character.
 MOST_BYTES = 8 * MAX_LINE_LENGTH
 RECEIVE_BUFFERS = 8
-# Open files in addition to the connections: modules, pipes, clients before their hello.
+# Number of other open files: modules, pipes, and clients that have not sent their hello yet.
 OTHER_FILES = 200
 
 
 @dataclass(eq=False)
 class _Rank:
-    """One rank: the connection to its agent, its last lines of stderr, and its end."""
+    """One rank: the connection to its agent, its last lines of stderr, and how it ended."""
 
     number: int
     host: str
@@ -65,15 +65,15 @@ class AgentServer:
     """Accepts agents, shows the output of their programs, and records how they end.
 
     Args:
-        ranks: The number of ranks, each with an agent.
-        console: Shows their output.
+        ranks: Number of ranks. Each rank has its own agent.
+        console: Shows the output of the ranks.
         local: Accept connections from this host only.
         is_hidden: Returns whether a line of stderr is to be dropped.
-        on_line: Receives the rank, stream and text of every other line.
+        on_line: Receives the rank, stream and text of every line that is not dropped.
         holds_up: Returns whether ranks should pause before they write more.
 
     Raises:
-        LaunchError: The limit of open files is too low for a connection to each agent.
+        LaunchError: If the limit of open files is too low for a connection to each agent.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class AgentServer:
         on_line: Callable[[int, str, str], object] = lambda rank, stream, text: None,
         holds_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        # An agent's hello must contain it.
+        # Every agent's hello must contain this secret.
         self.secret = secrets.token_hex(16)
         self.ranks = ranks
-        # In order of arrival, without lost ranks that the others survive.
+        # How ranks ended, in order of arrival. A lost rank that the others survive is moved to
+        # ``dropped``.
         self.ends: list[RankExit] = []
         self.dropped: list[int] = []
         self.reports = JobProgress(time.monotonic())
-        # Whether each rank that answered ``probe`` is stopped.
+        # For each rank that has answered ``probe``: whether its program is stopped.
         self.stopped: dict[int, bool] = {}
         self._console = console
         self._is_hidden = is_hidden
@@ -137,28 +138,31 @@ class AgentServer:
         self._console.review()
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Send signal ``number`` to every rank's program, and SIGKILL ``grace_s`` later.
+        """Send signal ``number`` to every rank's program, and SIGKILL after ``grace_s`` seconds.
 
-        Ranks that connect after this are signalled too.
+        Ranks that connect later get the signal too.
         """
         self._stop_message = encode("stop", signal=number, grace_s=grace_s)
         for rank in self._running():
             self._signal(rank, self._stop_message)
 
     def probe(self) -> None:
-        """Make every program print its stacks, and record in ``stopped`` which ones can't."""
+        """Make every program print its stacks, and find out which programs are stopped.
+
+        A stopped program (state T) can't print. The answers arrive in ``stopped``.
+        """
         self.stopped.clear()
         for rank in self._running():
             self._send(rank, encode("look"))
 
     def kill(self, number: int) -> None:
-        """Kill a rank's program, which then counts as lost, not as signalled."""
+        """Kill a rank's program. The rank then counts as lost, not as signalled."""
         rank = self._connected[number]
         if rank.end is None:
             self._send(rank, encode("kill"))
 
     def drop_lost(self, end: RankExit) -> None:
-        """Forget the end of a lost rank that the others continue without."""
+        """Move a lost rank from ``ends`` to ``dropped``, because the others continue without it."""
         self.ends.remove(end)
         self.dropped.append(end.rank)
 
@@ -176,7 +180,7 @@ class AgentServer:
         self.selector.close()
 
     def _confirm(self, rank: _Rank) -> None:
-        """Let a rank's agent send more."""
+        """Confirm what a rank's agent has sent, so that it can send more."""
         if rank.connection.fileno() >= 0:
             size = rank.decoder.taken - rank.confirmed
             rank.confirmed += size
@@ -274,7 +278,7 @@ class AgentServer:
         failed_at, record = time.monotonic(), rank.record
         report = self.reports.latest.get(rank.number)
         if code == 1 and record is not None:
-            # Python may take long to exit after the exception.
+            # The exception was the failure. Python may take long to exit after it.
             failed_at = rank.recorded_at
         elif (
             code == 1
@@ -282,8 +286,9 @@ class AgentServer:
             and report.phase == STARTING_MPI
             and any(line.startswith("Timeout (") for line in rank.stderr)
         ):
-            # No Python code can record this time-out, only faulthandler prints it; see
-            # hvdtrain.collectives.mpi_start. MPI itself may also end a process with code 1.
+            # No Python code can record this time-out. Only faulthandler prints it (see
+            # hvdtrain.collectives.mpi_start). Without its line, MPI itself may have ended the
+            # process with code 1.
             record = FailureRecord(exception="CollectiveTimeoutError")
         rank.end = RankExit(
             rank=rank.number,
@@ -307,7 +312,7 @@ class AgentServer:
 
 
 def _raise_file_limit(ranks: int) -> None:
-    """Allow this process a connection for each rank; the usual limit is 1024 open files."""
+    """Raise the limit of open files, usually 1024, so that each rank can have a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = ranks + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -328,6 +333,7 @@ def _listen(local: bool) -> socket.socket:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
-    # Connections inherit it. Small packets need several times their size.
+    # Accepted connections inherit this size. In the buffer, small packets take several times their
+    # size.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFERS * WINDOW_BYTES)
     return listener

@@ -57,17 +57,20 @@ __all__ = ["end_waiting", "run_job", "run_plan"]
 
 logger = logging.getLogger(__package__)
 
-# How long the launcher waits at its end for a reader that reads nothing; less after a signal.
+# How long the launcher waits before it exits, if the reader of its output reads nothing. After a
+# signal, the launcher waits less.
 PATIENCE_S = 300.0
 STOPPED_PATIENCE_S = 5.0
 
 
 def run_job(job: Job, environ: Mapping[str, str]) -> int:
-    """Run ``job`` without recording it, as ``bench`` and ``check`` do, and return the exit code.
+    """Run ``job`` without recording it, and return the exit code.
+
+    ``hvdtrain bench`` and ``hvdtrain check`` use this.
 
     Raises:
-        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
-        LaunchError: mpirun or srun is missing or can't be started.
+        ConfigurationError: If hosts can't be read, or the ranks don't fit on them.
+        LaunchError: If mpirun or srun is missing or can't be started.
     """
     resources, plan = find_plan(job, environ)
     with caught_signals() as received:
@@ -91,8 +94,8 @@ def run_plan(
     and stderr, and with ``summarises=False`` no summary is logged.
 
     Raises:
-        ConfigurationError: The ranks don't fit on the hosts.
-        LaunchError: mpirun or srun can't be started.
+        ConfigurationError: If the ranks don't fit on the hosts.
+        LaunchError: If mpirun or srun can't be started.
     """
     with contextlib.ExitStack() as stack:
         out, err = sys.stdout, sys.stderr
@@ -105,7 +108,7 @@ def run_plan(
 
 @contextlib.contextmanager
 def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iterator[Screen]:
-    """Yield a screen; at the end, wait for its reader until another signal arrives."""
+    """Yield a screen. At the end, wait until all output is read or another signal arrives."""
     screen = Screen(out, err)
     try:
         yield screen
@@ -118,7 +121,7 @@ def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iter
 
 
 class _Attempts:
-    """All attempts at one job; call ``run`` once, from the main thread."""
+    """Runs all attempts at one job. Call ``run`` once, from the main thread."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class _Attempts:
         )
 
     def run(self, plan: Plan, *, summarises: bool) -> int:
-        """Run attempts until the job has succeeded or can't be restarted; return its exit code."""
+        """Run attempts until the job succeeds or can't be restarted, and return its exit code."""
         ranks = len(plan.places)
         hosts: Sequence[Host] = self._resources.hosts
         if self._resources.warning:
@@ -182,7 +185,7 @@ class _Attempts:
                 break
             try:
                 self._check_room(hosts, room)
-                # On fewer hosts a rank may lack a GPU, or the job its last worker.
+                # Fails if the remaining hosts have too few GPUs, or if no worker is left.
                 larger = plan if room < ranks else None
                 plan = make_plan(self._job, self._resources, hosts, room, larger=larger)
             except ConfigurationError as error:
@@ -275,7 +278,7 @@ class _Attempts:
             return supervisor.run()
 
     def _check_removed_hosts(self, outcome: Outcome) -> Outcome:
-        """Return the outcome as a preemption if hosts were removed from the job."""
+        """Turn the outcome into a preemption if hosts were removed from the job."""
         if outcome.cause in ("done", "ordered", "preempted") or not self._watch.is_managed:
             return outcome
         removed = self._watch.removed()
@@ -306,12 +309,12 @@ class _Attempts:
         # Slurm tracks the state of its nodes.
         if not missing or self._resources.in_slurm:
             return hosts
-        # Rarely needed, and imports much of hvdtrain check.
+        # Imported here because it is rarely needed and imports much of hvdtrain check.
         from hvdtrain.remote.remote_probe import unreachable
 
         lost = {host.lower() for host in outcome.lost_hosts if not is_this_host(host)}
         left = [host for host in hosts if host.name.lower() not in lost]
-        # One unreachable host keeps the ranks of all hosts from starting.
+        # One unreachable host prevents the ranks on all hosts from starting.
         silent = unreachable(
             [host.name for host in left],
             self._environ,
@@ -330,7 +333,10 @@ class _Attempts:
             )
 
     def _end(self, *, stopped: bool, summarises: bool) -> int:
-        """Log a summary and return the exit code; ``stopped`` means by a signal."""
+        """Log a summary and return the exit code.
+
+        ``stopped`` means that a signal arrived between two attempts.
+        """
         wall_s = time.monotonic() - self._started_at
         summary = summarise(self._history, wall_s) if summarises else []
         for line in (*summary, describe_losses(self._history), describe_resume(self._history)):
@@ -347,7 +353,7 @@ class _Attempts:
 
 
 def end_waiting(observer: Observer, number: int) -> int:
-    """Report that a signal stopped a job before its ranks started; return its exit code."""
+    """Report that a signal stopped a job before its ranks started, and return the exit code."""
     code = _code_after(number)
     verdict = f"the job was stopped by {signal.Signals(number).name} before its turn"
     observer.on_event(JobEnded(code=code, cause="ordered", verdict=verdict))
@@ -355,5 +361,5 @@ def end_waiting(observer: Observer, number: int) -> int:
 
 
 def _code_after(number: int) -> int:
-    """Return the exit code after a signal while no ranks run."""
+    """Return the exit code after a signal that arrived while no ranks ran."""
     return ExitCode.PREEMPTED if number in PREEMPTING else 128 + number

@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "get_program", "make_job", "reads_code_from_stdin", 
 
 logger = logging.getLogger(__package__)
 
-# A hang is reported shortly before ranks time out, while all of them can print their stacks.
+# A hang is reported shortly before ranks time out, so that all of them can print their stacks.
 HANG_SHARE = 0.9
 # The options that --help shows; --help-all shows all.
 _COMMON = {
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for action in parser._actions
         if not _COMMON.intersection(action.option_strings)
     )
-    # argcomplete, which sets this variable, ignores options without help.
+    # argcomplete sets this variable. It ignores options without help.
     if "_ARGCOMPLETE" not in os.environ:
         for action in rare:
             action.help = argparse.SUPPRESS
@@ -151,7 +151,10 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """Declare a setting as a flag; most values stay text and become environment variables."""
+    """Declare a setting as a flag.
+
+    Most values stay text, because they become environment variables.
+    """
     flag = flag_name(entry.name)
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:
@@ -168,7 +171,7 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
         return text
 
     text = f"{summary}; default {written_default(entry)}"
-    # The default may be None, so the annotation decides.
+    # The default may be None, so the annotation determines the type.
     kind = str(entry.type).partition(" ")[0]
     metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
     group.add_argument(flag, type=argument(checked), metavar=metavar, help=text)
@@ -194,10 +197,11 @@ def make_job(
     """Return the job that ``arguments`` describe, and the environment of its ranks.
 
     Raises:
-        ConfigurationError: A setting is invalid, no program is given, or hosts don't fit.
+        ConfigurationError: If a setting is invalid, no program is given, or the hosts of a
+            parameter-server cluster are invalid or contradict other arguments.
     """
     environ = _environment(arguments, environ)
-    # Checked here once, before every rank fails at an invalid value.
+    # Checked once here. Otherwise every rank would fail at an invalid value.
     settings = read_settings(environ)
     configure_log(
         settings.log_level, prefix="hvdtrain run: ", with_time=settings.log_with_timestamp
@@ -207,7 +211,7 @@ def make_job(
         hang_s = HANG_SHARE * settings.timeout_s
     cluster = named_cluster(arguments, settings, environ)
     if cluster is not None:
-        # It would give every rank the task of this process.
+        # With this variable, every rank would take over the task of this process.
         environ.pop(TF_CONFIG, None)
     job = Job(
         program=tuple(get_program(arguments)),
@@ -240,10 +244,12 @@ def make_job(
 
 
 def with_files(options: Sequence[str]) -> list[str]:
-    """Replace ``--config-file`` and ``--config`` with the options in those files, which go first.
+    """Replace ``--config-file`` and ``--config`` with the options in those files.
+
+    The options from files go first, so that the command line overrides them.
 
     Raises:
-        ConfigurationError: A file can't be read.
+        ConfigurationError: If a file can't be read.
     """
     if not any(option.startswith("--config") for option in options):
         return list(options)
@@ -256,7 +262,7 @@ def get_program(arguments: argparse.Namespace) -> list[str]:
     """Return the program with its arguments.
 
     Raises:
-        ConfigurationError: There is none, or it would read its code from standard input.
+        ConfigurationError: If no program is given, or it would read its code from standard input.
     """
     words: list[str] = arguments.program
     program = words[1:] if words[:1] == ["--"] else words
@@ -312,7 +318,7 @@ _STDIN = {"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
 
 
 def reads_code_from_stdin(program: Sequence[str]) -> bool:
-    """Return whether a command is a Python or a shell without a script."""
+    """Return whether a command starts Python or a shell without a script, as in ``python -``."""
     interpreter = _INTERPRETER.fullmatch(PurePath(program[0]).name)
     if interpreter is None:
         return False

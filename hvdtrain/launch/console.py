@@ -1,7 +1,7 @@
 """The launcher's output: tagged lines of ranks, the chief's status line, and the screen.
 
-Ranks of a job print mostly equal lines. Those that appear at about the same time are
-shown once. The screen is written by threads, so that a slow reader never blocks the launcher.
+Most lines are printed by every rank of the job. Equal lines that appear at about the same time are
+shown once. Threads write the screen, so that a slow reader never blocks the launcher.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from hvdtrain.text import format_ranges, plural
 
 __all__ = ["TF_LOG_LEVEL", "Console", "Screen", "ScreenStream", "early_info_filter", "is_redrawn"]
 
-# How long a line waits for the same line of other ranks.
+# How long a line waits for the same line from other ranks.
 WINDOW_S = 0.3
-# The most lines of a rank that wait.
+# Maximum number of waiting lines per rank.
 MAX_WAITING = 500
 _MAX_CHARACTERS = 20
-# The time in a log line, and perhaps a thread, which comparisons ignore: of TensorFlow's C++
-# ("W0000 00:00:1795552261.046417   17820 port.cc:153] ..."), and of Python's logging and of
-# TensorFlow before 2.19 ("2026-11-24 20:29:51.123456: W ...").
+# Matches the time in a log line, and the thread if the line has one. Comparisons ignore both.
+# TensorFlow's C++ code prints "W0000 00:00:1795552261.046417   17820 port.cc:153] ...". Python's
+# logging and TensorFlow before 2.19 print "2026-11-24 20:29:51.123456: W ...".
 _TIME = re.compile(r"(?<=^[IWEF])\d{4} [\d:.]+ +\d+|^\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 # Sets the log level of TensorFlow's C++ code; 1 hides the level INFO.
 TF_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# TensorFlow's first INFO messages, dated with zeros, which it prints before it reads the variable.
+# TensorFlow's first INFO messages, which have zeros as their date. TensorFlow prints them before it
+# reads the variable.
 _EARLY_INFO = re.compile(
     r"I0000 00:00:\d+\.\d+ +\d+ \S+:\d+\] "
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
@@ -49,7 +50,7 @@ def is_redrawn(stream: TextIO | ScreenStream, environ: Mapping[str, str]) -> boo
 
 
 def early_info_filter(environ: Mapping[str, str]) -> Callable[[str], bool]:
-    """Return a predicate for TensorFlow's INFO lines that ``TF_LOG_LEVEL`` should have hidden."""
+    """Return a function that finds TensorFlow's INFO lines that ``TF_LOG_LEVEL`` should hide."""
     level = environ.get(TF_LOG_LEVEL, "1")
     if level.isdecimal() and int(level) >= 1:
         return lambda line: _EARLY_INFO.match(line) is not None
@@ -57,7 +58,7 @@ def early_info_filter(environ: Mapping[str, str]) -> Callable[[str], bool]:
 
 
 class _Line(NamedTuple):
-    """A line that waits to be shown, once for all lines with the same ``key``."""
+    """A line that waits to be shown. All lines with the same ``key`` are shown once."""
 
     host: str
     stream: str
@@ -67,7 +68,10 @@ class _Line(NamedTuple):
 
 
 class _LineQueues:
-    """A queue of lines for each rank; equal lines at the front of several queues leave as one."""
+    """A queue of lines for each rank.
+
+    Equal lines at the front of several queues are taken together.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -81,10 +85,11 @@ class _LineQueues:
         self._waiting[key] += 1
 
     def take(self, now: float) -> Iterator[tuple[_Line, Mapping[int, str]]]:
-        """Remove and yield lines that are complete or have waited long enough, with their hosts.
+        """Remove and yield each line that is due, with the hosts of the ranks that printed it.
 
-        The lines of a rank stay in order. If a due line is not yet at the front of another rank's
-        queue, the lines before it there go first.
+        A line is due if all ranks have printed it, or if it has waited long enough. Each rank's
+        lines stay in order: if a due line is also in another rank's queue, but not at its front,
+        the due lines before it go first.
         """
         while self._queues:
             fronts: dict[tuple[str, str], list[int]] = {}
@@ -124,7 +129,7 @@ class _LineQueues:
 
 
 class Console:
-    """Prints whole lines, on a terminal above the chief's status line.
+    """Prints whole lines. On a terminal, the chief's status line stays below them.
 
     Args:
         stdout: Receives what ranks write to their stdout.
@@ -133,8 +138,8 @@ class Console:
         with_host: Whether tags name the host.
         chief_only: Show only the chief's lines, without tags.
         timestamps: Begin each line with the local time.
-        collapse: Show equal lines of several ranks once; call ``review`` often, and ``flush`` at
-            the end.
+        collapse: Show equal lines of several ranks once. The caller must then call ``review``
+            often, and ``flush`` at the end.
         environ: TERM and NO_COLOR describe the terminal.
     """
 
@@ -169,7 +174,7 @@ class Console:
         self._chief_only = False
 
     def drop_rank(self, rank: int) -> None:
-        """Continue without a lost rank; the lowest remaining rank is the chief."""
+        """Continue without a lost rank. The lowest remaining rank becomes the chief."""
         if rank == self._chief:
             self.status(rank, "")
         self._lost.add(rank)
@@ -199,15 +204,16 @@ class Console:
         self.review(float("inf"))
 
     def notice(self, text: str) -> None:
-        """Show a message of the launcher."""
+        """Show a message from the launcher."""
         self.flush()
         for line in text.splitlines():
             self._print("stderr", f"hvdtrain run: {line}")
 
     def status(self, rank: int, text: str) -> None:
-        """Redraw the status line; only the chief's is shown, and only on a terminal."""
+        """Redraw the status line. Only the chief's is shown, and only on a terminal."""
         if rank == self._chief and self._redrawn["stdout"]:
-            # A wrapped line could not be erased. The window may have been resized.
+            # A line that wraps could not be erased. The window may have been resized, so look up
+            # its width each time.
             self._status = text[: _columns(self._streams["stdout"]) - 1]
             self._write("stdout", _ERASE + self._status)
 
@@ -249,10 +255,11 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 class Screen:
-    """Stdout and stderr, written by threads; if both are one file, they share a queue.
+    """Stdout and stderr, written by threads. If both are the same file, they share a queue.
 
-    A slow reader slows the ranks down, but a paused one, such as ``less`` or a terminal after
-    Ctrl-S, only for some seconds: then the oldest lines are dropped, and a message counts them.
+    A slow reader slows the ranks down. A reader that pauses, such as ``less`` or a terminal after
+    Ctrl-S, delays the ranks only for a few seconds. After that, the oldest lines are dropped, and a
+    message says how many.
     """
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
@@ -265,7 +272,10 @@ class Screen:
         return any(writer.should_pause for writer in self._writers.values())
 
     def close(self, patience_s: float, give_up: Callable[[], bool]) -> None:
-        """Wait for the reader until it reads nothing for ``patience_s``, or ``give_up()``."""
+        """Wait until all output has been read.
+
+        Give up if nothing is read for ``patience_s`` seconds, or if ``give_up()`` returns true.
+        """
         for writer in self._writers.values():
             writer.close(patience_s, give_up)
 
@@ -291,7 +301,7 @@ class ScreenStream:
         self.fileno = stream.fileno
 
     def write(self, text: str, /) -> None:
-        """Queue ``text``; characters that the encoding lacks become question marks."""
+        """Queue ``text``. Characters that the encoding lacks become question marks."""
         self._writer.write(text.encode(self._stream.encoding, "replace"))
 
     def flush(self) -> None:
@@ -300,15 +310,15 @@ class ScreenStream:
 
 def _writer(stream: TextIO) -> BackgroundWriter:
     stream.flush()
-    # On a terminal, a status line may be where the message starts.
+    # On a terminal, a status line may have to be erased first.
     erase = _ERASE if stream.isatty() else ""
 
     def gap(dropped: int) -> bytes:
         return f"{erase}hvdtrain run: {plural(dropped, 'line')} skipped: reader too slow\n".encode()
 
     def fails(error: OSError) -> bool:
-        # The reader (head, a terminal) has closed, or the disk is full; the job continues. Python
-        # would fail when it flushes the stream at exit.
+        # The reader (head, a terminal) has closed, or the disk is full. The job continues, with its
+        # output in /dev/null. Otherwise Python would fail when it flushes the stream at exit.
         with open(os.devnull, "wb") as devnull:
             os.dup2(devnull.fileno(), stream.fileno())
         return False

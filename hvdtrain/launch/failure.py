@@ -1,4 +1,7 @@
-"""The outcome of an attempt: its cause, exit code and messages; pure functions of a record."""
+"""Finds the outcome of an attempt: its cause, exit code and messages.
+
+All functions are pure. Their input is the record of the attempt.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _STARTER_LINES = 40
 
 Cause = Literal[
     "done",  # every rank succeeded
-    "ordered",  # a signal at hvdtrain run
+    "ordered",  # hvdtrain run received a signal
     "preempted",  # ranks received a signal to save a checkpoint and exit
     "infrastructure",  # a process or host was lost, hangs, or did not start
     "exception",  # raised by the program
@@ -44,15 +47,15 @@ Cause = Literal[
 
 @dataclass(kw_only=True)
 class JobRecord:
-    """What the launcher records of an attempt while it runs; times are its own clock's."""
+    """What the launcher records about an attempt while it runs. Times are the launcher's."""
 
     hosts: Mapping[int, str]  # the planned host of each rank
     ends: Sequence[RankExit]  # without lost ranks that the others survived
     reports: JobProgress
     seen: Mapping[int, str] = field(default_factory=dict)  # the hosts of ranks that started
-    critical: Mapping[int, str] = field(default_factory=dict)  # roles that can't be replaced
-    received: Sequence[int] = ()  # signals to hvdtrain run while ranks ran
-    hang: str = ""  # the description of a hang
+    critical: Mapping[int, str] = field(default_factory=dict)  # roles of irreplaceable ranks
+    received: Sequence[int] = ()  # signals that hvdtrain run received while ranks ran
+    hang: str = ""  # the description of the hang, if the job hung
     starter: str = "mpirun"  # or srun
     starter_code: int = 0
     starter_output: MutableSequence[str] = field(default_factory=list)
@@ -63,16 +66,16 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of an attempt; None means unknown or nothing."""
+    """The outcome of an attempt. A field is None if it is unknown or does not apply."""
 
     code: int  # exit code for hvdtrain run
     cause: Cause
-    messages: tuple[str, ...] = ()  # for the user
-    step: int | None = None  # the last step of any rank
+    messages: tuple[str, ...] = ()  # what to tell the user
+    step: int | None = None  # the last step that any rank completed
     failed_after: int | None = None  # the last step of the rank that failed first
     saved: int | None = None  # step of the newest checkpoint
     lost_s: float = 0.0  # seconds since that checkpoint, or since the start
-    resumed: int | None = None  # step of the checkpoint that it resumed from
+    resumed: int | None = None  # step of the checkpoint that the attempt resumed from
     samples: int | None = None  # number of samples trained on
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds in each phase
     waited: float | None = None  # fraction of training in which ranks waited for each other
@@ -123,10 +126,10 @@ def classify(record: JobRecord) -> Outcome:
 
 
 def _verdict(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
-    """Return code, cause, messages, and hosts where ranks can't be started."""
+    """Return the exit code, the cause, the messages, and the hosts where ranks can't start."""
     first = first_failure(record.ends)
     missing = sorted(set(record.hosts) - set(record.seen))
-    # A signal after all ranks have succeeded comes too late.
+    # A signal that arrives after all ranks have succeeded changes nothing.
     succeeded = record.ends and all(end.code == 0 and not end.was_signalled for end in record.ends)
     if record.received and (missing or not succeeded):
         return *_stopped(record), ()
@@ -170,24 +173,28 @@ def _describe_preemption(reports: JobProgress, what: str = "preempted") -> str:
 
 
 def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
-    """Return the first failure; signalled ranks count only with the preemption code."""
+    """Return the first failure, leaving out ranks that were signalled before they ended.
+
+    A signalled rank still counts if it exited with the preemption code.
+    """
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
 def _cause(first: RankExit, record: JobRecord) -> Cause:
-    # Under srun a rank that its slurmstepd lost may report it only by its code.
+    # Under srun, a rank that has lost its slurmstepd may show this only by its exit code.
     by_mpi = first.ended_by_mpi or (record.starter == "srun" and first.may_be_ended_by_mpi)
     lost = first.code is None or first.follows or by_mpi
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
-    # A program that reports nothing records no exception either, and Python exits with 1 after one.
+    # A program that reports nothing does not record exceptions either. If it exits with code 1, as
+    # Python does after an exception, assume an exception.
     raised = first.record is not None or first.rank not in record.reports.latest
     return "exception" if first.code == 1 and raised else "own code"
 
 
 def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
     """Return messages about ranks that did not start, and the hosts at fault, if known."""
-    # Rarely needed, and imports much of hvdtrain check.
+    # Imported here because it is rarely needed and imports much of hvdtrain check.
     from hvdtrain.remote.problem import format_problem
 
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
@@ -213,14 +220,17 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
 
 
 def _output(record: JobRecord) -> list[str]:
-    """Return what mpirun or srun printed, without blank lines, rules and repeats; cut if long."""
+    """Return the lines that mpirun or srun printed, without blank lines, rules and repeats.
+
+    Of a long output, only the beginning is returned.
+    """
     lines = list(dict.fromkeys(line for line in record.starter_output if line.strip(" -=*")))
     left = len(lines) - _STARTER_LINES
     return lines if left <= 0 else [*lines[:_STARTER_LINES], f"... and {left} more lines"]
 
 
-# The start of ssh's own connection errors. MPI and agents print similar errors about their
-# connections, and those lines are mixed with these.
+# Matches the start of ssh's own connection errors. It must not match the similar errors that MPI
+# and the agents print about their connections in the same output.
 _SSH = re.compile(r"ssh: |\S+: Permission denied \(|Host key verification failed|Received disc")
 # Open MPI's lines about the host where it was started.
 _LOCAL_LINE = re.compile(r"\[|\s*Local host:")
@@ -233,10 +243,12 @@ _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 
 def explain_start_failure(
     lines: Sequence[str], hosts: Sequence[str], *, method: Method, python: str
 ) -> list[Problem]:
-    """Find why ranks did not start on ``hosts`` from the output of mpirun or srun, in English.
+    """Find out why ranks did not start on ``hosts``, from the output of mpirun or srun.
+
+    Only English messages are recognized.
 
     Returns:
-        The problems; empty if the output does not tell.
+        The problems. Empty if the output does not show the cause.
     """
     from hvdtrain.remote.problem import failure_problems
     from hvdtrain.remote.remote_probe import Answer, Failure
@@ -260,10 +272,10 @@ def _ssh_causes(
     for line in lines:
         kind = ssh_failure(line) if _SSH.match(line) else None
         if kind is not None:
-            # An error about a host key does not name the host; another line may.
+            # An error about a host key does not name the host, but other lines may.
             yield others if kind == "host key" else [line], kind, line
         elif _SHELL_NOT_FOUND.search(line) and os.path.dirname(python) in line:
-            # Open MPI's own helper, which is installed next to Python.
+            # The program that was not found is Open MPI's helper, which is next to Python.
             yield others, "no Python", line
 
 

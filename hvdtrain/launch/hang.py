@@ -1,4 +1,4 @@
-"""Detection of hangs; ranks that the others can continue without are killed."""
+"""Detects hangs, and kills hanging ranks if the others can continue without them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SHOWN_OPERATIONS = 3
 
 
 class HangWatch:
-    """Acts on ranks that make no steps; call ``review`` often while the job runs.
+    """Acts on ranks that complete no steps. Call ``review`` often while the job runs.
 
     Args:
-        timeout_s: Limit of a step in seconds; 0 for no limit.
+        timeout_s: Time limit of a step in seconds. 0 means no limit.
         critical: Roles of the ranks that the others can't continue without.
-        can_lose_ranks: Returns whether the others would continue now without a rank.
+        can_lose_ranks: Returns whether the others would continue if a rank were lost now.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class HangWatch:
         self._killed: set[int] = set()
 
     def review(self, now: float) -> str:
-        """Act on ranks that hang; return a description if the job must end, otherwise ""."""
+        """Act on ranks that hang, and return why the job must end, or "" if it continues."""
         reports, running = self._server.reports, self._server.running
-        # Without servers, all ranks wait for one that hangs.
+        # Without parameter servers no ranks are killed, because all ranks wait for one that hangs.
         can_kill = bool(self._critical) and self._can_lose_ranks()
         if can_kill:
             late = stuck_ranks(reports, running, now, self._timeout_s)
@@ -70,7 +70,10 @@ class HangWatch:
         return ""
 
     def _kill_missing(self) -> bool:
-        """Kill the ranks that all others wait for; return False if one is critical."""
+        """Kill the ranks that all others wait for, and return whether any were killed.
+
+        If one of them is critical or was killed before, nothing is killed.
+        """
         missing = missing_ranks(self._server.reports, self._server.running, self._server.stopped)
         if missing.keys() & (self._critical.keys() | self._killed):
             return False
@@ -89,14 +92,14 @@ class HangWatch:
 def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
     """Return whether the reporting ranks should have completed a step by now.
 
-    A step may take ``timeout_s``, the first one four times as long; 0 disables the limit.
+    A step may take ``timeout_s`` seconds, and the first step four times as long. 0 means no limit.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]
     if timeout_s <= 0 or reports.moved_at is None:
         return False
-    # A rank that writes a checkpoint or validates keeps the others waiting. One that waits itself,
-    # such as after the end of its training, does not.
+    # Ranks may wait for one that writes a checkpoint or validates. They don't wait for a rank that
+    # waits itself, for instance after the end of its training.
     if any(state.phase != TRAINING and not state.waiting_in for state in states):
         return False
     if all(state.phase != TRAINING for state in states):
@@ -108,7 +111,10 @@ def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout
 def stuck_ranks(
     reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
 ) -> dict[int, float]:
-    """Return ranks late with a step while others continue or wait, and for how many seconds."""
+    """Return the ranks whose step takes too long, each with the seconds since its last progress.
+
+    Returns none if this applies to all ranks.
+    """
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
     late = {}
@@ -124,7 +130,7 @@ def stuck_ranks(
 def missing_ranks(
     reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
-    """Return the ranks that the others wait for in a job that hangs, each with the reason."""
+    """Return the ranks that the others wait for in a hanging job, each with the reason."""
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     busy = {r: "not waiting for other ranks" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
@@ -135,14 +141,19 @@ def missing_ranks(
 def describe_hang(
     reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
-    """Describe which ranks are missing, and where the others wait, after ``quiet_s`` seconds."""
+    """Describe a hang: which ranks have not arrived, and in which operations the others wait.
+
+    ``quiet_s`` is the number of seconds since a rank last made progress.
+    """
     step = "" if reports.step is None else f" after step {reports.step}"
     lines = [f"the job hangs: no rank has completed a step for {quiet_s:.0f} s{step}"]
     # Agents connect in any order.
     ranks = sorted(hosts)
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks}
     missing = missing_ranks(reports, ranks, stopped)
-    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in missing.items()]
+    lines += [
+        f"rank {rank} on {hosts[rank]} has not arrived: {why}" for rank, why in missing.items()
+    ]
     operations: dict[str, list[int]] = {}
     for rank, state in latest.items():
         if state.waiting_in and rank not in missing:
@@ -150,12 +161,12 @@ def describe_hang(
     for operation, waiting in list(operations.items())[:_SHOWN_OPERATIONS]:
         verb = "wait" if len(waiting) > 1 else "waits"
         done, *others = {latest[rank].step for rank in waiting}
-        step = "" if done is None or others else f" of step {done + 1}"
-        lines.append(f"{list_ranks(waiting)} {verb} in {operation}{step}")
+        step = "" if done is None or others else f"step {done + 1}: "
+        lines.append(f"{list_ranks(waiting)} {verb} in {step}{operation}")
     if len(operations) > _SHOWN_OPERATIONS:
         lines.append(f"... and in {len(operations) - _SHOWN_OPERATIONS} other operations")
     if not missing and not operations:
         lines.append("no rank waits for another; see the stack traces above")
     if not missing and len(operations) > 1:
-        lines.append("ranks are in different operations: the program differs between them")
+        lines.append("ranks wait in different operations, so they run different code")
     return "\n".join(lines)

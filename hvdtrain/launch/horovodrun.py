@@ -23,8 +23,9 @@ __all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "check_build", "
 class HorovodFlag:
     """A flag of horovodrun.
 
-    ``same``: hvdtrain run has the same flag; ``becomes``: it stands for another flag; ``unneeded``:
-    it is accepted and ignored; ``refused``: it is an error.
+    ``fate`` tells how hvdtrain run treats the flag. ``same``: hvdtrain run has the same flag.
+    ``becomes``: the flag stands for a different one. ``unneeded``: the flag is accepted and
+    ignored. ``refused``: the flag is an error.
     """
 
     names: Sequence[str]
@@ -32,12 +33,15 @@ class HorovodFlag:
     fate: Literal["same", "becomes", "unneeded", "refused"]
     reason: str  # its effect, or why it is unneeded or refused
     becomes: str = ""  # the flag that it stands for, with {} for its value
-    ignored: str | None = None  # the value with which it is unneeded after all
-    declared: Mapping[str, Any] = field(default_factory=dict)  # for argparse, if declared here
+    ignored: str | None = None  # a value with which the flag is ignored
+    declared: Mapping[str, Any] = field(default_factory=dict)  # how to declare it in argparse
 
 
 def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare all flags without help; ``unneeded`` of the result lists the ignored ones."""
+    """Declare all flags without help.
+
+    After parsing, ``unneeded`` in the namespace lists the flags that were ignored.
+    """
     parser.set_defaults(unneeded=())
     # A flag excludes the same flags as the one that it stands for.
     groups = {
@@ -62,7 +66,7 @@ def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def explain_unneeded(names: Sequence[str]) -> list[str]:
-    """Explain why flags are ignored, in a line for each reason."""
+    """Explain why flags are ignored, with one line per reason."""
     reasons = {name: flag.reason for flag in HOROVOD_FLAGS for name in flag.names}
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -89,7 +93,8 @@ class _HorovodAction(argparse.Action):
         if self._flag.fate == "unneeded" or list(values) == [self._flag.ignored]:
             namespace.unneeded = (*namespace.unneeded, option_string)
         else:
-            # As if it stood there: it is checked, and later flags override it.
+            # Parsed as if the user had given the other flag, so that its value is checked and
+            # later flags override it.
             parser.parse_args([self._flag.becomes.format(*values)], namespace)
 
 
@@ -140,7 +145,7 @@ _TUNING_OPTIONS = (
     "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
     "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise"
 )
-_HIERARCHY = "ranks of a host always reduce through shared memory first, if possible"
+_HIERARCHY = "the ranks on a host always reduce through shared memory first, if possible"
 _HIERARCHY_OPTIONS = (
     "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather "
     "--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce"
@@ -170,7 +175,7 @@ _NO_COOLDOWN = (
     "resumes from the newest checkpoint on all hosts."
 )
 _NO_DISCOVERY = (
-    'no hosts join while a job runs. Name the present ones, as in -H "$({} | paste -sd,)", and '
+    'no hosts join while a job runs. Name the current hosts, as in -H "$({} | paste -sd,)", and '
     "give --elastic or --max-restarts N to continue when some are lost."
 )
 _NO_GLOO = (
@@ -227,7 +232,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("--no-log-hide-timestamp", 0, "`--log-with-timestamp`", **_LOG_TIME, const="1"),
     _same("-prefix-timestamp --prefix-output-with-timestamp", 0, "before each line", **_TIMESTAMPS),
     _same("-H --hosts", 1, "also `node[01-04]:2`"),
-    _same("--hostfile", 1, "in any dialect"),
+    _same("--hostfile", 1, "in the format of any MPI"),
     _becomes("-hostfile", 1, "--hostfile={}"),
     _refused("--host-discovery-script", 1, _NO_DISCOVERY),
     _refused("--gloo", 0, _NO_GLOO),
@@ -244,7 +249,7 @@ _INSTALL = {
 
 
 def check_build(environ: Mapping[str, str]) -> str:
-    """Describe what is installed and missing, without loading any of it."""
+    """Describe which packages are installed or missing, without importing them."""
     import importlib.metadata
 
     from hvdtrain.launch.commands import find_mpirun

@@ -1,4 +1,4 @@
-"""The hosts of a job: command-line arguments that name them, and hosts that a cluster manages."""
+"""A job's hosts: the command-line arguments that name them, and hosts that a cluster manages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ __all__ = [
     "whole_number",
 ]
 
-# The variable in which TensorFlow's launchers name all tasks and this process's own.
+# In this variable, TensorFlow's launchers list all tasks, and which of them this process is.
 TF_CONFIG = "TF_CONFIG"
 
 
 def add_host_arguments(group: argparse._ActionsContainer) -> argparse._MutuallyExclusiveGroup:
-    """Declare ``-np``, ``-H`` and ``--hostfile``; return the group of options that name hosts."""
+    """Declare ``-np``, ``-H`` and ``--hostfile``.
+
+    Returns the group of mutually exclusive options that name hosts.
+    """
     group.add_argument(
         *("-np", "--num-proc"),
         type=whole_number,
@@ -48,7 +51,9 @@ def add_host_arguments(group: argparse._ActionsContainer) -> argparse._MutuallyE
         help="a:4,b:4, node[01-04]:2 or user@a:4; default: the Slurm job's, or this host",
     )
     exclusive.add_argument(
-        "--hostfile", metavar="FILE", help="file with a host and its slots per line, in any dialect"
+        "--hostfile",
+        metavar="FILE",
+        help="file with a host and its slots per line, in the format of any MPI",
     )
     return exclusive
 
@@ -78,7 +83,7 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
     """Return the hosts of ``-H`` or ``--hostfile``; None if neither is given.
 
     Raises:
-        ConfigurationError: They can't be read.
+        ConfigurationError: If the hosts can't be read.
     """
     if hosts is not None:
         return parse_hosts(hosts)
@@ -95,7 +100,8 @@ def named_cluster(
     ``TF_CONFIG`` is used if parameter servers are requested and no argument names hosts.
 
     Raises:
-        ConfigurationError: It can't be read, or contradicts other arguments or the settings.
+        ConfigurationError: If the cluster can't be read, or contradicts other arguments or the
+            settings.
     """
     if arguments.ps_hosts is not None and arguments.worker_hosts is None:
         raise ConfigurationError("--ps-hosts requires --worker-hosts; add it.")
@@ -156,7 +162,7 @@ def whole_number(text: str) -> int:
     """Parse a positive integer on the command line.
 
     Raises:
-        argparse.ArgumentTypeError: It is not a positive integer.
+        argparse.ArgumentTypeError: If the text is not a positive integer.
     """
     count = int(text) if text.isdecimal() else 0
     if count < 1:
@@ -170,19 +176,21 @@ READ_INTERVAL_S = 0.5
 STEP_S = 0.2
 # The removal of a host may be reported this long after its ranks have ended.
 REPORT_DELAY_S = 5.0
-# How long a job that could start on fewer hosts waits for all; another restart takes longer.
+# How long a job that could start on fewer hosts waits for all of them. Waiting is worthwhile,
+# because another restart would take longer.
 PATIENCE_S = 15.0
-# How long it waits silently, as new hosts may not be reported yet.
+# How long a job waits without a message, because new hosts may not be reported yet.
 QUIET_S = 3.0
 # The interval of messages about missing hosts that don't change.
 MESSAGE_INTERVAL_S = 60.0
 
 
 class HostWatch:
-    """Watches hosts that a cluster manages, in the file ``MANAGED_HOSTS``; others never change.
+    """Watches the hosts that a cluster manages, in the file that ``MANAGED_HOSTS`` names.
 
-    With ``may_grow`` the job uses more than the requested ``ranks`` and ``slots``, once it can
-    resume from a checkpoint.
+    Without this variable, the hosts never change. With ``may_grow``, the job gets more than
+    ``ranks`` ranks when hosts with more than ``slots`` slots are available. A running job restarts
+    for that after its next checkpoint.
     """
 
     def __init__(
@@ -211,7 +219,7 @@ class HostWatch:
         self._more_since = None
 
     def reason_to_restart(self, now: float, saved_at: float | None) -> str:
-        """Return why all ranks should save a checkpoint and restart, or ""."""
+        """Return why all ranks should save a checkpoint and restart, or "" if they need not."""
         if self._path is None or now < self._due_at:
             return ""
         from hvdtrain.cluster.managed_hosts import leaving_hosts
@@ -231,7 +239,7 @@ class HostWatch:
         return ""
 
     def removed(self) -> Mapping[str, str]:
-        """Return the hosts of the last attempt that were removed, with the reasons.
+        """Return the hosts of the last attempt that were removed, each with the reason.
 
         Waits up to ``REPORT_DELAY_S`` for a report.
         """
@@ -248,10 +256,11 @@ class HostWatch:
         return {}
 
     def await_hosts(self, least: int, received: Sequence[int]) -> tuple[list[Host], int]:
-        """Wait until ranks can start; return the available hosts and the number of ranks.
+        """Wait until ranks can start, and return the available hosts and the number of ranks.
 
-        A job that may grow starts after ``PATIENCE_S`` if at least ``least`` ranks have room;
-        others wait for all hosts indefinitely. A received signal ends the wait.
+        A job that may grow starts without the missing hosts after ``PATIENCE_S`` seconds, if at
+        least ``least`` ranks have room. Other jobs wait for all hosts indefinitely. A received
+        signal ends the wait.
         """
         message, message_at = "", time.monotonic() + QUIET_S
         patient_until = time.monotonic() + PATIENCE_S

@@ -23,7 +23,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptBegan:
-    """The ranks are about to start, with the number of ranks on each host and the MPI's name."""
+    """The ranks of an attempt are about to start.
+
+    ``hosts`` is the number of ranks per host, and ``mpi`` the name of the MPI.
+    """
 
     ranks: int
     hosts: Mapping[str, int]
@@ -66,13 +69,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a job; None or 0 if unknown."""
+    """The progress of a job. Unknown values are None or 0."""
 
     step: int | None
     epoch: int | None
     total_steps: int | None
     own_s: Sequence[float] = ()  # each rank's own time per step, in seconds
-    reduced_bytes_per_s: int = 0  # bytes that all ranks pass to allreduce
+    reduced_bytes_per_s: int = 0  # bytes that all ranks together pass to allreduce per second
     slow: tuple[int, float, str | None] | None = None  # straggler: rank, factor, host
     samples: int | None = None  # number of samples trained on
     loss: float | None = None
@@ -81,14 +84,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTable:
-    """Columns with a value for each rank: its step, phase, memory and so on."""
+    """A table of the ranks: columns such as step, phase and memory with one value per rank."""
 
     columns: Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Fractions of the job's time by use, from ``hvdtrain.launch.restart.goodput``."""
+    """How the job's time was spent, from ``hvdtrain.launch.restart.goodput``."""
 
     shares: Mapping[str, float]
 
@@ -130,7 +133,7 @@ class Observer:
         """Receive a line that a rank printed."""
 
     def notice(self, text: str) -> None:
-        """Receive a message of the launcher."""
+        """Receive a message from the launcher."""
 
     def on_event(self, event: Event) -> None:
         """Receive an event."""

@@ -1,4 +1,4 @@
-"""Options in files: hvdtrain's TOML, and horovodrun's YAML."""
+"""Reads options from files: hvdtrain's TOML files, and horovodrun's YAML files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["read_horovod_file", "read_job_file", "with_files"]
 
-# Short names from the command line.
+# The command line's short names.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
 _NOT_IN_FILES = ("config", "config-file", "help", "help-all")
 _SCALARS = {str, int, float}
@@ -23,10 +23,10 @@ _SCALARS = {str, int, float}
 _ON = {
     entry.name.replace("_", "-") for entry in dataclasses.fields(Settings) if entry.default is True
 }
-# Options that may be repeated, by a list in the file.
+# Options that may be repeated. In a file, their values are a list.
 _REPEATED = {"env", "sbatch", "volume", "node-selector", "toleration", "pull-secret"}
 _HOST_LISTS = {"hosts", "worker-hosts", "ps-hosts"}
-# The prefix of the flags for the keys of each section.
+# For each section, the prefix that turns its keys into names of flags.
 # Source: horovod/runner/common/util/config_parser.py
 _SECTIONS = {
     "params": "",
@@ -41,14 +41,15 @@ _SECTIONS = {
 def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
     """Replace ``--config-file`` and ``--config`` with the options in those files.
 
-    They go first, so that the command line overrides them. Options after ``--`` are untouched.
+    The options from files go first, so that the command line overrides them. Options after ``--``
+    are untouched.
 
     Args:
         options: The options from the command line.
-        folder: The folder of relative paths.
+        folder: The folder that the paths of files are relative to.
 
     Raises:
-        ConfigurationError: A file can't be read.
+        ConfigurationError: If a file can't be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-file", type=Path)
@@ -61,14 +62,14 @@ def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
 
 
 def read_job_file(path: Path) -> list[str]:
-    """Return the options in a TOML file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
+    """Return a TOML file's options as arguments. ``grace-s = 10`` becomes ``--grace-s=10``.
 
     Keys are flag names with dashes or underscores. ``true`` becomes a flag without a value.
     ``false`` is omitted, or becomes ``--no-...`` if the flag is on by default. ``hosts`` and
-    repeated options may be lists, ``env`` a table.
+    repeated options may be lists, and ``env`` may be a table.
 
     Raises:
-        ConfigurationError: The file can't be read, is not TOML, or no flag fits a value.
+        ConfigurationError: If the file can't be read, is not TOML, or has an invalid key or value.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -83,13 +84,14 @@ def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
     name = _SHORT.get(key, key.replace("_", "-"))
     if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in _NOT_IN_FILES:
         raise ConfigurationError(
-            f"--config {path}: {key!r} is not allowed there; use the options in hvdtrain run "
-            "--help-all."
+            f"--config {path}: {key!r} is not allowed in this file; use the options in hvdtrain "
+            "run --help-all."
         )
     if isinstance(value, bool):
         off = [f"--no-{name}"] if name in _ON else []
         return [f"--{name}"] if value else off
-    # In one word, so that argparse can't take a surplus value for the program.
+    # Flag and value are one word. Otherwise argparse would mistake the value of a flag without
+    # values for the program.
     if type(value) in _SCALARS:
         return [f"--{name}={value}"]
     if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
@@ -101,15 +103,17 @@ def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
         return [f"--{name}={variable}={text}" for variable, text in value.items()]
     raise ConfigurationError(
         f"--config {path}: {key} has an invalid value, got {value!r}; expected a string, a number "
-        "or a boolean, for hosts and repeated options a list of strings, for env a table."
+        "or a boolean; hosts and repeated options may be lists of strings, and env a table."
     )
 
 
 def read_horovod_file(path: Path) -> list[str]:
-    """Return a file of horovodrun as arguments: ``params: {cycle_time_ms: 5}`` as a flag.
+    """Return the options in horovodrun's YAML file as arguments.
+
+    ``params: {cycle_time_ms: 5}`` becomes ``--cycle-time-ms=5``.
 
     Raises:
-        ConfigurationError: It can't be read, or is not a file of horovodrun.
+        ConfigurationError: If the file can't be read, or is not in horovodrun's format.
     """
     content = _load_yaml(path)
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""A job, the hosts that it can use, and the plan of where its ranks run."""
+"""Describes a job, finds the hosts that it can use, and plans where its ranks run."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Job:
     ranks: int | None = None  # by default all slots of the hosts
     hosts: str | None = None  # the value of -H
     hostfile: str | None = None
-    cluster: TaskHosts | None = None  # of workers and parameter servers, instead of both
+    cluster: TaskHosts | None = None  # the parameter-server cluster, instead of hosts or hostfile
     oversubscribe: bool = False
     settings: Settings = field(default_factory=Settings)
     ssh: tuple[str, ...] = ()  # options for ssh
     mpi_args: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()  # names of more variables to forward to the ranks
+    extra: tuple[str, ...] = ()  # names of additional variables to forward to the ranks
     output_dir: str | None = None
     chief_only: bool = False
     timestamps: bool = False
@@ -82,10 +82,10 @@ class Resources:
     hosts: tuple[Host, ...]  # the named hosts, or Slurm's, or this one
     ps_ranks: tuple[int, ...]  # parameter servers that the cluster or the settings name
     starter: Mpirun | Srun  # srun inside a Slurm job
-    elastic: bool  # whether ranks continue without a lost one
+    elastic: bool  # whether ranks continue without a lost rank
     gpus: int  # usable GPUs of this host
     ssh: tuple[str, ...] = ()  # options for ssh
-    warning: str = ""  # which request can't be met, and what happens instead
+    warning: str = ""  # which option can't be used, and what happens instead
 
     @property
     def in_slurm(self) -> bool:
@@ -97,9 +97,9 @@ def find_plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
     """Find where the job can run, and plan the place of each rank.
 
     Raises:
-        ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
-            ``--min-np``.
-        LaunchError: No usable mpirun or srun was found.
+        ConfigurationError: If hosts can't be read, the ranks don't fit on them, or there are fewer
+            ranks than ``--min-np``.
+        LaunchError: If no usable mpirun or srun was found.
     """
     resources = _find_resources(job, environ)
     plan = make_plan(job, resources, resources.hosts, job.ranks)
@@ -156,11 +156,11 @@ def make_plan(
 ) -> Plan:
     """Plan on which of ``hosts`` each rank runs, and in which role.
 
-    ``ranks=None`` uses all slots. ``larger`` is the previous plan if it had more ranks; servers
-    that were requested by number or host then stay on their hosts.
+    ``ranks=None`` uses all slots. ``larger`` is the previous plan if it had more ranks. Parameter
+    servers whose rank or host the user has chosen then stay on their hosts.
 
     Raises:
-        ConfigurationError: The ranks don't fit, or are too few for all roles.
+        ConfigurationError: If the ranks don't fit, or there are too few ranks for all roles.
     """
     ps_ranks = resources.ps_ranks
     servers: Sequence[int] = ()
@@ -202,7 +202,7 @@ def make_command(
     """Make the command that starts the ranks of ``plan``, and write its ``hostfile``.
 
     Raises:
-        ConfigurationError: mpirun can't read the name of a host, or ``--mpi-args`` are given
+        ConfigurationError: If mpirun can't read the name of a host, or ``--mpi-args`` are given
             without mpirun.
     """
     settings = {}
@@ -237,7 +237,7 @@ def make_command(
 def agent_variables(
     job: Job, plan: Plan, environ: Mapping[str, str], *, port: int, secret: str, attempt: int
 ) -> dict[str, str]:
-    """Return the variables by which the agents find the launcher and its options."""
+    """Return the variables that tell the agents the launcher's address and options."""
     addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
     variables = {LAUNCHER: format_addresses(addresses, port), JOB: secret, ATTEMPT: str(attempt)}
     if job.output_dir is not None:
@@ -270,16 +270,16 @@ _FORWARDED = re.compile(
 
 
 def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """Return the environment of every rank: defaults, ``environ``, and ``folders`` first on PATH.
+    """Return the environment of every rank: ``environ``, with defaults and a longer PATH.
 
-    With the folder of Python first, ``python`` runs this Python even if its environment isn't
-    activated.
+    ``folders`` go first on PATH. If Python's folder is the first, ``python`` runs this Python, even
+    if its virtual environment isn't activated.
     """
     defaults = {
-        # Output must not be lost in a buffer when a rank is killed, nor a crash be silent.
+        # The output of a killed rank must not be lost in a buffer, and crashes must not be silent.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        # Intel MPI would bind ranks to cores, which the agents do.
+        # Otherwise Intel MPI would bind ranks to cores, although the agents do that.
         "I_MPI_PIN": "0",
         TF_LOG_LEVEL: "1",
     }
@@ -289,6 +289,9 @@ def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dic
 
 
 def forwarded_names(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of variables to forward to other hosts; values stay out of argv."""
+    """Return the names of variables to forward to other hosts.
+
+    Only names go into the command, so that its arguments don't show the values.
+    """
     names = [name for name in environ if _FORWARDED.fullmatch(name)]
     return tuple(dict.fromkeys([*sorted(names), *extra]))

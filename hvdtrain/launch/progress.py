@@ -1,4 +1,4 @@
-"""The progress of an attempt, from the reports of its ranks; times are the launcher's clock."""
+"""The progress of an attempt, from the reports of its ranks. Times are the launcher's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class JobProgress:
         self.phases = PhaseTimes(started_at)
         self.waits = TrainingWaits()
         self.paces = RankPaces()
-        # From the agents.
+        # The newest usage of each rank, from its agent.
         self.usage: dict[int, Usage] = {}
         self._chief: int | None = None
 
@@ -61,17 +61,17 @@ class JobProgress:
             self.saved_at = now
 
     def skip(self, seconds: float, now: float) -> None:
-        """Ignore the last ``seconds``, in which this process could not receive reports."""
+        """Ignore the last ``seconds``, because this process could not receive reports then."""
         self.moved = {rank: min(now, moved + seconds) for rank, moved in self.moved.items()}
 
     @property
     def moved_at(self) -> float | None:
-        """When any rank last reported a new step or phase; None without reports."""
+        """When a rank last reported a new step or phase. None without reports."""
         return max(self.moved.values(), default=None)
 
     @property
     def started(self) -> set[int]:
-        """Ranks that have started MPI, or report without it."""
+        """The ranks that have started MPI, or that report although they don't use MPI."""
         return {r for r, report in self.latest.items() if report.phase not in ("", STARTING_MPI)}
 
     @property
@@ -124,17 +124,21 @@ class JobProgress:
 def holding_up(
     reports: JobProgress, running: Collection[int], now: float, after_s: float
 ) -> list[int]:
-    """Return ranks that the others wait for, if no rank has made a step for ``after_s``."""
+    """Return the ranks that the others wait for, or [] if a rank made progress recently.
+
+    Recently means within the last ``after_s`` seconds.
+    """
     if reports.moved_at is None or now - reports.moved_at < after_s:
         return []
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     waiting = {rank for rank, report in latest.items() if report.waiting_in}
-    # The last report of a stopped process may say that it waits, for a finished collective.
+    # A stopped process is not waiting, even if its last report says so: the collective may have
+    # finished since.
     stopped = {rank for rank in latest if rank in reports.usage and reports.usage[rank].stopped}
     return sorted(latest.keys() - waiting | stopped) if waiting else []
 
 
-# Summary names of phases; phases that a program defines are "other".
+# The names of phases in summaries. Phases that a program defines are "other" there.
 _KINDS = {
     "": "start",
     "starting MPI": "start",
@@ -151,7 +155,7 @@ _KINDS = {
 
 
 class PhaseTimes:
-    """Total time in each phase, from the reports of a chief."""
+    """Total time in each phase, from the reports of the chief."""
 
     def __init__(self, started_at: float) -> None:
         self._seconds: dict[str, float] = {}
@@ -200,7 +204,7 @@ class TrainingWaits:
     def shares(self, training_s: float) -> tuple[float | None, float | None]:
         """Return the fractions of training in which ranks waited for others and for input.
 
-        Both are means over the reporting ranks, None if unknown, and at most 1 together.
+        Each is the mean over the reporting ranks, or None if unknown. Their sum is at most 1.
         """
         for_others = _share(self._for_others, training_s)
         for_input = _share(self._for_input, training_s)
@@ -231,15 +235,15 @@ class _Mark(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """A rank's own work; 0 means unknown."""
+    """How fast a rank works. 0 means unknown."""
 
     own_s: float  # seconds per step, without waiting for other ranks
-    input_s: float = 0.0  # the part of it that waits for input
-    reduced_per_s: float = 0.0  # bytes passed to allreduce per second
+    input_s: float = 0.0  # the part of own_s in which the rank waits for its input
+    reduced_per_s: float = 0.0  # bytes that the rank passes to allreduce per second
 
 
 class RankPaces:
-    """Each rank's own time per step, from its reports after the first step, which compiles."""
+    """Each rank's own time per step, without the first step, because that includes compilation."""
 
     def __init__(self) -> None:
         self._first: dict[int, _Mark] = {}
@@ -287,11 +291,11 @@ class Straggler:
     rank: int
     own_s: float  # its own time per step, in seconds
     median_s: float  # the median of all ranks
-    is_starved: bool = False  # whether it waits for its input most of that time
+    is_starved: bool = False  # whether it spends most of own_s waiting for its input
 
     @property
     def factor(self) -> float:
-        """Its time per step as a multiple of the median."""
+        """The rank's own time per step as a multiple of the median."""
         return self.own_s / self.median_s
 
 
@@ -333,7 +337,7 @@ class ProgressPublisher:
     def review(
         self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
-        """Publish what is new, if the interval is over or this is the ``last`` call."""
+        """Publish what is new if the interval has passed, or if this is the ``last`` call."""
         if now < self._due_at and not last:
             return
         self._due_at = now + INTERVAL_S
@@ -351,7 +355,10 @@ class ProgressPublisher:
             self._observer.on_event(RankTable(columns=self._columns()))
 
     def _columns(self) -> Mapping[str, Any]:
-        """Return columns with a value per rank, None if unknown; optional ones only if known."""
+        """Return columns with one value per rank, which is None if unknown.
+
+        Optional columns are left out if all of their values are unknown.
+        """
         latest, usage = self._reports.latest, self._reports.usage
         paces = self._reports.paces.recent()
         columns = {

@@ -1,4 +1,4 @@
-"""How a rank ended, and which of several failures came first; pure functions."""
+"""How ranks ended, and which of several failures came first. All functions are pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 _STDERR_LINES = 30
 _SHOWN_CHARACTERS = 500
 # Printed by Open MPI when PMIx reports a loss. The exit code is then MPI_ERR_UNKNOWN if another
-# rank was lost, and PMIX_ERR_LOST_CONNECTION (-61) if its parent was, such as slurmstepd.
+# rank was lost, and PMIX_ERR_LOST_CONNECTION (-61) if the rank's parent process was lost, such as
+# slurmstepd.
 _PMIX_EVENT = "An error occurred in PMIx Event Notification"
 _PMIX_EVENT_CODES = (14, 256 - 61)
 _MEMORY_ADVICE = (
@@ -49,7 +50,7 @@ class RankExit:
 
     @property
     def is_loss(self) -> bool:
-        """Whether an unexpected signal killed it, so that the other ranks may continue.
+        """Whether an unexpected signal killed the rank, so that the other ranks may continue.
 
         After an exception or an exit code, the others would probably fail in the same way.
         """
@@ -58,12 +59,12 @@ class RankExit:
 
     @property
     def follows(self) -> bool:
-        """Whether it ended because another rank had."""
+        """Whether the rank ended because another rank had failed."""
         return self.record is not None and self.record.kind == "follows"
 
     @property
     def timed_out(self) -> bool:
-        """Whether its program timed out waiting for other ranks."""
+        """Whether the rank's program timed out waiting for other ranks."""
         return self.record is not None and self.record.kind == "hang"
 
     @property
@@ -73,12 +74,15 @@ class RankExit:
 
     @property
     def ended_by_mpi(self) -> bool:
-        """Whether its stderr shows that MPI ended it after a loss elsewhere."""
+        """Whether the rank's stderr shows that MPI ended it after a loss elsewhere."""
         return any(_PMIX_EVENT in line for line in self.stderr)
 
     @property
     def may_be_ended_by_mpi(self) -> bool:
-        """The same as far as its exit code shows, as the last lines of stderr may be lost."""
+        """Whether MPI may have ended the rank, judging by its stderr or its exit code.
+
+        The exit code is considered because the last lines of stderr may be lost.
+        """
         return self.ended_by_mpi or (self.code in _PMIX_EVENT_CODES and not self._has_own_failure)
 
 
@@ -98,7 +102,7 @@ def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
 
 
 def exit_code(first: RankExit | None) -> int:
-    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 if it is None."""
+    """Return the exit code of ``hvdtrain run`` after the failure ``first``, or 0 if it is None."""
     if first is None:
         return 0
     if first.timed_out:
@@ -130,7 +134,7 @@ def describe_failure(first: RankExit, role: str = "") -> str:
 
 
 def describe_loss(end: RankExit, step: int | None, left: int, min_np: int) -> str:
-    """Describe a rank lost after ``step``, and whether the ``left`` ranks continue."""
+    """Describe a rank that was lost after ``step``, and whether the ``left`` ranks continue."""
     assert end.code is not None
     after = "" if step is None else f" after step {step}"
     memory = ", out of memory" if end.kills is not None and end.kills.in_group else ""
@@ -163,7 +167,7 @@ def _kill_reason(kills: OomKills) -> str:
     if kills.in_group:
         return f": {_oom(kills)}"
     if kills.on_host:
-        return "; the kernel killed a process on that host out of memory, possibly this one"
+        return "; the host ran out of memory and its kernel killed a process, possibly this one"
     if 0 in (kills.in_group, kills.on_host):
         return "; the kernel reports no out-of-memory kill, so a user or a program sent it"
     return "; possibly out of memory: the kernel's counters can't be read (see dmesg there)"
@@ -171,5 +175,5 @@ def _kill_reason(kills: OomKills) -> str:
 
 def _oom(kills: OomKills) -> str:
     if kills.limit_bytes is None:
-        return "out of memory (no cgroup limit found, so perhaps the host's)"
+        return "out of memory (no cgroup limit was found, so perhaps the whole host)"
     return f"out of memory (cgroup limit {kills.limit_bytes >> 20} MiB)"

@@ -1,4 +1,7 @@
-"""Whether a job restarts after an attempt, and its summary; pure functions of its attempts."""
+"""Decides whether a job restarts after an attempt, and summarises jobs.
+
+All functions are pure. Their input is the outcomes of the job's attempts.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ JITTER = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether another attempt follows, after how many seconds, or why not."""
+    """Whether another attempt follows, and after how many seconds. If not, the reason."""
 
     restart: bool
     delay_s: float = 0.0
-    reason: str = ""  # empty if it is obvious
+    reason: str = ""  # why the job does not restart; empty if that is obvious
 
 
 def decide(
@@ -46,7 +49,7 @@ def decide(
 
     Args:
         history: The outcomes of all attempts.
-        max_restarts: The number of restarts that failures may use.
+        max_restarts: Maximum number of restarts after failures.
         in_slurm: Whether Slurm preempts and requeues the job as a whole.
         chance: A random number from 0 to 1, for the jitter of the delay.
         hosts_return: Whether the cluster replaces hosts that it takes from the job.
@@ -81,7 +84,7 @@ def describe_restart(
     hosts: Sequence[str],
     ranks: int,
 ) -> str:
-    """Describe the next attempt, and the losses of the last one."""
+    """Describe the next attempt, and the steps and seconds that the last one lost."""
     number = len(history) + 1
     limit = max(number, max_restarts + number - _used_attempts(history))
     last, newest = history[-1], _newest_checkpoint(history)
@@ -99,7 +102,7 @@ def describe_restart(
 
 
 def describe_losses(history: Sequence[Outcome]) -> str:
-    """Describe what all attempts lost; "" after a single attempt."""
+    """Describe the steps and seconds that all attempts lost, or "" after a single attempt."""
     if len(history) < 2:
         return ""
     failed = [outcome for outcome in history if outcome.cause != "done"]
@@ -117,7 +120,7 @@ def describe_resume(history: Sequence[Outcome]) -> str:
 
 
 def _progressed(history: Sequence[Outcome]) -> list[bool]:
-    """Return whether each attempt saved a newer checkpoint than all before it."""
+    """Return for each attempt whether it saved a newer checkpoint than all earlier attempts."""
     return [
         (last.saved or 0) > _newest_checkpoint(history[:number])
         for number, last in enumerate(history)
@@ -125,7 +128,10 @@ def _progressed(history: Sequence[Outcome]) -> list[bool]:
 
 
 def _used_attempts(history: Sequence[Outcome]) -> int:
-    """Return how many attempts count against the limit: not preemptions that made progress."""
+    """Return how many attempts count against the limit.
+
+    Preempted attempts that made progress don't count.
+    """
     return sum(
         last.cause != "preempted" or not progressed
         for last, progressed in zip(history, _progressed(history))
@@ -146,7 +152,7 @@ def _attempts_without_progress(history: Sequence[Outcome]) -> int:
 
 
 def _newest_checkpoint(history: Sequence[Outcome]) -> int:
-    """Return the step of the newest checkpoint, or 0."""
+    """Return the step of the newest checkpoint, or 0 without checkpoints."""
     return max((outcome.saved or 0 for outcome in history), default=0)
 
 
@@ -161,10 +167,10 @@ _LEAST_SHARE = 0.005
 def goodput(history: Sequence[Outcome], wall_s: float) -> dict[str, float]:
     """Return how a job's time was spent, as fractions that sum to 1.
 
-    ``kept`` is time in steps that count. ``lost`` is training after the last checkpoint of a
-    failed attempt; ``waiting`` and ``input`` are the mean times that ranks waited for each other
-    and for data during the rest of training. ``restarts`` is the time between attempts; with a
-    single attempt, unattributed time is ``start``.
+    ``lost`` is training after the last checkpoint of a failed attempt. In the rest of training,
+    ``waiting`` is the mean time that ranks waited for each other, ``input`` is the mean time that
+    they waited for data, and ``kept`` is the remaining time. ``restarts`` is the time between
+    attempts. If there was a single attempt, time outside of its phases counts as ``start``.
     """
     seconds: dict[str, float] = defaultdict(float, kept=0.0)
     for outcome in history:
@@ -194,7 +200,7 @@ def _parts_of_training(outcome: Outcome) -> Iterator[tuple[str, float]]:
 
 
 def summarise(history: Sequence[Outcome], wall_s: float) -> list[str]:
-    """Return a summary of a job in three lines; empty if its ranks reported no steps."""
+    """Return a summary of a job in three lines. Empty if its ranks reported no steps."""
     steps = sum((o.step or 0) - (o.resumed or 0) for o in history if o.step is not None)
     training_s = sum(outcome.phases.get("training", 0.0) for outcome in history)
     if steps <= 0 or training_s <= 0:

@@ -1,4 +1,4 @@
-"""One attempt at a job: starts mpirun or srun, watches the ranks, and stops what is left."""
+"""Runs one attempt at a job: starts mpirun or srun, watches the ranks, and stops what remains."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ STEP_S = 0.05
 PAUSE_PER_RANK_S = 2e-5
 # No iteration of the loop takes this long unless this process was suspended.
 SUSPENDED_S = 2.0
-# The other ranks detect a failure and may exit on their own.
+# How long the other ranks may continue after a failure. They detect it, and may exit on their own.
 SETTLE_S = 0.5
-# mpirun and srun clean up after the last rank.
+# How long mpirun or srun may take to clean up after the last rank.
 STARTER_TIMEOUT_S = 5.0
-# mpirun prints 16 lines for each host that it can't reach, after one line of ssh for each.
+# For each host that mpirun can't reach, ssh prints one line, and mpirun 16 lines.
 KEPT_LINES = 40_000
 
 
@@ -55,7 +55,7 @@ class TimeLimits:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collect the signals that stop a job in a list, instead of dying of them."""
+    """Yield a list that collects the signals that stop a job. They don't end this process."""
     received: list[int] = []
     # Signals that are ignored at the start (nohup) stay ignored.
     caught = [
@@ -79,7 +79,7 @@ def ignore_signals() -> None:
 
 
 def pause(delay_s: float, received: Sequence[int]) -> bool:
-    """Sleep until a signal is received; return False if one was."""
+    """Sleep for ``delay_s``, or until a signal is received. Return False if one was received."""
     until = time.monotonic() + delay_s
     while not received and time.monotonic() < until:
         time.sleep(STEP_S)
@@ -87,13 +87,13 @@ def pause(delay_s: float, received: Sequence[int]) -> bool:
 
 
 class Supervisor:
-    """One attempt; call ``run`` once, from the main thread.
+    """Runs one attempt. Call ``run`` once, from the main thread.
 
     Args:
         command: The command of mpirun or srun that starts an agent for each rank.
         hosts: The planned host of each rank.
-        received: Signals, from ``caught_signals``.
-        min_np: Number of ranks that may continue without lost ones; None if none may be lost.
+        received: The list of signals from ``caught_signals``.
+        min_np: Minimum number of ranks that may continue after a loss. None if no rank may be lost.
         critical: Roles of the ranks that the others can't continue without.
     """
 
@@ -147,7 +147,7 @@ class Supervisor:
         """Run the attempt to its end and return its outcome.
 
         Raises:
-            LaunchError: mpirun or srun can't be started.
+            LaunchError: If mpirun or srun can't be started.
         """
         starter = self._start()
         try:
@@ -159,7 +159,7 @@ class Supervisor:
             self._end(starter)
             self._publish(time.monotonic(), last=True)
         self._record.seen = self._server.hosts()
-        # After a survived loss, mpirun exits with an error although the job succeeded.
+        # After a loss that the job survived, mpirun exits with an error although the job succeeded.
         if not self._server.dropped:
             self._record.starter_code = shell_code(starter.returncode)
         return classify(self._record)
@@ -185,7 +185,10 @@ class Supervisor:
         return starter
 
     def _read_starter(self, pipe: IO[bytes]) -> None:
-        """Read what mpirun or srun prints; show it unless it comments on a failed rank."""
+        """Read the output of mpirun or srun, and show it unless a rank has failed.
+
+        After a failure, the output only comments on that failure.
+        """
         data = os.read(pipe.fileno(), 1 << 16)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         if not data and self._partial_line:
@@ -202,7 +205,8 @@ class Supervisor:
         return any(end.code != 0 for end in self._server.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
-        # Messages arrive all the time, and each review takes longer with more ranks.
+        # Messages arrive all the time, but reviews are spaced, because they take longer with more
+        # ranks.
         pause_s, due_at = PAUSE_PER_RANK_S * self._server.ranks, 0.0
         now = time.monotonic()
         while True:
@@ -217,7 +221,7 @@ class Supervisor:
                     return
 
     def _review(self, now: float, *, has_exited: bool) -> bool:
-        """Act on signals, ends, hangs and deadlines; return whether the attempt is over."""
+        """Act on signals, ended ranks, hangs and deadlines. Return whether the attempt is over."""
         self._act_on_signals(now)
         self._act_on_ends(now)
         self._publish(now)
@@ -247,7 +251,7 @@ class Supervisor:
         self._publisher.review(now, self._server.hosts(), self._server.running, last=last)
 
     def _postpone_deadlines(self, seconds: float, now: float) -> None:
-        """Postpone all deadlines, as this process was suspended (Ctrl-Z) for ``seconds``."""
+        """Postpone all deadlines, because this process was suspended (Ctrl-Z) for ``seconds``."""
         self._record.started_at += seconds
         self._stop_at = self._stop_at and self._stop_at + seconds
         self._give_up_at = self._give_up_at and self._give_up_at + seconds
@@ -298,7 +302,10 @@ class Supervisor:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 
     def _can_lose_ranks(self) -> bool:
-        """Return whether ranks continue without a lost one: not before all have started MPI."""
+        """Return whether the other ranks would continue if a rank were lost now.
+
+        They can't continue before all ranks have started MPI.
+        """
         if self._min_np is None:
             return False
         remaining = set(range(self._server.ranks)).difference(self._server.dropped)
@@ -320,7 +327,7 @@ class Supervisor:
         return True
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
-        """Let agents and mpirun or srun exit, and kill what is left."""
+        """Let the agents and mpirun or srun exit, and kill the processes that remain."""
         self._server.dismiss()
         deadline = time.monotonic() + STARTER_TIMEOUT_S
         if self._server.running or self._server.connected < self._server.ranks:

@@ -62,7 +62,7 @@ def test_only_open_mpi_5_is_elastic() -> None:
     assert reason_not_elastic(Mpirun(path=path, family="openmpi5")) == ""
     assert "srun" in reason_not_elastic(None)
     reason = reason_not_elastic(Mpirun(path=path, family="openmpi4"))
-    assert "/opt/bin/mpirun belongs to another MPI" in reason
+    assert "/opt/bin/mpirun belongs to a different MPI" in reason
 
 
 @pytest.mark.parametrize(

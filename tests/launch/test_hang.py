@@ -126,22 +126,22 @@ def described(*states: RankReport, stopped: dict[int, bool] | None = None) -> li
     return lines
 
 
-OTHERS = "ranks 0, 2 wait in allreduce(gradients) of step 6"
+OTHERS = "ranks 0, 2 wait in step 6: allreduce(gradients)"
 
 
 def test_a_busy_rank_is_missing() -> None:
     lines = described(waiting(), BUSY, waiting())
-    assert lines == ["missing: rank 1 on a: not waiting for other ranks", OTHERS]
+    assert lines == ["rank 1 on a has not arrived: not waiting for other ranks", OTHERS]
 
 
 def test_a_stopped_rank_is_missing_even_if_it_reported_a_wait() -> None:
     lines = described(waiting(), waiting(), waiting(), stopped={**WELL, 1: True})
-    assert lines == ["missing: rank 1 on a: stopped (state T)", OTHERS]
+    assert lines == ["rank 1 on a has not arrived: stopped (state T)", OTHERS]
 
 
 def test_a_rank_with_a_silent_agent_is_missing() -> None:
     lines = described(waiting(), waiting(), waiting(), stopped={0: False, 2: False})
-    assert lines == ["missing: rank 1 on a: its agent does not answer", OTHERS]
+    assert lines == ["rank 1 on a has not arrived: its agent does not answer", OTHERS]
 
 
 def test_no_rank_is_missing() -> None:
@@ -152,12 +152,12 @@ def test_no_rank_is_missing() -> None:
 def test_ranks_in_different_operations() -> None:
     lines = described(waiting(), waiting("barrier"), waiting())
     assert lines[0] == OTHERS
-    assert lines[1] == "rank 1 waits in barrier of step 6"
-    assert "the program differs" in lines[2]
+    assert lines[1] == "rank 1 waits in step 6: barrier"
+    assert "different code" in lines[2]
 
 
 def test_ranks_are_listed_in_order() -> None:
     reports = noted(waiting(), BUSY, waiting())
     hosts = {2: "b", 0: "a", 1: "a"}
     lines = describe_hang(reports, hosts, WELL, 12.4).splitlines()
-    assert lines[-1].startswith("ranks 0, 2 wait in allreduce(gradients)")
+    assert lines[-1].startswith("ranks 0, 2 wait in step 6: allreduce(gradients)")

@@ -165,7 +165,7 @@ def test_an_unsupported_flag_is_refused(
         assert main(["run", "-np", "2", name, *["1"] * flag.values, "true"]) == 2
         message = capsys.readouterr().err
         assert f"argument {name}: {flag.reason.format(*['1'] * flag.values)}" in message
-        assert "Leave it out" in message or "Name the present ones" in message
+        assert "Leave it out" in message or "Name the current hosts" in message
     assert not started
 
 

@@ -66,10 +66,10 @@ ERRORS = {
     "table-in-table": ("[env.more]\nA = 1", "env has an invalid value"),
     "true-in-table": ("[env]\nA = true", "env has an invalid value"),
     "section": ("[run]\nnp = 2", "run has an invalid value"),
-    "another-file": ('config = "other.toml"', "'config' is not allowed there"),
-    "help": ("help = true", "'help' is not allowed there"),
-    "empty-name": ('"" = true', "'' is not allowed there; use the options in hvdtrain run"),
-    "dashes": ('"--np" = 2', "'--np' is not allowed there"),
+    "another-file": ('config = "other.toml"', "'config' is not allowed in this file"),
+    "help": ("help = true", "'help' is not allowed in this file"),
+    "empty-name": ('"" = true', "'' is not allowed in this file; use the options in hvdtrain run"),
+    "dashes": ('"--np" = 2', "'--np' is not allowed in this file"),
 }
 
 

@@ -104,8 +104,8 @@ def killed(**counts: int) -> RankExit:
 
 
 POSSIBLE_OOM = (
-    "killed by signal 9 (SIGKILL); the kernel killed a process on that host out of memory, "
-    "possibly this one"
+    "killed by signal 9 (SIGKILL); the host ran out of memory and its kernel killed "
+    "a process, possibly this one"
 )
 DESCRIPTIONS: dict[str, tuple[RankExit, str]] = {
     "signal": (end(0, 128 + signal.SIGTERM), "killed by signal 15 (SIGTERM)"),
@@ -115,8 +115,8 @@ DESCRIPTIONS: dict[str, tuple[RankExit, str]] = {
     ),
     "out-of-memory-without-a-limit": (
         killed(in_group=2, on_host=3),
-        "killed by signal 9 (SIGKILL): out of memory (no cgroup limit found, so perhaps the "
-        "host's)",
+        "killed by signal 9 (SIGKILL): out of memory (no cgroup limit was found, so perhaps "
+        "the whole host)",
     ),
     "perhaps-out-of-memory": (killed(on_host=1), POSSIBLE_OOM),
     "perhaps-a-child-in-another-group": (killed(in_group=0, on_host=1), POSSIBLE_OOM),

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
 MESSAGES = {
     "kill": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "lost: "],
-    "stop": ["stopped (state T)", "rank 0 waits in allreduce("],
+    "stop": ["stopped (state T)", "rank 0 waits in step", ": allreduce("],
     "preempt": ["received SIGUSR1; the checkpoint of step", "preempted"],
 }
 _uninterrupted: list[str] = []

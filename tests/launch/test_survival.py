@@ -220,8 +220,8 @@ def test_a_hang(train, fault: str, why: str, where: str) -> None:
     assert re.fullmatch(
         r"the job hangs: no rank has completed a step for \d+ s after step 12", lines[0]
     )
-    assert re.fullmatch(r"missing: rank 1 on \S+: " + re.escape(why), lines[1]), output
-    assert lines[2] == "ranks 0, 2 wait in allreduce(gradients) of step 13"
+    assert re.fullmatch(r"rank 1 on \S+ has not arrived: " + re.escape(why), lines[1]), output
+    assert lines[2] == "ranks 0, 2 wait in step 13: allreduce(gradients)"
     assert lines[3:] == ["the newest checkpoint is from step 10; start the job again to resume"]
     stacks = dict.fromkeys(re.findall(r"^\[(\d)\] +File .* in agree$", output, re.MULTILINE))
     assert set(stacks) == {"0", "2"}, "not only of the chief"
