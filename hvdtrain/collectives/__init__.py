@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def create(topology: Topology, settings: Settings) -> Engine:
-    """Create the engine of this process; collective over all ranks.
+    """Create the engine of this process.
+
+    All ranks must call this.
 
     Raises:
-        LaunchError: MPI is missing or contradicts ``topology``.
+        LaunchError: If MPI can't be loaded, or reports different ranks from ``topology``.
     """
     if topology.size == 1:
         return single_engine()
@@ -55,7 +57,10 @@ def create(topology: Topology, settings: Settings) -> Engine:
 
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
-    """Return whether ranks can continue without a lost one; the chief logs why not."""
+    """Return whether the other ranks can continue after a rank is lost.
+
+    If they can't, the chief logs the reason.
+    """
     from hvdtrain.collectives.mpi_start import why_not_elastic
 
     reason = why_not_elastic(mpi, os.environ)

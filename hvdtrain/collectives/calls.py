@@ -1,4 +1,4 @@
-"""Descriptions of calls, on which the ranks must agree, and checks of their arguments."""
+"""Descriptions of calls, which ranks compare before an operation, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = [
 Codec = Literal["json", "pickle"]
 
 JOIN = "join"
-# The kind of call with which a rank leaves a section after an error.
+# A rank that leaves a section with an error makes a call of this kind.
 RAISED = "raised"
 
 
 class RanksRaised(Exception):
-    """Some ranks left the section with an error; raised on all ranks.
+    """Raised on all ranks if some ranks left the section with an error.
 
     Args:
-        reasons: The errors, by the job's rank.
+        reasons: The error of each such rank, by the job's rank.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -54,7 +54,7 @@ class RanksRaised(Exception):
 
 
 class SomeJoined(Exception):
-    """Some ranks called ``join`` and all others the same operation; raised on all ranks.
+    """Raised on all ranks if some ranks called ``join`` and all others the same operation.
 
     Args:
         ranks: The joined ranks.
@@ -66,7 +66,10 @@ class SomeJoined(Exception):
 
 
 class Call:
-    """An operation and its arguments as the ranks compare them, except for ``note``."""
+    """An operation and the arguments that must be equal on all ranks.
+
+    ``note`` is shown in errors and may differ between ranks.
+    """
 
     __slots__ = ("detail", "digest", "kind", "name", "note", "short_text", "text", "title")
 
@@ -84,7 +87,10 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def make_call(kind: str, name: str, detail: tuple[Any, ...] = (), note: str = "") -> Call:
-    """Return the description of a call; cached, as a training loop repeats the same calls."""
+    """Return the description of a call.
+
+    Descriptions are cached, because a training loop repeats the same calls.
+    """
     return Call(kind, name, detail, note)
 
 
@@ -95,7 +101,7 @@ def check_root(root: int, size: int) -> None:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the ranks in ascending order; raise if they are not distinct ranks."""
+    """Return the ranks in ascending order, after checking that they are valid and distinct."""
     ordered = tuple(sorted(ranks))
     if not ordered or len(set(ordered)) < len(ordered) or ordered[0] < 0 or ordered[-1] >= size:
         raise ConfigurationError(
@@ -105,7 +111,10 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Return the number of rows for each of ``size`` ranks; equal numbers without ``splits``."""
+    """Return the number of rows for each of ``size`` ranks.
+
+    Without ``splits``, each rank gets the same number.
+    """
     if splits is None:
         if rows % size:
             raise ConfigurationError(
@@ -122,7 +131,7 @@ def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int
 
 
 def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
-    """Return a contiguous array with at least one axis whose bytes can be sent."""
+    """Return the array in contiguous memory, after checking that it can be sent by rows."""
     if array.ndim == 0:
         raise ConfigurationError(
             f"{operation} needs an array with a first axis, got a scalar; pass an array of one "
@@ -132,7 +141,7 @@ def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
 
 
 def plain(array: np.ndarray, operation: str) -> np.ndarray:
-    """Return a contiguous array whose bytes can be sent."""
+    """Return the array in contiguous memory, after checking that its bytes can be sent."""
     if array.dtype.hasobject:
         raise ConfigurationError(
             f"{operation} can't send an array of Python objects, got dtype {array.dtype}; pass "
@@ -160,7 +169,7 @@ def encode(obj: Any, codec: Codec) -> np.ndarray:
     """Serialize an object as a flat uint8 array.
 
     Raises:
-        ConfigurationError: JSON can't represent the object, or the codec is unknown.
+        ConfigurationError: If JSON can't represent the object, or the codec is unknown.
     """
     if codec == "pickle":
         return np.frombuffer(pickle.dumps(obj), np.uint8)
@@ -177,7 +186,10 @@ def encode(obj: Any, codec: Codec) -> np.ndarray:
 
 
 def decode(data: np.ndarray, codec: Codec) -> Any:
-    """Deserialize the result of ``encode``; JSON turns tuples into lists."""
+    """Deserialize the result of ``encode``.
+
+    JSON turns tuples into lists.
+    """
     if codec == "pickle":
         return pickle.loads(data.tobytes())
     return json.loads(data.tobytes().decode())

@@ -1,16 +1,16 @@
 """Allreduce over one communicator, in segments that keep both directions of every link busy.
 
-Each rank owns a part of the array. It sends its contributions to the other parts to their owners
-(reduce-scatter), combines the contributions to its own part, and sends the result to all ranks
-(allgather). Parts are cut into segments, so that the sums of one segment travel together with the
-contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the array, which is
-optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+Each rank owns a part of the array. For every other part, a rank sends its contribution to the owner
+(reduce-scatter). It combines the contributions to its own part, and sends the result to all ranks
+(allgather). Parts are cut into segments, so that the sums of one segment are sent at the same time
+as the contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the array,
+which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 
-``MPI_Allreduce`` guarantees neither identical results on all ranks nor reproducible ones, and does
-not support bfloat16; here contributions are combined in rank order.
+``MPI_Allreduce`` is not used, because it guarantees neither identical nor reproducible results, and
+does not support bfloat16. Here, contributions are combined in rank order.
 
-With a wire format, a rank's contribution to its own part is not converted. Its sums are, also on
-this rank, so that all ranks get the same result.
+With a wire format, a rank does not convert its contribution to its own part. But it does convert
+the sums of that part to the wire format and back, so that all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCATTER, GATHER = 1, 2
 
 
 def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
-    """Return how many chunks to start before waiting for the first, to keep links busy."""
+    """Return how many chunks to start before waiting for the first one, to keep links busy."""
     segments = max(1, chunk_bytes // ranks // segment_bytes)
     return -(-2 * _segments_ahead(ranks) // segments)
 
@@ -61,7 +61,10 @@ class Transfer:
     left: int = 0
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Convert values to the bytes to send; a view without a wire format."""
+        """Convert values to the bytes to send.
+
+        Without a wire format, the result is a view.
+        """
         if self.wire is None:
             return values.view(np.uint8)
         data = np.empty(self.wire.nbytes(values.size), np.uint8)
@@ -69,7 +72,10 @@ class Transfer:
         return data
 
     def decode(self, data: np.ndarray, values: np.ndarray) -> None:
-        """Convert received bytes to values; without a wire format they are already in place."""
+        """Convert received bytes to values.
+
+        Without a wire format, the bytes are already in place.
+        """
         if self.wire is not None:
             self.wire.decode(data, values)
 
@@ -79,8 +85,8 @@ class _Segment:
     """A piece of every part: ``parts[r]`` is the range of the array that rank ``r`` owns.
 
     Attributes:
-        encoded: Received bytes in a wire format, and the arrays for the decoded values.
-        received: The contribution of each rank to this rank's part.
+        encoded: Pairs of received bytes in a wire format and the array for their decoded values.
+        received: Contribution of each rank to this rank's part.
     """
 
     transfer: Transfer
@@ -103,7 +109,7 @@ class DirectAllreduce:
         self._segment_bytes = segment_bytes
         self._size: int = comm.Get_size()
         self._rank: int = comm.Get_rank()
-        # Each rank starts with another peer, so that not all send to the same rank at first.
+        # Each rank starts with a different peer, so that the ranks don't all send to the same rank.
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._scratch = Scratch()
         self._slots = deque(range(_segments_ahead(self._size)))
@@ -119,9 +125,10 @@ class DirectAllreduce:
         ranks: int,
         wire: WireFormat | None = None,
     ) -> Transfer:
-        """Start to combine ``data`` of all ranks in ``out``; both are flat arrays of one dtype.
+        """Start to combine the ``data`` of all ranks in ``out``.
 
-        Both must remain unchanged until the transfer is done. With ``wire`` they must be float32.
+        Both are flat arrays of the same dtype, which must be float32 with ``wire``. Don't modify
+        them until the transfer is done.
         """
         transfer = Transfer(data, out, op, ranks, wire)
         parts = split_evenly(data.size, self._size)
@@ -147,7 +154,7 @@ class DirectAllreduce:
             self._scatter(self._waiting.popleft(), self._slots.popleft())
 
     def _is_received(self, segment: _Segment) -> bool:
-        """Return whether all messages of a segment are complete; if so, decode them."""
+        """Return whether all messages of a segment are complete, and decode them if so."""
         if not self._mpi.Request.Testall(segment.requests):
             return False
         for data, values in segment.encoded:
@@ -156,7 +163,7 @@ class DirectAllreduce:
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send this rank's contributions to the owners; receive contributions to its own part."""
+        """Send this rank's contributions to their owners, and receive those to its own part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         items = stop - start
@@ -173,11 +180,11 @@ class DirectAllreduce:
         self._scattering.append((segment, slot))
 
     def _combine(self, segment: _Segment) -> np.ndarray:
-        """Combine this rank's part; return the bytes to send."""
+        """Combine the contributions to this rank's part, and return the bytes to send."""
         transfer = segment.transfer
         start, stop = segment.parts[self._rank]
         wide = accumulator_dtype(transfer.data.dtype)
-        # The result may overlap this rank's contribution.
+        # The total needs its own buffer, because the output may overlap this rank's contribution.
         total = self._scratch.take("total", wide, stop - start)
         widened = self._scratch.take("widened", wide, stop - start)
         combine(segment.received, transfer.op, total, widened)
@@ -189,7 +196,7 @@ class DirectAllreduce:
         return data
 
     def _gather(self, segment: _Segment, data: np.ndarray) -> None:
-        """Send this rank's part of the result to all ranks; receive the other parts."""
+        """Send this rank's part of the result to all ranks, and receive the other parts."""
         for peer in self._peers:
             start, stop = segment.parts[peer]
             if stop > start:

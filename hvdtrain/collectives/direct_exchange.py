@@ -1,7 +1,8 @@
-"""Allgather, broadcast and alltoall of bytes by point-to-point messages.
+"""Allgather, broadcast and alltoall of bytes, implemented with point-to-point messages.
 
-MPI's own collectives can't be interrupted, and in Open MPI they may hang or return without their
-data while a rank dies. The requests of point-to-point messages report errors and have time-outs.
+MPI's own collectives can't be interrupted. If a rank dies meanwhile, Open MPI's collectives may
+hang, or return without the data. Point-to-point messages report errors, and waits for them have
+time-outs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdtrain.collectives.fusion import messages_of
 
 __all__ = ["DirectExchange"]
 
-# Up to this size, the number of rounds matters more than the number of bytes.
+# Up to this size, the time depends more on the number of rounds than on the number of bytes.
 SMALL_BYTES = 64 << 10
 MOST_SEGMENT_BYTES = 256 << 10
 SEGMENTS_AHEAD = 8
@@ -26,10 +27,11 @@ TAG = 3
 
 
 class DirectExchange:
-    """Exchanges bytes between the ranks of a communicator, which must all make the same calls.
+    """Exchanges bytes between the ranks of a communicator.
 
-    Large data travels along a ring or chain, in which most neighbours are on the same host, so that
-    it crosses each link once. ``wait`` waits for a list of requests.
+    All ranks must make the same calls. Large data is forwarded along a ring or chain. Most
+    neighbours are on the same host, so that the data crosses each link once. ``wait`` waits for a
+    list of requests.
     """
 
     def __init__(
@@ -45,10 +47,10 @@ class DirectExchange:
         self._size: int = comm.Get_size()
 
     def allgather(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
+        """Concatenate ``counts[r]`` bytes of each rank ``r`` in ``out``."""
         blocks = np.split(out, np.cumsum(counts)[:-1])
         np.copyto(blocks[self._rank], data)
-        # Reorder by arrival.
+        # Sort the blocks in the order in which this rank receives them.
         blocks = blocks[self._rank :] + blocks[: self._rank]
         if out.size <= SMALL_BYTES:
             self._allgather_doubling(blocks)
@@ -70,7 +72,7 @@ class DirectExchange:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
+        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
         sends = np.split(data, np.cumsum(send_counts)[:-1])
         receives = np.split(out, np.cumsum(receive_counts)[:-1])
         np.copyto(receives[self._rank], sends[self._rank])
@@ -94,7 +96,10 @@ class DirectExchange:
             self._swap([sent], to, [received], source)
 
     def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
-        """Double the number of ranks with the data in every round; ``place`` 0 is the root."""
+        """Double the number of ranks that have the data in every round.
+
+        The root has ``place`` 0.
+        """
         if not buffer.size:
             return
         reach = 1
@@ -106,7 +111,7 @@ class DirectExchange:
             reach *= 2
 
     def _broadcast_in_chain(self, buffer: np.ndarray, place: int) -> None:
-        """Forward segments from rank to rank, each while the next one is being received."""
+        """Forward each segment to the next rank while the following segment is being received."""
         before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         nbytes = self._segment_bytes
         segments = [buffer[start : start + nbytes] for start in range(0, buffer.size, nbytes)]
@@ -136,7 +141,7 @@ class DirectExchange:
             requests += self._receive(block, source)
         for block in sends:
             requests += self._send(block, to)
-        # One by one, so that the time-out applies to each message.
+        # Wait for requests one by one, so that the time-out applies to each message.
         for request in requests:
             self._wait([request])
 

@@ -1,8 +1,8 @@
 """Collectives between the ranks of a job: NumPy arrays in, NumPy arrays out.
 
-Every rank calls the same operations in the same order. The engine checks that they do: a difference
-in operation, name, shape or dtype raises ``MismatchError`` on every rank. The results of
-``allreduce`` are bitwise identical on all ranks. float16 and bfloat16 are summed in float32.
+Every rank calls the same operations in the same order. The engine checks this: if operation, name,
+shape or dtype differ, every rank raises ``MismatchError``. The results of ``allreduce`` are bitwise
+identical on all ranks. float16 and bfloat16 are summed in float32.
 
 In an elastic job, the other ranks continue after a rank dies. The operation in which the loss is
 detected succeeds, and ``rank``, ``size`` and ``members`` change. Either all remaining ranks get a
@@ -11,15 +11,15 @@ result that includes the contributions of the lost ranks, or the operation is re
 - ``allreduce`` combines the arrays of the remaining ranks; ``average`` divides by their number.
 - ``allgather`` and ``allgather_object`` omit the lost ranks.
 - ``broadcast`` and ``broadcast_object`` raise ``RanksLostError`` on every rank if the root was lost
-  before all ranks had its value; the ranks may continue. With ``replicated=True`` they get the
-  chief's value instead.
+  before all ranks had its value. The ranks may continue afterwards. With ``replicated=True`` they
+  get the chief's value instead of an error.
 - ``reduce_scatter`` divides the result among the remaining ranks.
 - ``alltoall`` drops the rows for lost ranks.
 
 Rank arguments are current ranks. Code that keeps data by rank or by size must compare
 ``generation`` before it uses the data. After the same operation, ``generation`` may have grown on
-one rank and not yet on another, which learns of the loss in its next operation. For a common
-decision, reduce it with "max" first.
+one rank but not yet on another rank that learns of the loss in its next operation. To make the same
+decision on all ranks, reduce ``generation`` with "max" first.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ __all__ = ["Engine", "error_location", "single_engine"]
 logger = logging.getLogger(__package__)
 
 PACKAGE = str(Path(__file__).parents[1])
-# A rank that leaves a section with an error logs it if the other ranks take longer to notice.
+# A rank that leaves a section with an error logs the error if the other ranks take longer than this
+# to notice it.
 LATE_S = 5.0
 
 
@@ -84,13 +85,13 @@ def single_engine() -> Engine:
 
 
 class Engine(EngineCore):
-    """Collectives between all ranks of the job, or some of them.
+    """Collectives between all or some ranks of the job.
 
-    ``name`` identifies an operation in errors; all ranks must pass the same name. Input arrays are
-    never modified; result arrays belong to the caller.
+    ``name`` identifies an operation in error messages. All ranks must pass the same name. Input
+    arrays are never modified, and the caller may modify result arrays.
 
     Args:
-        transport: Moves the bytes. The engine opens it.
+        transport: Moves the bytes. The engine opens the transport.
         parent: The engine of all ranks, if this engine connects a subset of them.
 
     Attributes:
@@ -98,19 +99,21 @@ class Engine(EngineCore):
         rank: This rank among the remaining ranks, from 0 for the chief.
         size: Number of remaining ranks.
         survives_losses: Whether the other ranks continue after a rank dies.
-        generation: How many times ranks have been lost, from 0.
-        members: The initial ranks of the remaining ranks, in order. A rank keeps its initial rank
-            when others are lost; messages and the launcher use it.
-        numbers: The job's rank for each initial rank. Errors use it.
-        contributed: The initial ranks that took part in the latest operation.
-        bucket_bytes: Best bucket size for gradients that are still being computed; 0 for one
-            bucket.
-        too_few: Set once fewer than ``min_np`` ranks remain. Operations still work; the training
-            loop checks it after each step, saves a checkpoint, and raises it.
+        generation: Number of times that ranks have been lost.
+        members: Initial ranks of the remaining ranks, in order. A rank keeps its initial rank when
+            other ranks are lost. The launcher and point-to-point messages use initial ranks.
+        numbers: The job's rank for each initial rank. Both differ if the engine connects a subset.
+            Error messages use the job's ranks.
+        contributed: Initial ranks that took part in the latest operation.
+        bucket_bytes: Best size of the buckets in which gradients are reduced while others are still
+            being computed. 0 means a single bucket for all gradients.
+        too_few: An exception once fewer than ``min_np`` ranks remain, otherwise None. Operations
+            still work. The training loop checks ``too_few`` after each step, saves a checkpoint,
+            and raises the exception.
         sections: Number of sections started so far, the same on all ranks.
-        observers: Called after each operation, in the thread that called it.
+        observers: Functions that are called after each operation, in the thread of the operation.
         reduced_bytes: Total bytes that this rank has passed to ``allreduce``.
-        last_error: The latest error of an operation on this rank.
+        last_error: The latest error that an operation raised on this rank.
     """
 
     def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
@@ -127,12 +130,14 @@ class Engine(EngineCore):
             self._lock, self.observers = parent._lock, parent.observers
             parent._parts.append(self)
 
-    # After a loss the attempt is repeated, so it must contain all code that depends on the ranks.
+    # In the methods below, ``attempt`` is repeated after a loss. So it must contain all code that
+    # depends on the ranks.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
-        """Combine the arrays of all ranks, of the same shape and dtype, element by element.
+        """Combine the arrays of all ranks element by element.
 
-        ``average`` needs a floating dtype; ``sum`` and ``average`` reject bool.
+        All arrays must have the same shape and dtype. ``average`` needs a floating dtype; ``sum``
+        and ``average`` reject bool.
         """
         return self.grouped_allreduce([array], op, name=name)[0]
 
@@ -153,8 +158,8 @@ class Engine(EngineCore):
             name: Identifies the operation in errors.
             require_finite: Raise ``NonFiniteError`` on every rank if a result contains NaN or
                 infinity. The ranks may continue afterwards.
-            wire: Format in which float32 arrays cross between hosts, see ``wire_format``. Small
-                arrays are not converted.
+            wire: Format in which float32 arrays are sent between hosts: a name that ``wire_format``
+                accepts. Small arrays are not converted.
         """
         arrays = [np.asarray(array, order="C") for array in arrays]
         if not arrays:
@@ -178,7 +183,10 @@ class Engine(EngineCore):
         return list(outputs)
 
     def allgather(self, array: np.ndarray, *, name: str = "") -> np.ndarray:
-        """Concatenate the arrays of all ranks along the first axis; first dimensions may differ."""
+        """Concatenate the arrays of all ranks along the first axis.
+
+        The size of the first axis may differ between ranks.
+        """
         array = with_rows(array, "allgather")
         row = array.shape[1:]
         call = make_call("allgather", name, (type_name(array.dtype), row))
@@ -195,9 +203,10 @@ class Engine(EngineCore):
     def broadcast(
         self, array: np.ndarray, root: int = 0, *, name: str = "", replicated: bool = False
     ) -> np.ndarray:
-        """Return the array of ``root``; the other ranks pass an array of its shape and dtype.
+        """Return the array of ``root`` on all ranks.
 
-        With ``replicated=True`` all ranks hold the same value, so any rank can replace a lost root.
+        The other ranks pass an array of the same shape and dtype. ``replicated=True`` says that all
+        ranks pass the same value. Then any rank can replace a lost root.
         """
         array = plain(np.asarray(array), "broadcast")
         detail = (type_name(array.dtype), array.shape)
@@ -226,7 +235,9 @@ class Engine(EngineCore):
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[np.ndarray, list[int]]:
-        """Send ``splits[r]`` rows to each rank ``r``; by default, equal numbers to all ranks.
+        """Send ``splits[r]`` rows to each rank ``r``.
+
+        Without ``splits``, every rank gets the same number of rows.
 
         Returns:
             The received rows, and the number of rows from each rank.
@@ -267,10 +278,11 @@ class Engine(EngineCore):
         codec: Codec = "json",
         replicated: bool = False,
     ) -> Any:
-        """Return the object of ``root``; ``replicated`` as in ``broadcast``.
+        """Return the object of ``root`` on all ranks.
 
-        ``codec="json"`` accepts what JSON can represent. ``"pickle"`` accepts any object, but lets
-        the sender run code on the receivers: use it only if you trust all ranks.
+        ``replicated`` has the same meaning as in ``broadcast``. ``codec="json"`` accepts what JSON
+        can represent. ``"pickle"`` accepts any object, but lets the sender run code on the
+        receivers, so use it only if you trust all ranks.
         """
         data = encode(obj if replicated or self.rank == root else None, codec)
 
@@ -288,29 +300,31 @@ class Engine(EngineCore):
     def allgather_object(
         self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
     ) -> list[Any]:
-        """Return the objects of all ranks in rank order; ``codec`` as in ``broadcast_object``.
+        """Return the objects of all ranks in rank order.
 
-        ``note`` is added to the error of a mismatch; it may differ between ranks.
+        ``codec`` has the same meaning as in ``broadcast_object``. ``note`` may differ between
+        ranks, and is added to the error if the ranks made different calls.
         """
         data = encode(obj, codec)
         call = make_call("allgather_object", name, (codec,), note)
         parts = self._operate(call, lambda: self._exchange_parts(call, data))
-        # Joined ranks contribute nothing.
+        # Ranks that have joined contribute no object.
         return [decode(part, codec) for part in parts if part.size]
 
     def join(self) -> int:
         """Take part in the operations of the other ranks until all ranks have called this.
 
-        For a rank that has run out of data. Until the last rank joins, the others may call
-        ``allreduce``, to which a joined rank contributes zeros (nothing for "min", "max" and
-        "product"; "average" still divides by ``size``), and ``allgather_object``, which omits it.
+        A rank calls this when it has run out of data. Until the last rank joins, the others may
+        call ``allreduce`` and ``allgather_object``. A joined rank contributes zeros to
+        ``allreduce``, or nothing if the operation is "min", "max" or "product"; "average" still
+        divides by ``size``. The result of ``allgather_object`` omits joined ranks.
 
         Returns:
-            The last rank that joined; the highest one if several joined together.
+            The last rank that joined, or the highest of them if several joined together.
 
         Raises:
-            ConfigurationError: The job is elastic.
-            MismatchError: A rank called another operation in the meantime.
+            ConfigurationError: If the job is elastic.
+            MismatchError: If another rank called an operation that needs all ranks.
         """
         if self.survives_losses:
             raise ConfigurationError(
@@ -327,10 +341,12 @@ class Engine(EngineCore):
             return last
 
     def messages(self) -> PointToPoint:
-        """Open a channel for point-to-point messages; collective.
+        """Open a channel for point-to-point messages.
+
+        All ranks must call this.
 
         Raises:
-            ConfigurationError: This process trains alone.
+            ConfigurationError: If this process trains alone.
         """
         call = make_call("messages", "")
 
@@ -341,12 +357,14 @@ class Engine(EngineCore):
         return self._operate(call, attempt)
 
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
-        """Allocate memory that all ranks of this host can access; collective.
+        """Allocate memory that all ranks of this host can access.
+
+        All ranks of the job must call this, each with the size of its own part.
 
         Returns:
-            The memory of each rank of this host by initial rank: uint8, zero, aligned to 64 bytes,
-            of the size that the rank has passed. Writes become visible in program order. Empty if
-            the ranks can't share memory.
+            The part of each rank of this host, by initial rank. Each part is a uint8 array of
+            zeros, aligned to 64 bytes, with the size that its rank has passed. Other ranks see
+            writes in program order. The dict is empty if the ranks can't share memory.
         """
         host, name = self.transport.host, "shared memory"
         if host is None:
@@ -368,14 +386,17 @@ class Engine(EngineCore):
         return {} if file is None else dict(zip(sizes, file.cut(parts)))
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
-        """Create an engine for some of the ranks; collective over all ranks.
+        """Create an engine for some of the ranks.
+
+        All ranks must call this, including those that are not in ``ranks``.
 
         Returns:
-            The engine, with ranks renumbered from 0 in ascending order, or None on other ranks.
-            Errors use the job's ranks. The engine lives as long as its parent.
+            The engine, whose ranks are renumbered from 0 in ascending order, or None on ranks that
+            are not in ``ranks``. Error messages use the job's ranks. Closing the parent also closes
+            this engine.
 
         Raises:
-            ConfigurationError: ``ranks`` is invalid, or the job is elastic.
+            ConfigurationError: If ``ranks`` is invalid, or the job is elastic.
         """
         ordered = check_ranks(ranks, self.size)
         if self.survives_losses:
@@ -398,11 +419,11 @@ class Engine(EngineCore):
 
         If the block fails on some ranks only, the other ranks raise ``PeerFailedError`` with that
         error in their next operation. Afterwards all ranks may start another section. A nested
-        section only checks that all ranks start it. ``detail`` has further values that must be
-        equal on all ranks; their ``str`` is compared.
+        section only checks that all ranks start it. ``detail`` contains values whose ``str`` must
+        be equal on all ranks.
 
         Raises:
-            MismatchError: Another rank made a different call.
+            MismatchError: If another rank made a different call.
         """
         begin = make_call("begin", name, detail)
         try:
@@ -431,11 +452,12 @@ class Engine(EngineCore):
             self._section, self._section_error = "", None
 
     def _leave_section(self, error: BaseException) -> None:
-        """Make the other ranks leave the section too, unless all leave it for the same reason."""
+        """Make the other ranks leave the section too, unless all are already leaving it."""
         if self._section_error is not None or self.closed or isinstance(error, Preempted):
             return
         if isinstance(error, SystemExit):
-            # The other ranks notice the end of the program, even if a caller catches this.
+            # The other ranks notice the end of the program. If a caller catches the exception, this
+            # rank can't continue.
             self._break(error, self._section)
             return
         reason = _error_text(error)
@@ -455,31 +477,34 @@ class Engine(EngineCore):
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """End the job if the block fails. For blocks in which ranks call no collectives.
+        """End the job if the block fails.
 
-        Must be used inside a section. All ranks get errors from then on, including ranks that wait
-        for messages.
+        Use this inside a section, for a block in which ranks call no collectives. After a failure,
+        operations raise errors on all ranks, also on ranks that wait for messages.
         """
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Preempted):  # all ranks end
+            if not isinstance(error, Preempted):  # all ranks stop together
                 self._break(error, self._section)
             raise
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Disable the time-out of operations in the block; failed ranks are still errors."""
+        """Disable the time-out of operations in the block.
+
+        Operations still raise an error if another rank fails.
+        """
         with self.transport.without_timeout():
             yield
 
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
-        """Agree with all ranks on an operation that another library will carry out.
+        """Check that all ranks start the same operation of another library.
 
         The arguments must be equal on all ranks, as in ``section``.
 
         Raises:
-            MismatchError: Another rank made a different call.
+            MismatchError: If another rank made a different call.
         """
         call = make_call(kind, name, detail)
 
@@ -495,11 +520,13 @@ class Engine(EngineCore):
         self._operate(call, attempt)
 
     def check_external(self) -> None:
-        """Check that the other ranks can still reach the external operation; called periodically.
+        """Check that no rank prevents the external operation from completing.
+
+        The caller must call this periodically while the operation runs.
 
         Raises:
-            PeerFailedError: A rank has failed or has ended its program.
-            CollectiveTimeoutError: The operation takes too long.
+            PeerFailedError: If a rank has failed or has ended its program.
+            CollectiveTimeoutError: If the operation takes longer than the time-out.
         """
         with self._lock:
             if self._external is None:
@@ -512,7 +539,10 @@ class Engine(EngineCore):
                 raise
 
     def end_external(self, reduced_bytes: int = 0) -> None:
-        """Record the end of the external operation; ``reduced_bytes`` if it was an allreduce."""
+        """Record the end of the external operation.
+
+        ``reduced_bytes`` is the size of this rank's arrays if the operation was an allreduce.
+        """
         with self._lock:
             external, self._external = self._external, None
         if external is not None:
@@ -520,14 +550,17 @@ class Engine(EngineCore):
             self._notify_observers(*external, 0.0, "")
 
     def fail(self, reason: str) -> None:
-        """Notify all ranks that this rank has failed; they raise ``PeerFailedError``.
+        """Notify all ranks that this rank has failed, so that they raise ``PeerFailedError``.
 
-        Returns once they know, or after a few seconds. Never raises.
+        This method returns once all ranks know, or after a time-out. It never raises.
         """
         self.transport.fail(reason)
 
     def close(self) -> None:
-        """Reject further operations and free resources. All ranks must call it, or none."""
+        """Reject further operations and free resources.
+
+        If one rank calls this, all ranks must call it.
+        """
         for part in list(self._parts):
             part.close()
         if self.closed:
@@ -553,7 +586,10 @@ class Engine(EngineCore):
         replicated: bool,
         detail: tuple[Any, ...],
     ) -> np.ndarray:
-        """Carry out an operation with a root; ``attempt`` gets the call and the root's rank."""
+        """Carry out an operation with a root.
+
+        ``attempt`` is called with the call and the root's current rank.
+        """
         check_root(root, self.size)
         source = self.members[root]
         detail = (*detail, "replicated") if replicated else detail
@@ -573,12 +609,15 @@ class Engine(EngineCore):
 
 
 def _error_text(error: BaseException) -> str:
-    """Describe an error for other ranks: type, message, and line of the user's program."""
+    """Return the type and message of an error, and the line of the user's program."""
     return f"{type(error).__name__}: {error}{error_location(error.__traceback__)}"[:2000]
 
 
 def error_location(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's program, otherwise of any code."""
+    """Return the innermost line of the user's program in a traceback.
+
+    If the traceback contains no such line, the innermost line of any code is returned.
+    """
     frames = traceback.extract_tb(trace)
     if not frames:
         return ""

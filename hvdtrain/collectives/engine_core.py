@@ -1,4 +1,4 @@
-"""The internals of an engine: running an operation, agreement of the ranks, and data exchange."""
+"""The internals of an engine: it runs operations, compares calls, and exchanges data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 # Operations to which a joined rank need not contribute.
 _JOINABLE = ("allreduce", "allgather_object")
-# Marks the reason of a rank that left a section; no call's text starts with it.
+# Prefix of the error of a rank that left a section. No call's text starts with it.
 _REASON = "\0"
 
 
@@ -49,7 +49,7 @@ class FinishedOperation(NamedTuple):
 
     Attributes:
         title: Operation and name.
-        call: Everything that the ranks had to agree on, shortened if it is long.
+        call: Operation, name and all other values that the ranks compared; shortened if it is long.
         start_s: Start time on the monotonic clock.
         stop_s: End time on the monotonic clock.
         waited_s: Seconds spent waiting for other ranks, not counting short waits.
@@ -65,10 +65,10 @@ class FinishedOperation(NamedTuple):
 
 
 class EngineCore(RankState):
-    """Runs operations: one at a time, with agreement on calls and bookkeeping of errors.
+    """Runs operations one at a time, checks that all ranks make the same call, and records errors.
 
     Args:
-        transport: Moves the bytes. It is opened here.
+        transport: Moves the bytes. The engine opens the transport.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -76,7 +76,7 @@ class EngineCore(RankState):
         self.observers: list[Callable[[FinishedOperation], None]] = []
         self._lock = threading.Lock()
         self._joined: frozenset[int] = frozenset()  # the same on all ranks
-        self._section = ""  # the outermost one
+        self._section = ""  # the outermost section
         # The error of another rank that ended the section.
         self._section_error: PeerFailedError | None = None
         # After this error, all further operations raise it.
@@ -91,10 +91,11 @@ class EngineCore(RankState):
         return self.transport.waited_s
 
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
-        """Run one operation at a time; none after an error that may not have reached all ranks.
+        """Run an operation.
 
-        ``attempt`` runs it once with the current ranks. ``source`` is the initial rank without
-        which the operation is impossible, or -1.
+        If an earlier error has left the ranks out of step, that error is raised instead.
+        ``attempt`` runs the operation once with the current ranks. ``source`` is the initial rank
+        without which the operation is impossible, or -1.
         """
         start_s = self._enter(call)
         waited_s, error_text = self.transport.waited_s, ""
@@ -154,7 +155,7 @@ class EngineCore(RankState):
     def _operate_with_joined(
         self, call: Call, attempt: Callable[[], Result], some: SomeJoined
     ) -> Result:
-        """Repeat an operation to which the joined ranks contribute nothing."""
+        """Repeat an operation without contributions from the joined ranks."""
         self._joined = some.ranks
         try:
             others = self._call_of_others(call, sorted(some.ranks))
@@ -171,7 +172,7 @@ class EngineCore(RankState):
             return
         if isinstance(error, HvdtrainError):
             self.last_error = error
-        # All ranks leave the operation with these errors, and remain in step.
+        # All ranks raise these errors in the same operation, so they remain in step.
         if error is self._section_error or isinstance(
             error, (ConfigurationError, MismatchError, RanksLostError, SomeJoined)
         ):
@@ -182,35 +183,38 @@ class EngineCore(RankState):
             self._break(error, "an operation")
 
     def _break(self, error: BaseException, what: str) -> None:
-        """Reject further operations, as this rank is no longer in step with the others."""
+        """Reject further operations, because this rank is no longer in step with the others."""
         if self.size > 1 and self.broken is None:
             self.broken = CollectiveError(
                 f"Rank {self.number} left {what} early ({type(error).__name__}: {error}) and is no "
                 "longer in step with the other ranks. End the program."
             )
-            # The frames of the error keep buffers alive that MPI may still write to.
+            # MPI may still write to buffers, and the frames of the error keep them alive.
             self.broken.__cause__ = error
 
-    # The methods below are collective, and run inside an operation.
+    # All ranks must call the methods below, inside an operation.
 
     def _agree(self, call: Call) -> None:
         """Wait until every rank has made the same call.
 
         Raises:
             MismatchError: On every rank, if the calls differ.
-            SomeJoined: On every rank, if some have joined and all others made the same call.
-            RanksRaised: On every rank, if some left a section with an error.
+            SomeJoined: On every rank, if some ranks have joined and all others made the same call.
+            RanksRaised: On every rank, if some ranks left a section with an error.
         """
         if not self.transport.agree(call):
             self._raise_mismatch(call)
 
     def _counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        """Agree, then return the counts of all ranks, int64 of shape (size, len(counts))."""
+        """Check that all ranks made the same call, then return the counts of all ranks.
+
+        The result is int64 of shape (size, len(counts)).
+        """
         self._agree(call)
         return self._gather_counts(counts)
 
     def _exchange_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
-        """Agree, then return the bytes of each rank."""
+        """Check that all ranks made the same call, then return the bytes of each rank."""
         self._agree(call)
         return self._gather_parts(data)
 
@@ -222,7 +226,10 @@ class EngineCore(RankState):
         require_finite: bool,
         wire: str = "none",
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
-        """Agree, then combine arrays of one dtype; also return the check for finite results."""
+        """Check that all ranks made the same call, then combine arrays of one dtype.
+
+        Also return the check for NaN and infinity, or None if ``require_finite`` is false.
+        """
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
         transport = self.transport
         chunk_items = transport.chunk_bytes // accumulator_dtype(dtype).itemsize
@@ -236,7 +243,7 @@ class EngineCore(RankState):
         return outputs, finite
 
     def _reduce_rows(self, call: Call, array: np.ndarray, op: ReduceOp) -> np.ndarray:
-        """Agree, then combine this rank's share of the rows."""
+        """Check that all ranks made the same call, then reduce this rank's share of the rows."""
         self._agree(call)
         rows = split_evenly(array.shape[0], self.size)
         start, stop = rows[self.rank]
@@ -256,7 +263,7 @@ class EngineCore(RankState):
         """Return the call of the ranks that have not joined.
 
         Raises:
-            MismatchError: The call needs all ranks.
+            MismatchError: If the call needs all ranks.
         """
         self.transport.start_over()
         # The joined ranks don't know the call.
@@ -281,7 +288,7 @@ class EngineCore(RankState):
         op, name, shapes, *form = call.detail
         dtype = np.dtype(name)
         arrays = [np.full(shape, _neutral_value(op, dtype), dtype) for shape in shapes]
-        # This rank may compute the share of the result that is not finite.
+        # The check must run on this rank too, because its share of the result may be infinite.
         self._reduce_arrays(call, arrays, op, True, *form)
 
     def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
@@ -335,7 +342,7 @@ def _mismatch_text(texts: Sequence[str], numbers: Sequence[int]) -> str:
 
 
 def _shorten(text: str, difference: int, limit: int = 300) -> str:
-    """Return the start of a text, and the part around the first difference."""
+    """Return the start of a long text, and the part around the first difference."""
     if len(text) <= limit:
         return text
     if difference < limit - 50:
@@ -344,7 +351,10 @@ def _shorten(text: str, difference: int, limit: int = 300) -> str:
 
 
 def _neutral_value(op: ReduceOp, dtype: np.dtype) -> object:
-    """Return the value that changes nothing in a reduction, except the divisor of an average."""
+    """Return the value that does not change the result of a reduction: 0 for a sum.
+
+    An average still counts this rank in its divisor.
+    """
     if op in ("sum", "average"):
         return 0
     if op == "product":

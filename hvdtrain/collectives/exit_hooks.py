@@ -1,4 +1,4 @@
-"""Exit hooks of a rank: wait for the other ranks, or notify them if this one fails."""
+"""Exit hooks that wait for the other ranks, or notify them if this rank fails."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ __all__ = ["ExitCodeWatch", "ReportFailure", "install"]
 
 logger = logging.getLogger(__package__)
 
-# A rank that stops because another failed lets that one exit first, so that its exit code counts.
+# A rank that stops because another rank failed waits this long. The failed rank should exit first,
+# so that the launcher sees its exit code.
 FOLLOWER_PAUSE_S = 2.0
-# Library threads have kept failed processes alive.
+# A failed process is ended after this time, because threads of libraries may keep it alive.
 EXIT_DEADLINE_S = 5.0
 
 _current: Engine | None = None
 
-# Called with the cause, and the error that Python prints, which may be a wrapper of the cause.
+# Called with the cause and the error that Python prints. The error may wrap the cause.
 ReportFailure = Callable[[BaseException, BaseException], None]
 
 
 def install(engine: Engine, report_failure: ReportFailure = lambda cause, error: None) -> None:
-    """Notify the other ranks when this process fails or exits, from now on.
+    """Install hooks that notify the other ranks when this process fails or exits.
 
-    Another call replaces the engine, after ``shutdown()`` and a new ``init()``.
+    If the program calls ``init()`` again after ``shutdown()``, a second call replaces the engine.
 
     Args:
         engine: Connects the ranks.
-        report_failure: Notifies the launcher.
+        report_failure: Reports a failure to the launcher.
     """
     global _current
     if not isinstance(engine.transport, MpiTransport):
@@ -67,7 +68,7 @@ def _on_exception(
     trace: TracebackType | None,
 ) -> None:
     engine = _current
-    # TensorFlow wraps errors of operations in its own.
+    # TensorFlow wraps errors in its own exceptions.
     last = engine.last_error if engine is not None else None
     cause = last if last is not None and str(last) in str(error) else error
     report_failure(cause, error)
@@ -103,15 +104,16 @@ def _leave(watch: ExitCodeWatch) -> None:
 class ExitCodeWatch:
     """Records the code passed to ``sys.exit``, which Python does not pass to exit functions.
 
-    A rank that exits with an error code while the others are busy must end the job, and not wait
-    for them.
+    If a rank exits with an error code while the others are busy, it must end the job instead of
+    waiting for them.
 
-    If nothing catches a ``SystemExit``, the interpreter reads its ``code``. This is the only read
-    without a Python caller, so code that a program catches and inspects does not count. Programs
-    that raise ``SystemExit`` themselves are not detected.
+    If nothing catches a ``SystemExit``, the interpreter reads its ``code``. The code is only
+    recorded then, because this is the only read without a Python caller. A program that catches the
+    exception may still inspect the code. Programs that raise ``SystemExit`` themselves are not
+    detected.
 
     Attributes:
-        code: The exit code; 0 until the interpreter has read it.
+        code: The exit code, or 0 until the interpreter has read it.
     """
 
     def __init__(self) -> None:
@@ -124,11 +126,11 @@ class ExitCodeWatch:
         sys.exit = self._original
 
     def _exit(self, status: object = None, /) -> NoReturn:
-        """Exit the interpreter by raising SystemExit(status), as ``sys.exit`` of Python does."""
+        """Exit the interpreter by raising SystemExit(status), like Python's ``sys.exit``."""
         raise _Exit(self, status)
 
     def record(self, code: object) -> None:
-        """Record the code as the interpreter interprets it: 1 for anything but integers."""
+        """Record the code like the interpreter: 0 for None, and 1 for anything but an integer."""
         self.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 

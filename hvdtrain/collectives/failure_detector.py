@@ -1,8 +1,8 @@
 """Failure detection: a rank that waits for others learns that one of them has failed or died.
 
-Messages use a separate communicator. A waiting rank checks for them every few milliseconds; without
-failures none are sent. In elastic jobs, the deaths of ranks are noticed here as well. The
-communicator is kept after a death, so it uses initial ranks.
+Messages about failures use a separate communicator. A waiting rank checks for them every few
+milliseconds. No messages are sent unless a rank fails or exits. In elastic jobs, this module also
+notices dead ranks. The communicator remains in use after a death, so its ranks are initial ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,23 @@ ASK_TIMEOUT_S = 3.0
 # How long a program that exits with an error code waits for the other ranks to exit.
 EXIT_TIMEOUT_S = 1.0
 POLL_S = 0.002
-# Open MPI processes news of dead ranks, and forwards it to other ranks, only in some of its calls.
+# Number of probes per check in elastic jobs, because Open MPI notices dead ranks, and tells other
+# ranks about them, only in some of its calls.
 PROBES = 16
 
 
 class RanksLost(Exception):
-    """The current operation must stop because a rank died; recovery catches this."""
+    """Raised to stop the current operation because a rank died.
+
+    ``Recovery`` catches this.
+    """
 
 
 def is_loss(mpi: ModuleType, error: Any) -> bool:
-    """Return whether an ``MPI.Exception`` means that a rank died, here or elsewhere."""
+    """Return whether an ``MPI.Exception`` means that a rank died.
+
+    Another rank may have noticed the death first and revoked the communicator.
+    """
     return error.Get_error_class() in (
         mpi.ERR_PROC_FAILED,
         mpi.ERR_PROC_FAILED_PENDING,
@@ -46,14 +53,14 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
 
 
 class FailureDetector:
-    """Exchanges failures and positions with the other ranks, on a separate communicator.
+    """Tells other ranks about failures, and asks what they are waiting in.
 
     Args:
         operations: Returns the number of operations that this rank has started.
         survives: Whether the other ranks continue when a rank dies.
-        numbers: The job's ranks for errors, if this connects a subset.
-        detectors: The detectors of all engines of this process: a rank that waits in one engine
-            answers the questions of all.
+        numbers: The job's ranks, for error messages, if the communicator connects a subset.
+        detectors: The detectors of all engines of this process. While a rank waits in one engine,
+            it answers messages on all of them.
     """
 
     def __init__(
@@ -77,22 +84,25 @@ class FailureDetector:
         self.detectors: list[FailureDetector] = [] if detectors is None else detectors
         self.detectors.append(self)
         self._others = [r for r in range(self.size) if r != self.rank]
-        # All dead ranks, even if the others have already continued without them.
+        # All dead ranks, including those without which the job has already continued.
         self.lost: set[int] = set()
         self._generation = 0
-        # The generation in which each rank has stopped its operations.
+        # The latest generation in which each rank has stopped its operation because of a loss.
         self._stopped: dict[int, int] = {}
         self._failure: tuple[int, str] | None = None
         self._this_rank_failed = False
         self._seen: set[int] = set()
-        # The number of operations of each rank that has exited, which may differ.
+        # How many operations each rank that has exited had started.
         self._left: dict[int, int] = {}
         self._positions: dict[int, str] = {}
         self._silent: set[int] = set()
         self._pending: list[tuple[Any, np.ndarray]] = []
 
     def close(self) -> None:
-        """Free the communicator; collective."""
+        """Free the communicator.
+
+        All ranks must call this.
+        """
         self.detectors.remove(self)
         self._comm.Free()
 
@@ -102,14 +112,14 @@ class FailureDetector:
         return self._this_rank_failed or self._failure is not None
 
     def check(self, waiting_in: str, needs_all: bool = False) -> None:
-        """Process messages.
+        """Process messages, and raise an error if this rank waits in vain.
 
-        With ``needs_all``, a rank waits for messages and not in an operation: no rank may exit, and
-        the caller checks ``lost`` itself.
+        Pass ``needs_all`` if this rank waits for point-to-point messages, not in an operation. Then
+        any rank that exits is an error, and the caller checks ``lost`` itself.
 
         Raises:
-            PeerFailedError: A rank has failed, or has exited although this one needs it.
-            RanksLost: A rank died, and this one has not yet stopped its operation.
+            PeerFailedError: If a rank has failed, or has exited while this rank waits for it.
+            RanksLost: If a rank died, and this rank has not yet stopped its operation.
         """
         for detector in self.detectors:
             detector._receive(waiting_in)
@@ -134,7 +144,10 @@ class FailureDetector:
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Ask for the positions of the other ranks, and raise an error with missing ranks."""
+        """Raise an error that says what each of the other ranks is waiting in.
+
+        Ranks that don't answer are listed as not waiting.
+        """
         missing = self._ask_positions(waiting_in)
         self._silent = set(missing)
         positions = [
@@ -152,7 +165,7 @@ class FailureDetector:
         )
 
     def warn_of_wait(self, waiting_in: str, waited_s: float) -> None:
-        """Log which ranks this one has been waiting for."""
+        """Log which ranks this rank has been waiting for."""
         missing = self._names(*self._ask_positions(waiting_in)) or "another rank"
         logger.warning(
             f"rank {self._names(self.rank)} has waited {waited_s:.0f} s in {waiting_in} for "
@@ -162,9 +175,11 @@ class FailureDetector:
     def record_loss(
         self, error: Exception, comm: Any = None, members: Sequence[int] | None = None
     ) -> None:
-        """Acknowledge dead ranks; MPI probes raise until then. Raise other errors again.
+        """Record the dead ranks that an MPI error reports, or raise the error again.
 
-        ``members`` are the initial ranks of ``comm``, which is the detector's own by default.
+        The dead ranks are acknowledged, because otherwise every further MPI probe would raise an
+        error. ``members`` are the initial ranks of ``comm``. By default, ``comm`` is the detector's
+        own communicator.
         """
         if not self._survives or not is_loss(self._mpi, error):
             raise error
@@ -175,7 +190,7 @@ class FailureDetector:
 
     @property
     def interrupted(self) -> bool:
-        """Whether ranks of this generation died, or have stopped because of that."""
+        """Whether a rank of this generation has died, or has stopped because of a death."""
         return any(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     @property
@@ -184,7 +199,7 @@ class FailureDetector:
         return all(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     def stop(self) -> None:
-        """Notify the others that this rank has stopped because of a loss."""
+        """Notify the other ranks that this rank has stopped because of a loss."""
         self._stopped[self.rank] = self._generation
         self._send_all(STOPPED, str(self._generation))
 
@@ -195,10 +210,11 @@ class FailureDetector:
         self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}
 
     def fail(self, reason: str) -> bool:
-        """Notify all ranks that this one failed; wait shortly, and return whether all ranks know.
+        """Notify all ranks that this rank failed, and return whether all of them know.
 
-        In elastic jobs, a rank that exits before the others know would count as lost, and they
-        would continue, so this waits as long as an operation.
+        This waits a few seconds for the other ranks. In elastic jobs it waits as long as an
+        operation, because the others would treat this rank as lost, and continue, if it exited
+        before they know.
         """
         if self._this_rank_failed or self.announce_failure(reason):
             return True
@@ -211,7 +227,10 @@ class FailureDetector:
         return self._wait_for(all_know, timeout_s) and not self._silent
 
     def announce_failure(self, reason: str) -> bool:
-        """Notify all ranks of a failure; return True if another rank had failed before."""
+        """Notify all ranks that this rank failed, unless another rank had failed before.
+
+        Return whether another rank had failed before.
+        """
         self._this_rank_failed = True
         self._receive("")
         if self._failure is not None:
@@ -222,18 +241,18 @@ class FailureDetector:
         return False
 
     def announce_end(self) -> None:
-        """Notify all ranks that this one has exited."""
+        """Notify all ranks that this rank has ended its program."""
         self._send_all(LEFT, str(self._operations()))
 
     def leave(
         self, rejoin: Callable[[], None] = lambda: None, failing_code: int | None = None
     ) -> bool:
-        """Wait at the end of the program until all ranks are there, without a time-out.
+        """Wait, without a time-out, until all ranks have ended their programs.
 
-        Exiting earlier would end the others: mpirun treats a rank that has not finalized MPI as
-        failed. A dead rank ends the job anyway, unless the job is elastic: then ``rejoin`` drops
-        it, once all others have stopped. If the program exits with an error code, the others only
-        get a short time to exit, as the end of this rank will end the job.
+        If this rank exited earlier, mpirun would end the other ranks, because it treats a rank that
+        has not finalized MPI as failed. If a rank dies in an elastic job, ``rejoin`` drops it once
+        all others have stopped. If this program exits with the error code ``failing_code``, the
+        others get only a short time to exit, because the end of this rank will end the job.
 
         Returns:
             Whether all ranks exited normally, so that MPI may be finalized.
@@ -272,7 +291,7 @@ class FailureDetector:
         return ", ".join(str(self._numbers[rank]) for rank in ranks)
 
     def _ask_positions(self, waiting_in: str) -> list[int]:
-        """Ask what the other ranks are waiting in; return ranks that don't answer."""
+        """Ask the other ranks what they are waiting in, and return the ranks that don't answer."""
         self._positions.clear()
         self._send_all(ASK, "")
         deadline = time.monotonic() + ASK_TIMEOUT_S
@@ -282,14 +301,15 @@ class FailureDetector:
         return [rank for rank in self._others if rank not in self._positions]
 
     def _acknowledge(self) -> None:
-        # To all ranks: several may have failed at once, and each waits for all others.
+        # Notify all ranks, because several may have failed at once, and each of them waits for all
+        # others.
         self._send_all(SEEN, "")
 
     def _all_left(self) -> bool:
         return all(rank in self._left or rank in self.lost for rank in self._others)
 
     def _wait_at_exit(self, done: Callable[[], bool]) -> None:
-        """Wait indefinitely and log the missing ranks periodically."""
+        """Wait without a time-out, and periodically log which ranks have not exited."""
         while not self._wait_for(done, self._timeout_s):
             logger.warning(
                 f"rank {self.rank} has ended its program and waits for rank {self._running()}"
@@ -303,7 +323,10 @@ class FailureDetector:
         return self._stopped.get(rank, -1) >= self._generation
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Process messages until ``done`` returns true; return whether it did in time."""
+        """Process messages until ``done()`` is true or the time is over.
+
+        Return whether ``done()`` became true in time.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._receive("the end of the program")
@@ -326,14 +349,14 @@ class FailureDetector:
             except self._mpi.Exception as error:
                 self.record_loss(error)
                 continue
-            # A truncated text may end within a character.
+            # The sender may have cut the text in the middle of a character.
             text = buffer.tobytes().decode(errors="replace")
             self._handle(status.Get_source(), status.Get_tag(), text, waiting_in)
 
     def _handle(self, source: int, tag: int, text: str, waiting_in: str) -> None:
         if tag == FAILED:
             self._failure = self._failure or (source, text)
-            self._seen.add(source)  # a failed rank needs no notification
+            self._seen.add(source)  # a failed rank need not be notified
         elif tag == SEEN:
             self._seen.add(source)
         elif tag == LEFT:
@@ -350,7 +373,8 @@ class FailureDetector:
             self._send(rank, tag, text)
 
     def _send(self, rank: int, tag: int, text: str) -> None:
-        # Messages must fit the eager protocol, as the other rank may not receive them.
+        # Messages must be small enough for MPI's eager protocol, because the other rank may never
+        # receive them.
         data = np.frombuffer(text.encode()[:2000] or b" ", np.uint8)
         self._pending = [entry for entry in self._pending if not self._is_over(entry[0])]
         try:

@@ -1,4 +1,4 @@
-"""Fusion of several arrays into one flat sequence that is cut into chunks, and buffers for it."""
+"""Fusion of several arrays into one flat sequence that is cut into chunks, and its buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 # MPI counts the items of a message in 32 bits.
 MESSAGE_BYTES = 1 << 30
-# A piece stays in the core's own cache during all operations on it.
+# A piece of this size stays in the core's own cache during all operations on the piece.
 PIECE_BYTES = 256 << 10
 
 
@@ -47,7 +47,7 @@ def aligned(nbytes: int) -> int:
 class FusedArray:
     """A piece of an array: ``arrays[index].flat[start:stop]`` is ``chunk[chunk_start:chunk_stop]``.
 
-    In the buffer of all outputs it is ``[output_start:output_stop]``.
+    In the buffer that contains all outputs, the piece is ``[output_start:output_stop]``.
     """
 
     index: int
@@ -61,7 +61,7 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The unit of reduction; rank ``r`` combines the pieces ``shares[r]``."""
+    """The unit of reduction. Rank ``r`` combines the pieces ``shares[r]``."""
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]
@@ -74,7 +74,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FusionLayout:
-    """The arrangement of arrays in chunks; positions count items, not bytes."""
+    """The arrangement of arrays in chunks.
+
+    Positions in pieces count items. ``output_starts`` are the positions of the outputs in bytes.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     chunks: tuple[Chunk, ...]
@@ -86,9 +89,10 @@ class FusionLayout:
 def plan_fusion(
     shapes: tuple[tuple[int, ...], ...], itemsize: int, chunk_items: int, shares: int = 1
 ) -> FusionLayout:
-    """Concatenate arrays and cut the sequence into chunks; without items, into one empty chunk.
+    """Return the layout of concatenated arrays that are cut into chunks.
 
-    Each chunk has at most ``chunk_items`` items, and is divided into even ``shares``.
+    Each chunk has at most ``chunk_items`` items, and is divided evenly into ``shares``. If there
+    are no items, there is one empty chunk.
     """
     sizes = [math.prod(shape) for shape in shapes]
     total = sum(sizes)
@@ -121,7 +125,7 @@ def _cut(
     stop: int,
     piece_items: int,
 ) -> Iterator[FusedArray]:
-    """Yield the pieces between two positions of the sequence; the chunk starts at ``origin``."""
+    """Yield the pieces between two positions, in a chunk that starts at ``origin``."""
     index = bisect.bisect_right(array_starts, start) - 1
     while start < stop:
         if start == array_starts[index + 1]:
@@ -156,14 +160,14 @@ def unpack(pieces: Iterable[FusedArray], chunk: np.ndarray, arrays: Sequence[np.
 
 @functools.lru_cache(maxsize=4096)
 def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Divide ``items`` into ranges; the first ``items % parts`` ranges have one more item."""
+    """Divide ``items`` into almost equal ranges: 5 items in 2 parts give (0, 3), (3, 5)."""
     share, rest = divmod(items, parts)
     starts = [part * share + min(part, rest) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
 
 
 def messages_of(array: np.ndarray) -> list[np.ndarray]:
-    """Cut the bytes of a contiguous array into messages."""
+    """Cut the bytes of a contiguous array into messages that are small enough for MPI."""
     flat = array.reshape(-1).view(np.uint8)
     return [flat[s : s + MESSAGE_BYTES] for s in range(0, flat.size, MESSAGE_BYTES)]
 
@@ -186,7 +190,7 @@ def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 class Scratch:
-    """Reusable working memory: one buffer per use, which grows as needed."""
+    """Reusable working memory, with one buffer per use. A buffer grows as needed."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
@@ -203,14 +207,15 @@ class Scratch:
 class BufferPool:
     """Result buffers that are reused once no view of them exists.
 
-    Fresh pages cost more than a reduction. A training loop drops the gradients of a step before it
-    asks for the next, so it gets the same memory again. NumPy views hold a reference to the array
-    that owns the memory; ``take`` checks the number of references.
+    Getting new pages from the kernel takes longer than a reduction. A training loop drops the
+    gradients of a step before it asks for the next ones, so it gets the same memory again. NumPy
+    views hold a reference to the array that owns the memory, and ``take`` checks the number of
+    references.
 
     Args:
         max_idle: Number of unused buffers to keep.
         empty: Allocates a flat uint8 array.
-        drop: Called with each array that is discarded.
+        drop: Called with each array that the pool discards.
     """
 
     def __init__(
@@ -260,7 +265,7 @@ class BufferPool:
 def empty_outputs(
     buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Return arrays of the layout's shapes in one buffer, and flat views of them."""
+    """Return arrays with the layout's shapes in one buffer, and flat views of these arrays."""
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

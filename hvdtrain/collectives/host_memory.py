@@ -24,18 +24,19 @@ from hvdtrain.collectives.shared_file import (
 __all__ = ["LEAST_SLOTS", "Arena", "Window", "open_arena", "open_window", "ring_slots"]
 
 LEAST_SLOTS = 4
-# Total size of the slots of a host. Writing to memory that another core has in its cache is far
-# slower unless the cores share that cache, so a slot should have left the caches before its reuse.
+# Total size of a host's slots. Writing to memory that is in another core's cache is far slower,
+# unless the cores share that cache. With many slots, a slot has left the caches before it is used
+# again.
 RING_BYTES = 64 << 20
 HEADER_BYTES = 4096
 MAP_FIXED = 0x10  # of mmap(2) on Linux
 
 
 def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
-    """Return the number of slots per rank that fit into ``RING_BYTES``, with a minimum of four.
+    """Return the number of slots per rank that fit into ``RING_BYTES``, at least four.
 
-    At most half of the ``free`` shared memory is used, except for the minimum of four slots.
-    ``away`` is the number of chunks that should be in transfer between hosts at a time.
+    The slots use at most half of the ``free`` shared memory, unless there are only four. ``away``
+    is the number of chunks that should be in transfer between hosts at a time.
     """
     turn_bytes = (local_size + 1) * chunk_bytes
     slots = max(LEAST_SLOTS + away, RING_BYTES // turn_bytes)
@@ -47,7 +48,7 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 
 class Window:
     """Shared memory with a header of words and slots for each rank, and slots for results.
 
-    Window ranks are the initial ranks on the host. The memory of a lost rank stays unused. The
+    A window rank is the initial local rank on the host. The memory of a lost rank stays unused. The
     first rank's part of ``memory`` also has the result slots.
     """
 
@@ -68,7 +69,10 @@ class Window:
         self.sync()
 
     def free(self) -> None:
-        """Free the memory; collective. No views may exist."""
+        """Free the memory.
+
+        All ranks of the host must call this, and must have deleted all views.
+        """
         self._memory.clear()
         self.words.clear()
         if self._mpi_window is not None:
@@ -76,7 +80,7 @@ class Window:
             self._mpi_window.Free()
 
     def sync(self) -> None:
-        """Set a memory barrier for reads and writes."""
+        """Execute a memory barrier for reads and writes."""
         if self._mpi_window is not None:
             self._mpi_window.Sync()
 
@@ -85,20 +89,23 @@ class Window:
         self._memory[window_rank][:HEADER_BYTES] = 0
 
     def slot(self, window_rank: int, number: int, dtype: np.dtype) -> np.ndarray:
-        """Return a slot of a rank, cut to a whole number of items."""
+        """Return a slot of a rank as an array with as many whole items as fit."""
         start = HEADER_BYTES + number * self._chunk_bytes
         usable = self._chunk_bytes // dtype.itemsize * dtype.itemsize
         return self._memory[window_rank][start : start + usable].view(dtype)
 
     def result(self, number: int, dtype: np.dtype) -> np.ndarray:
-        """Return a result slot."""
+        """Return the result slot with this number."""
         return self.slot(0, self.slots + number, dtype)
 
 
 def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> Window | None:
-    """Allocate a window; collective. None on all ranks of the host if that is impossible."""
+    """Allocate a window, or return None on all ranks of the host if that is impossible.
+
+    All ranks of the host must call this.
+    """
     ranks = host.Get_size()
-    # Free memory changes: the first rank decides.
+    # The first rank decides, because the free memory changes all the time.
     slots = int(host.bcast(ring_slots(ranks, chunk_bytes, free_bytes(), away), 0))
     sizes = [HEADER_BYTES + slots * chunk_bytes] * ranks
     sizes[0] += slots * chunk_bytes  # the results
@@ -121,7 +128,7 @@ def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> 
 
 
 def _allocate_mpi_window(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> Any:
-    """Return an MPI window, or None on all ranks without enough memory."""
+    """Return an MPI window, or None on all ranks if there is not enough memory."""
     free = free_bytes()
     if not host.allreduce(free is None or free >= sum(sizes), mpi.LAND):
         return None
@@ -136,9 +143,10 @@ def _allocate_mpi_window(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> An
 
 
 def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
-    """Create the arena of a host; collective. None on all ranks if that is impossible.
+    """Create the arena of a host, or return None on all ranks if that is impossible.
 
-    All parts together may grow to half of the shared memory that is free now.
+    All ranks of the host must call this. All parts together may grow to half of the shared memory
+    that is free now.
     """
     part_bytes = (free_bytes() or 0) // 2 // host.Get_size() // mmap.PAGESIZE * mmap.PAGESIZE
     # The file needs address space for its maximum size.
@@ -155,13 +163,13 @@ def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
 
 
 class Arena:
-    """Shared memory for results: each rank writes its share to the results of all ranks.
+    """Shared memory for results, in which each rank writes its share to the results of all ranks.
 
-    This saves each rank a copy of every result, a quarter of the time of an allreduce. The arena is
-    a sparse file with a part for each rank, whose ``pool`` takes buffers from it.
+    This saves each rank a copy of every result, which is a quarter of the time of an allreduce. The
+    arena is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
 
-    Forked children don't inherit the file, because they would see later writes of other ranks.
-    They get private copies of the buffers in use at the same addresses.
+    Forked children don't inherit the file, because they would see what other ranks write later.
+    Instead, they get private copies of the buffers in use, at the same addresses.
     """
 
     def __init__(self, file: SharedFile, window_rank: int, part_bytes: int) -> None:
@@ -169,10 +177,10 @@ class Arena:
         self._part_start = window_rank * part_bytes
         self._part_bytes = part_bytes
         self._address = file.array(self._part_start, 1).ctypes.data
-        self._sizes: dict[int, int] = {}  # of buffers, by position
+        self._sizes: dict[int, int] = {}  # the sizes of buffers, by position
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         self.pool = BufferPool(empty=self.empty, drop=self.drop)
-        # These can't be unregistered.
+        # These hooks can't be unregistered, so they must not keep the arena alive.
         os.register_at_fork(
             before=_weakly(self._copy_buffers),
             after_in_parent=_weakly(self._forget_copies),
@@ -188,7 +196,7 @@ class Arena:
         """Allocate a buffer as a flat uint8 array.
 
         Raises:
-            MemoryError: There is no space for it.
+            MemoryError: If there is no space for it.
         """
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         place = self._find_gap(size)

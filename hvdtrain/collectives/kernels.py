@@ -1,7 +1,7 @@
 """The arithmetic of a reduction on flat NumPy arrays, without communication.
 
-Contributions are combined in rank order, and each element on one rank only, so that results are
-bitwise identical on all ranks and reproducible from run to run.
+Results are bitwise identical on all ranks and reproducible from run to run, because contributions
+are combined in rank order, and only one rank computes each element.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def accumulator_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def widen(values: np.ndarray) -> np.ndarray:
-    """Convert an array to its accumulator dtype, without a copy if it has it already."""
+    """Convert an array to its accumulator dtype.
+
+    Nothing is copied if the array already has that dtype.
+    """
     return values.astype(accumulator_dtype(values.dtype), copy=False)
 
 
@@ -61,7 +64,7 @@ def check_reducible(dtype: np.dtype, op: ReduceOp) -> None:
     """Check that an operation is defined for a dtype.
 
     Raises:
-        ConfigurationError: It is not.
+        ConfigurationError: If the operation is not defined for ``dtype``, or unknown.
     """
     if op not in OPS:
         raise ConfigurationError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
@@ -88,10 +91,11 @@ def combine(
     out: np.ndarray,
     scratch: np.ndarray | None = None,
 ) -> None:
-    """Combine flat arrays in rank order; ``average`` adds them up.
+    """Combine flat arrays in rank order.
 
-    ``out`` has the accumulator dtype, and may be the first contribution. If the contributions have
-    another dtype, ``scratch`` of the accumulator dtype must be at least as long.
+    For ``average``, this computes the sum; see ``finish_average``. ``out`` has the accumulator
+    dtype, and may be the first contribution. If the contributions have a different dtype,
+    ``scratch`` is needed: an array of the accumulator dtype that is at least as long as ``out``.
     """
     if out.dtype.kind == "b":
         contributions = [c.view(np.uint8) for c in contributions]
@@ -120,7 +124,7 @@ def finish_average(out: np.ndarray, op: ReduceOp, size: int) -> None:
 
 
 def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) -> np.ndarray:
-    """Reduce flat arrays, one per rank; return the result in the accumulator dtype."""
+    """Reduce flat arrays, one per rank, and return the result in the accumulator dtype."""
     wide = accumulator_dtype(contributions[0].dtype)
     total = np.empty(contributions[0].size, wide)
     combine(contributions, op, total, np.empty_like(total))
@@ -131,7 +135,8 @@ def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) ->
 class FiniteCheck:
     """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
-    ``dtype`` is the dtype of the results: float16 overflows earlier than its float32 sums.
+    ``dtype`` is the dtype of the results. Sums of float16 arrays are computed in float32, but may
+    overflow when they are converted back.
     """
 
     def __init__(self, dtype: np.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The transport over MPI messages, which works on any hosts."""
+"""The transport that sends MPI messages. It works on any hosts."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ class MpiTransport(Transport):
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: All ranks; it is duplicated.
-        host: The ranks of ``comm`` that share memory with this one, in the same order.
-        chunk_bytes: Bytes to reduce at a time; None to choose.
+        comm: The communicator of all ranks, which the transport duplicates.
+        host: A communicator of the ranks that share memory with this rank, in the same order as in
+            ``comm``.
+        chunk_bytes: Number of bytes to reduce at a time, or None to choose it.
         timeout_s: Seconds to wait for other ranks.
-        min_np: Continue when ranks die, and set ``too_few`` if fewer ranks remain. None to end the
-            job when a rank dies.
+        min_np: Number of ranks that training needs. The job continues when ranks die, and
+            ``too_few`` is set if fewer remain. None if a dead rank ends the job.
         parent: The transport of all ranks, if this transport connects a subset of them.
-        numbers: The job's ranks of a subset.
-        bucket_bytes: See ``Engine``; None to choose.
+        numbers: The job's ranks, if this transport connects a subset.
+        bucket_bytes: As in ``Engine``, or None to choose it.
     """
 
     kind = "mpi"
-    # Each rank exchanges messages for one of this many chunks.
+    # Ranks take turns: each exchanges messages for one in this many chunks.
     _turns = 1
 
     def __init__(
@@ -84,7 +85,10 @@ class MpiTransport(Transport):
         self._parent, self._numbers = parent, numbers
 
     def open(self, ranks: RankState) -> Transport:
-        """Measure the links, and set up communicators and failure detection; collective."""
+        """Measure the links, and set up communicators and failure detection.
+
+        All ranks must call this.
+        """
         super().open(ranks)
         comm = self._all
         ranks.set_ranks(comm.Get_rank(), comm.Get_size(), self._numbers)
@@ -114,7 +118,7 @@ class MpiTransport(Transport):
             None if self._parent is None else self._parent.detector.detectors,
         )
         self._spin_wait = SpinWait(self.detector, self.timeout_s, self._spins)
-        # Does not count as waiting for late ranks.
+        # The time of these waits does not count as waiting for late ranks.
         self._data_wait = SpinWait(self.detector, self.timeout_s, self._spins)
         if self._min_np is not None:
             self.recovery = Recovery(
@@ -141,7 +145,7 @@ class MpiTransport(Transport):
 
     @property
     def _parties(self) -> int:
-        """Number of endpoints of the network exchange: here every rank."""
+        """Number of ranks or hosts that exchange data over the network: here, of all ranks."""
         return self.ranks.size
 
     def _log_message_sizes(self) -> None:
@@ -161,7 +165,10 @@ class MpiTransport(Transport):
         return measure_link(self._mpi, comm)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up everything that depends on the current ranks; collective over ``comm``."""
+        """Set up everything that depends on the current ranks.
+
+        All ranks of ``comm`` must call this.
+        """
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
@@ -176,7 +183,10 @@ class MpiTransport(Transport):
         return SmallAllreduce(self._mpi, comm, self.link, self._spin_wait, self._data_wait)
 
     def messages(self) -> PointToPoint:
-        """Open a channel on a new communicator; collective."""
+        """Open a channel for point-to-point messages on a new communicator.
+
+        All ranks must call this.
+        """
         comm, members = self.comm.Dup(), self.ranks.members
         return PointToPoint(self._mpi, comm, members, self.detector, self.timeout_s, self._spins)
 
@@ -189,7 +199,10 @@ class MpiTransport(Transport):
         self.comm.Revoke()
 
     def subset(self, ranks: Sequence[int]) -> MpiTransport | None:
-        """Return a transport for some ranks; without shared memory if no host has two of them."""
+        """Return a transport for some ranks, or None on other ranks.
+
+        It uses no shared memory if each of these ranks is on a different host.
+        """
         rank = self.ranks.rank
         color = 0 if rank in ranks else self._mpi.UNDEFINED
         comm, host = self.comm.Split(color, rank), self._host.Split(color, rank)
@@ -209,12 +222,15 @@ class MpiTransport(Transport):
         )
 
     def fail(self, reason: str) -> None:
-        """Notify every other rank that this rank has failed; end the job if that is impossible."""
+        """Notify every other rank that this rank has failed.
+
+        If some ranks of an elastic job can't be notified, end the job.
+        """
         for detector in self.detector.detectors:
             if detector is not self.detector:
                 detector.announce_failure(reason)
         if not self.detector.fail(reason) and self.recovery is not None:
-            # mpirun would let ranks that did not get the message continue, or hang.
+            # Ranks that did not get the message would continue or hang, and mpirun would let them.
             self._abort(1)
 
     def _abort(self, code: int) -> NoReturn:
@@ -226,9 +242,9 @@ class MpiTransport(Transport):
     def leave(self, code: int = 0) -> None:
         """Wait for the other ranks at the end of the program, then finalize MPI.
 
-        MPI is not finalized after a rank has failed or died, because that would wait for the rank;
-        nor if this program exits with an error code. The other ranks then get a moment to exit, and
-        the launcher sees the code.
+        MPI is not finalized after a rank has failed or died, because that would wait for the rank.
+        It is not finalized either if this program exits with an error code while other ranks are
+        running. They get a moment to exit, and then the launcher sees the code.
         """
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
         for detector in self.detector.detectors:
@@ -240,7 +256,7 @@ class MpiTransport(Transport):
         if self.detector.leave(rejoin, failing_code=code if failing else None):
             self._mpi.Finalize()
         elif failing and self.recovery is not None and not self.detector.failed:
-            # The others would treat this rank as lost, and continue.
+            # Otherwise the other ranks would treat this rank as lost, and continue.
             self._abort(code)
 
     def close(self) -> None:
@@ -248,7 +264,10 @@ class MpiTransport(Transport):
         self._watchdog.close()
 
     def free(self) -> None:
-        """Free the communicators, unless a rank is lost or has failed; collective."""
+        """Free the communicators, unless the job is elastic or a rank has failed.
+
+        All ranks must call this.
+        """
         if self.ranks.survives_losses or self.detector.failed or self._mpi.Is_finalized():
             return
         for comm in self._communicators():
@@ -258,7 +277,10 @@ class MpiTransport(Transport):
             self.free_detector()
 
     def free_detector(self) -> None:
-        """Free the communicator of the failure detector; collective."""
+        """Free the communicator of the failure detector.
+
+        All ranks must call this.
+        """
         if not self.ranks.survives_losses and not self.detector.failed:
             self.detector.close()
 
@@ -268,7 +290,10 @@ class MpiTransport(Transport):
         return [self.comm, *(comm for comm in (self._host, self._all) if comm not in predefined)]
 
     def _inside_mpi(self) -> tuple[float, str] | None:
-        """Return when this rank called MPI, and for what; None outside of MPI and in own waits."""
+        """Return when and in which operation this rank called MPI.
+
+        Return None if it is not inside MPI, or is inside one of hvdtrain's own waits.
+        """
         inside = self.ranks.inside
         waits = self._spin_wait, self._data_wait
         if inside is None or any(wait.is_waiting for wait in waits):
@@ -293,7 +318,10 @@ class MpiTransport(Transport):
         return self._spin_wait.waited_s
 
     def _share_memory(self, comm: Any) -> bool:
-        """Allocate shared memory; collective. Return whether that worked, the same on all ranks."""
+        """Allocate shared memory, and return whether that worked on all ranks.
+
+        All ranks must call this.
+        """
         return True
 
     def agree(self, call: Call) -> bool:
@@ -301,7 +329,7 @@ class MpiTransport(Transport):
         return self._small.agree(call)
 
     def check_peers(self, waiting_in: str, waited_s: float) -> None:
-        """Raise if another rank has failed, or this one has waited too long."""
+        """Raise an error if another rank has failed, or if this rank has waited too long."""
         self.detector.check(waiting_in)
         if waited_s > self.timeout_s:
             self.detector.time_out(waiting_in, self.timeout_s)
@@ -360,7 +388,7 @@ class MpiTransport(Transport):
         self._data_wait.until(done, call.short_text)
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
+        """Concatenate ``counts[r]`` bytes of each rank ``r`` in ``out``."""
         self._exchange.allgather(data, out, counts)
 
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
@@ -374,7 +402,7 @@ class MpiTransport(Transport):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
+        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
         self._exchange.alltoall(data, send_counts, out, receive_counts)
 
     def _await_all(self, requests: list[Any]) -> None:

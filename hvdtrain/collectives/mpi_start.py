@@ -1,4 +1,7 @@
-"""Initialization of MPI; the only module that imports ``mpi4py.MPI``, which starts MPI."""
+"""Initialization of MPI.
+
+Importing ``mpi4py.MPI`` starts MPI, so no other module imports it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,13 @@ _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
 # the name of version 4 for shared memory.
 _BTL = "OMPI_MCA_btl"
 _ONE_HOST = {"OMPI_MCA_pml": "ob1", _BTL: "self,vader,tcp"}
-# With little shared memory, Open MPI must not use it for messages. Open MPI itself only checks
-# whether the segment of a single rank fits. For its default, and for the choice of `hvdtrain run`:
+# If there is little shared memory, Open MPI must not use it for messages. Open MPI only checks
+# whether the segment of a single rank fits. Maps the value of _BTL ("" is Open MPI's default) to
+# the value without shared memory.
 _SEGMENT_BYTES = 16 << 20
 _WITHOUT_SEGMENTS = {"": "^vader", _ONE_HOST[_BTL]: "self,tcp"}
-# Open MPI's hierarchical collectives (coll/han), its default on several hosts, ignore errors: while
-# a rank dies they return success without the data.
+# Don't use hierarchical collectives (coll/han), Open MPI's default on several hosts. They ignore
+# errors: if a rank dies meanwhile, they return success without the data.
 _ELASTIC = {"OMPI_MCA_coll_han_priority": "0"}
 
 
@@ -35,17 +39,19 @@ def start_mpi(
     environ: MutableMapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> ModuleType:
-    """Initialize MPI and return ``mpi4py.MPI``; MPI settings of the user take precedence.
+    """Initialize MPI and return ``mpi4py.MPI``.
+
+    If the user has set an MPI setting, it is kept.
 
     Args:
         topology: The ranks according to the launcher.
         environ: The environment for MPI's settings; ``os.environ`` by default.
-        timeout_s: Seconds to wait for the other ranks. Then this process prints a traceback and
-            exits with code 1.
+        timeout_s: Seconds to wait for the other ranks. After that, this process prints a traceback
+            and exits with code 1.
 
     Raises:
-        LaunchError: MPI can't be loaded, contradicts ``topology``, or does not support calls from
-            the threads of TensorFlow.
+        LaunchError: If MPI can't be loaded, reports different ranks from ``topology``, or does not
+            support calls from TensorFlow's threads.
     """
     environ = os.environ if environ is None else environ
     settings = dict(_ANY_HOSTS)
@@ -81,9 +87,9 @@ def start_mpi(
 
 @contextmanager
 def _exit_after(timeout_s: float | None) -> Iterator[None]:
-    """Exit if the block takes too long, because another rank does not start MPI.
+    """Exit if the block takes too long, which means that another rank does not start MPI.
 
-    The start of MPI holds Python's lock, so a Python thread could not do this.
+    A Python thread could not do this, because MPI holds Python's lock while it starts.
     """
     if timeout_s is None:
         yield
@@ -100,7 +106,7 @@ def _exit_after(timeout_s: float | None) -> Iterator[None]:
 
 
 class _Data(ctypes.Union):
-    """The union in ``pmix_value_t`` without most members, which are not used."""
+    """The union in ``pmix_value_t``, with only the members that are used."""
 
     _fields_ = [("flag", ctypes.c_bool), ("longest", ctypes.c_uint64 * 4)]
 
@@ -110,7 +116,7 @@ class _Value(ctypes.Structure):
 
 
 class _Info(ctypes.Structure):
-    """``pmix_info_t`` of pmix_common.h, the same in PMIx 3 to 6."""
+    """``pmix_info_t`` from pmix_common.h, which is the same in PMIx 3 to 6."""
 
     _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
 
@@ -122,15 +128,17 @@ _COLLECT_DATA = b"pmix.collect"
 def fence() -> bool:
     """Wait under Slurm until MPI has started on all ranks.
 
-    ``MPI_Init`` of Open MPI 5 ends with an empty PMIx fence. Slurm's plug-in returns from it before
-    all ranks have arrived (every time with Slurm 22.05.8), and a message that arrives then causes
-    SIGSEGV in ``MPI_Init``. A fence with data collection waits for all ranks.
+    In Open MPI 5, ``MPI_Init`` ends with an empty PMIx fence. Slurm's plug-in returns from this
+    fence before all ranks have arrived (every time with Slurm 22.05.8). If a rank then gets a
+    message while it is still in ``MPI_Init``, it crashes with SIGSEGV. A fence with data collection
+    waits for all ranks.
 
     Returns:
-        Whether there was a fence; False without PMIx (as in MPICH) or a PMIx server.
+        Whether there was a fence. There is none if MPI does not use PMIx (MPICH does not), or if
+        there is no PMIx server.
     """
     try:
-        # Only if MPI has loaded it.
+        # Get the library only if MPI has loaded it.
         pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOLOAD)
     except OSError:
         return False
@@ -142,7 +150,8 @@ def fence() -> bool:
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
     """Return why this MPI does not report dead ranks, or "" if it does.
 
-    Open MPI 5 does with an option of mpirun, which sets a variable for the ranks.
+    Open MPI 5 reports them if ``mpirun`` is started with an option, which sets an environment
+    variable for the ranks.
     """
     vendor, version = mpi.get_vendor()
     if vendor != "Open MPI" or version < (5,):

@@ -25,10 +25,11 @@ class PendingMessage(NamedTuple):
 
 
 class PointToPoint:
-    """Messages of bytes, sent from the memory of the caller without serialization.
+    """Messages of bytes, sent from the caller's memory without serialization.
 
-    Ranks are initial ranks. If a rank exits while another one waits here, the waiting rank raises
-    an error, so ranks must call an operation of the engine after their last message.
+    All rank arguments are initial ranks. If any rank exits while another rank waits for a message,
+    the waiting rank raises an error. So all ranks must call an operation of the engine after their
+    last message.
 
     In elastic jobs, a dead rank only affects ranks that exchange messages with it.
     """
@@ -55,24 +56,35 @@ class PointToPoint:
 
     @property
     def waiting_in(self) -> str:
-        """What this rank is waiting in, or ""; other threads may ask."""
+        """What this rank is waiting in, or "".
+
+        Other threads may read this.
+        """
         return self._inside
 
     @property
     def lost(self) -> set[int]:
-        """The known dead ranks."""
+        """Ranks that are known to be dead."""
         return self._detector.lost
 
     def start_send(self, data: np.ndarray, to: int, tag: int) -> list[PendingMessage]:
-        """Start to send a contiguous array, which must not change until ``wait`` has returned.
+        """Start to send a contiguous array.
+
+        The array must not change until ``wait`` has returned.
 
         Raises:
-            PeerLostError: The receiver died.
+            PeerLostError: If the receiver died.
         """
         return self._start(self._comm.Isend, data, to, tag)
 
     def start_receive(self, buffer: np.ndarray, source: int, tag: int) -> list[PendingMessage]:
-        """Start to receive a message of the size of ``buffer``; see ``start_send``."""
+        """Start to receive a message with the size of ``buffer``.
+
+        The buffer must not be used until ``wait`` has returned.
+
+        Raises:
+            PeerLostError: If the sender died.
+        """
         return self._start(self._comm.Irecv, buffer, source, tag)
 
     def wait(
@@ -85,13 +97,13 @@ class PointToPoint:
     ) -> None:
         """Wait until all messages from ``start_send`` and ``start_receive`` are transferred.
 
-        With ``endless``, wait without a time-out, if the other side has one. Return early once
-        ``unless()``, which is called often, is true.
+        Pass ``endless=True`` to wait without a time-out, but only if the other rank waits with one.
+        This returns early once ``unless()`` is true, which is called often.
 
         Raises:
-            PeerLostError: The sender or receiver of a message died.
-            PeerFailedError: Another rank failed or exited.
-            CollectiveTimeoutError: The wait took too long.
+            PeerLostError: If the sender or receiver of a message died.
+            PeerFailedError: If another rank failed or exited.
+            CollectiveTimeoutError: If the wait took too long.
         """
         unfinished = list(pending)
         spin_wait = self._endless if endless else self._spin_wait
@@ -112,13 +124,13 @@ class PointToPoint:
         *,
         unless: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Receive a message of the size of ``buffer`` from any rank, and return the sender.
+        """Receive a message with the size of ``buffer`` from any rank, and return the sender.
 
-        Return None if the sender died, or once ``unless()``, which is called often, is true.
+        Return None if the sender died, or once ``unless()`` is true, which is called often.
 
         Raises:
-            PeerFailedError: Another rank failed or exited.
-            CollectiveTimeoutError: No message came in time.
+            PeerFailedError: If another rank failed or exited.
+            CollectiveTimeoutError: If no message arrived in time.
         """
         status = self._mpi.Status()
         messages: list[Any] = []
@@ -155,7 +167,7 @@ class PointToPoint:
         return [PendingMessage(request, rank) for request in requests]
 
     def _remove_finished(self, pending: list[PendingMessage], waiting_in: str) -> bool:
-        """Remove finished messages from the end of a list; return whether it is empty."""
+        """Remove finished messages from the end of a list, and return whether the list is empty."""
         while pending:
             request, rank = pending[-1]
             try:
@@ -176,7 +188,7 @@ class PointToPoint:
         self._detector.record_loss(error, self._comm, self._members)
 
     def peer_lost_error(self, rank: int, doing: str) -> PeerLostError:
-        """Return the error of a rank that was ``doing`` something with a rank that died."""
+        """Return the error for a rank that was ``doing`` something when another rank died."""
         own = self._detector.rank
         return PeerLostError(
             f"rank {rank} died while rank {own} {doing}. Rank {own} can't continue without it. "

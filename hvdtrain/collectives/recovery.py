@@ -1,23 +1,24 @@
-"""Recovery from the death of ranks, inside the operation in which it is noticed.
+"""Recovery from dead ranks, inside the operation that notices them.
 
-An operation ends in two steps: a rank gets its result, then it waits until all ranks have one,
-and only then returns. So whenever a rank dies, the remaining ranks are in one of two cases, and
-agree on which:
+An operation ends in two steps: a rank gets its result, then it waits until all ranks have their
+result, and only then returns. So whenever a rank dies, there are two cases. The remaining ranks
+agree on which one it is:
 
-- All of them have their result. The operation is complete, and ranks that are still in it return
-  their result.
-- One of them does not. Then no rank has returned, and all of them repeat the operation, as if they
-  alone had called it.
+- All remaining ranks have their result. The operation is complete, and ranks that are still in it
+  return their result.
+- A remaining rank has no result. Then no rank has returned, and all remaining ranks repeat the
+  operation without the dead ranks.
 
 No state needs to be saved or transferred, and results may differ by rank. No rank can be more than
-one operation ahead, as it starts the next operation only once all have the result of this one.
+one operation ahead, because a rank starts its next operation only once all ranks have the result of
+this one.
 
-To agree, a rank that misses another revokes the communicators, which interrupts all waits on them,
-and notifies the others that it has stopped. This takes as long as one of them computes outside of
-any operation; failures are still detected. Once all have stopped, they shrink the communicator
-(ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"), exchange their
-states, and set up everything that depends on the ranks. If another rank dies in the meantime, they
-start over.
+To agree, a rank that notices a death revokes the communicators, which interrupts all waits on them,
+and notifies the others that it has stopped. If another rank is computing outside of any operation,
+the stopped ranks wait for it, and still detect failures. Once all ranks have stopped, they shrink
+the communicator (ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"),
+exchange their states, and set up everything that depends on the ranks. If another rank dies in the
+meantime, they start over.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from hvdtrain.errors import (
 
 __all__ = ["Recovery", "RecoveryDecision", "RecoveryState", "decide_recovery"]
 
-# Errors with another cause may arrive before the news of a death.
+# After an error whose cause is not clear, wait this long for the news that a rank died.
 NEWS_S = 2.0
 
 Result = TypeVar("Result")
 
 
 class RecoveryState(NamedTuple):
-    """The state of a rank when it stopped.
+    """The state of a rank at the moment when it stopped.
 
     Attributes:
-        member: Its initial rank.
-        operation: The number of its current or latest operation.
-        completed: The latest operation whose result it has.
-        source: The initial rank without which the operation is impossible, or -1.
+        member: The initial rank.
+        operation: Number of the rank's current or latest operation.
+        completed: Number of the latest operation whose result the rank has.
+        source: Initial rank without which the rank's operation is impossible, or -1.
     """
 
     member: int
@@ -70,8 +71,8 @@ class RecoveryDecision(NamedTuple):
     """The common decision of the remaining ranks.
 
     Attributes:
-        complete: The latest operation whose result all ranks have.
-        orphaned: The operation that has become impossible, or 0.
+        complete: Number of the latest operation whose result all ranks have.
+        orphaned: Number of the operation that has become impossible, or 0.
     """
 
     complete: int
@@ -79,10 +80,12 @@ class RecoveryDecision(NamedTuple):
 
 
 def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
-    """Decide from the states of all remaining ranks; the result is the same on all of them.
+    """Decide from the states of all remaining ranks how to continue.
+
+    All ranks get the same decision, because they pass the same states.
 
     Raises:
-        CollectiveError: The ranks are not in step.
+        CollectiveError: If the ranks are not in step.
     """
     complete = min(state.completed for state in states)
     interrupted = complete + 1
@@ -99,7 +102,7 @@ def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
 class Recovery:
     """Runs the operations of an ``MpiTransport``, and repeats them after losses.
 
-    With fewer than ``min_np`` ranks, it sets ``too_few``.
+    It sets ``too_few`` once fewer than ``min_np`` ranks remain.
     """
 
     def __init__(
@@ -128,8 +131,9 @@ class Recovery:
         Raises:
             RanksLostError: On all ranks, if ``source`` was lost.
         """
-        # MPI may still write to the buffers of a failed attempt. The frames of its error keep them
-        # alive until a later attempt has received all messages of the others.
+        # MPI may still write to the buffers of a failed attempt. The frames of the attempt's error
+        # keep the buffers alive until a later attempt has received all messages from the other
+        # ranks.
         errors: list[BaseException] = []
         try:
             while operation != self._decision.orphaned:
@@ -158,7 +162,10 @@ class Recovery:
         )
 
     def rejoin(self) -> None:
-        """Drop lost ranks once all have stopped, outside of any operation."""
+        """Drop lost ranks outside of any operation.
+
+        All remaining ranks must have stopped.
+        """
         self._transport.revoke()
         # A program that is exiting can't start threads.
         self._reconnect(
@@ -166,7 +173,7 @@ class Recovery:
         )
 
     def _check_is_loss(self, error: Any, call: Call) -> None:
-        """Raise an error unless it is the consequence of a loss."""
+        """Raise ``error`` unless it is the consequence of a loss."""
         if isinstance(error, RanksLost) or is_loss(self._mpi, error):
             return
         deadline = time.monotonic() + NEWS_S
@@ -179,13 +186,16 @@ class Recovery:
         raise error
 
     def _stop(self, call: Call) -> None:
-        """Stop, and wait until all others have stopped."""
+        """Stop the operation, and wait until all other ranks have stopped."""
         self._transport.revoke()
         self._detector.stop()
         self._spin_wait.until(lambda: self._detector.all_stopped, call.short_text)
 
     def _reconnect(self, state: RecoveryState, threaded: bool = True) -> None:
-        """Set up the transport for the remaining ranks; collective."""
+        """Set up the transport for the remaining ranks.
+
+        All remaining ranks must call this.
+        """
         states: list[RecoveryState] = []
 
         def shrink() -> None:
@@ -209,7 +219,7 @@ class Recovery:
             )
 
     def _shrink(self, state: RecoveryState) -> list[RecoveryState]:
-        """Connect the remaining ranks; return their states."""
+        """Connect the remaining ranks and return their states."""
         comm = self._transport.comm
         while True:
             fresh = comm.Shrink()
@@ -229,14 +239,17 @@ class Recovery:
                 return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
-        """Return whether all ranks are done; the same answer on all ranks if one dies."""
+        """Return whether all ranks are done.
+
+        All ranks get the same answer, even if one dies meanwhile.
+        """
         try:
             return bool(comm.Agree(int(done)))
         except self._mpi.Exception:
             return False
 
     def _run_with_timeout(self, function: Callable[[], None]) -> None:
-        """Run a function in a thread, as calls of MPI can't be interrupted."""
+        """Run a function in a thread, because MPI calls can't be interrupted."""
         raised: list[BaseException] = []
 
         def run() -> None:
@@ -258,7 +271,10 @@ class Recovery:
 
 
 def _catch_common(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
-    """Return errors that all ranks raise as results: all ranks must get them, or none."""
+    """Return errors that all ranks raise as results.
+
+    Like a result, such an error must reach all ranks or none.
+    """
     try:
         return attempt()
     except (MismatchError, RanksRaised) as error:

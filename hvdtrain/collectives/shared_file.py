@@ -1,4 +1,4 @@
-"""Files in memory that the ranks of a host share."""
+"""Files in shared memory, through which the ranks of a host exchange data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ __all__ = [
     "share_on_host",
 ]
 
-# Where MPI libraries keep shared windows; small in many containers.
+# MPI libraries keep shared windows here. It is small in many containers.
 SHARED_MEMORY = "/dev/shm"
-# On some kernels a signal undoes an allocation that is not complete.
+# Memory is allocated in steps of this size, because on some kernels a signal undoes an allocation
+# that is not complete.
 CLAIM_BYTES = 16 << 20
-# The files for messages of Open MPI 5 and 4.
+# Names of the files in which Open MPI 5 and 4 exchange messages.
 MPI_SEGMENTS = ("sm_segment", "vader_segment")
 
 
@@ -42,14 +43,14 @@ def free_bytes() -> int | None:
 
 def can_share_files() -> bool:
     """Return whether ranks can exchange data through mapped files."""
-    # Other processors may reorder plain stores, and Python lacks a memory fence.
+    # Processors other than x86 may reorder plain stores, and Python has no memory fence.
     return platform.machine() in ("x86_64", "AMD64") and os.path.isdir(SHARED_MEMORY)
 
 
 def claim_mpi_segments() -> None:
     """Allocate the shared memory that Open MPI uses for messages.
 
-    Open MPI creates sparse files: a rank that writes to one after the file system has become full
+    Open MPI creates sparse files. If a rank wrote to one after the file system has become full, it
     would get SIGBUS.
     """
     with contextlib.suppress(OSError):
@@ -65,28 +66,34 @@ class SharedFile:
     """A file in shared memory, mapped by this process and others.
 
     Args:
-        descriptor: The open file; this object closes it.
-        nbytes: Its size.
+        descriptor: The open file, which this object closes.
+        nbytes: Size of the file.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._memory = mmap.mmap(descriptor, nbytes)
         self._descriptor = descriptor
-        # Not at exit: exit hooks may still use it.
+        # Don't close the file at exit, because exit hooks may still use it.
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def hide(self) -> None:
-        """Exclude the file from core dumps, which would fill a sparse file, and from forks."""
+        """Exclude the file from core dumps and forked children.
+
+        A core dump would allocate all memory of a sparse file.
+        """
         self._memory.madvise(mmap.MADV_DONTDUMP)
         self._memory.madvise(mmap.MADV_DONTFORK)
 
     @property
     def held_bytes(self) -> int:
-        """The allocated memory."""
+        """Number of bytes that are allocated."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def array(self, start: int, nbytes: int) -> np.ndarray:
-        """Return a part of the file as a flat uint8 array, which is the base of all its views."""
+        """Return a part of the file as a flat uint8 array.
+
+        The array is the base of all its views.
+        """
         return np.frombuffer(self._memory, np.uint8, nbytes, start)
 
     def cut(self, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -95,7 +102,7 @@ class SharedFile:
         return [self.array(start, size) for start, size in zip(starts, sizes)]
 
     def claim(self, start: int, nbytes: int) -> bool:
-        """Allocate memory for a part; return whether that worked."""
+        """Allocate memory for a part, and return whether that worked."""
         if nbytes > (free_bytes() or 0):
             return False
         try:
@@ -109,8 +116,8 @@ class SharedFile:
         return True
 
     def release(self, start: int, nbytes: int) -> None:
-        """Free the memory of whole pages, for all processes."""
-        # Not possible for locked pages.
+        """Free the memory of a part that consists of whole pages, for all processes."""
+        # Locked pages can't be freed.
         with contextlib.suppress(OSError):
             self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
@@ -122,17 +129,19 @@ def share_file(
     all_true: Callable[[bool], bool],
     sparse: bool = False,
 ) -> SharedFile | None:
-    """Map a file that all ranks of the host share; None on all of them if that is impossible.
+    """Map a file that all ranks of the host share, or return None on all of them.
 
-    The file is unlinked, so that its memory is freed with its last user.
+    All ranks of the host must call this. The result is None if a rank can't map the file or
+    allocate its part. The file is unlinked, so that its memory is freed when the last rank has
+    closed it.
 
     Args:
         sizes: Size of each rank's part.
-        position: This rank's part; the rank at position 0 creates the file.
-        broadcast_path: Returns the value that it gets on the rank at position 0.
+        position: Index of this rank's part. The rank at position 0 creates the file.
+        broadcast_path: Returns, on every rank, the argument of the rank at position 0.
         all_true: Returns whether its argument is true on all ranks.
-        sparse: Don't allocate memory now. Otherwise each rank allocates its own part, so that the
-            memory is close to its cores.
+        sparse: Whether to allocate no memory now. Otherwise each rank allocates its own part, so
+            that the memory is close to the rank's cores.
     """
     path = broadcast_path(_create_file(sum(sizes)) if position == 0 else "")
     try:
@@ -140,14 +149,14 @@ def share_file(
         if file is None:
             ready = False
         elif sparse:
-            # If the program locks its memory, the whole file is allocated.
+            # If the program locks its memory, the kernel has allocated the whole file.
             ready = not file.held_bytes
         else:
             ready = file.claim(sum(sizes[:position]), sizes[position])
         return file if all_true(ready) else None
     finally:
         if path:
-            # On every rank, as the rank that created the file may have died.
+            # Every rank does this, because the rank that created the file may have died.
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
@@ -155,7 +164,10 @@ def share_file(
 def share_on_host(
     mpi: ModuleType, host: Any, sizes: Sequence[int], sparse: bool = False
 ) -> SharedFile | None:
-    """Call ``share_file`` on the ranks of a communicator; collective."""
+    """Call ``share_file`` on all ranks of a communicator.
+
+    All of them must call this.
+    """
     return share_file(
         sizes,
         host.Get_rank(),
@@ -166,7 +178,10 @@ def share_on_host(
 
 
 def _create_file(nbytes: int) -> str:
-    """Create a sparse file in shared memory; return its path, or "" if that is impossible."""
+    """Create a sparse file in shared memory.
+
+    Return its path, or "" if that is impossible.
+    """
     if nbytes == 0 or not can_share_files():
         return ""
     try:

@@ -1,16 +1,18 @@
-"""The transport in two levels: shared memory inside a host, MPI between hosts.
+"""The transport that uses shared memory inside a host and MPI between hosts.
 
-Every rank of a host owns slots of a shared window, through which arrays travel chunk by chunk, so
-that each rank finds the data of the others in the cache:
+Ranks of a host exchange arrays chunk by chunk, so that each rank finds the data of the others in
+the cache. They copy chunks to a shared window, in which every rank owns some slots. A chunk passes
+through these stages:
 
     pack      copy the other ranks' shares of my chunk to my slot
     reduce    combine my share of the chunk: my own array and the slots of the others
-    network   (several hosts) combine the result with other hosts; each cross group carries a share,
-              or with many hosts a larger share of some chunks; the first carries small arrays
+    network   (several hosts) combine the result with other hosts. A cross group has one rank per
+              host. Each cross group exchanges a share of every chunk or, with many hosts, a larger
+              share of some chunks. The first cross group exchanges small arrays.
     unpack    copy the result to the output
 
-On a single host, results lie in an ``Arena``: each rank writes its share of the result to the
-outputs of all ranks, and unpacking is not needed.
+On a single host, large results lie in an ``Arena``. Each rank writes its share of the result to the
+outputs of all ranks, so that unpacking is not needed.
 
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so on,
 so that ranks seldom wait. With four or more slots, no stage can overwrite memory that another rank
@@ -50,24 +52,25 @@ __all__ = ["SharedMemoryTransport"]
 
 logger = logging.getLogger(__package__)
 
-# Words of a rank, each on its own cache line. Counters: chunks packed, reduced, and returned from
-# the network, and operations completed. For the latest two calls, as a rank can be one ahead: the
-# digest, whether other hosts agree, whether a result is not finite, and its position in the arena.
+# Words of a rank, each on its own cache line. The first four are counters: chunks packed, reduced,
+# and returned from the network, and operations completed. The last four have two entries, because a
+# rank can be one operation ahead: the digest of the call, whether all hosts agree, whether a result
+# is not finite, and the result's position in the arena.
 LINE_WORDS = 8
 PACKED, REDUCED, RETURNED, COMPLETED, DIGESTS, AGREED, NON_FINITE, PLACES = range(
     0, 8 * LINE_WORDS, LINE_WORDS
 )
 
-# Not used for messages on a single host.
+# A placeholder: on a single host, no messages are sent.
 NO_LINK = Link(latency_s=1e-6, bytes_per_s=1e10)
 
-# Further chunks in transfer between hosts, so that links don't wait for packing.
+# Minimum number of further chunks in transfer between hosts, so that links don't wait for packing.
 LEAST_AWAY = 2
 
-# Smaller results are faster in private memory.
+# Smaller results stay in private memory, because that is faster.
 LEAST_IN_ARENA = 256 << 10
 
-# More than any window needs; fits into an int64 for MPI.
+# More than any window needs. This fits into an int64, which MPI sends.
 MOST_FREE_BYTES = 1 << 50
 
 
@@ -76,11 +79,11 @@ class _Job:
     """An allreduce in progress.
 
     Attributes:
-        base: The number of chunks before the first one.
-        in_arena: Whether the results of all ranks lie in the arena.
-        sums: This rank's result in the arena, if sums can be computed in it.
-        others: The results in the arena to which sums are copied.
-        transfers: The transfers between hosts, by chunk.
+        base: Number of chunks of earlier operations.
+        in_arena: Whether the outputs of all ranks are in the arena.
+        sums: This rank's output in the arena, if sums can be computed in it.
+        others: Outputs in the arena to which sums are copied.
+        transfers: Transfers between hosts in progress, by chunk number.
     """
 
     reduction: Reduction
@@ -95,7 +98,7 @@ class _Job:
 
 
 class SharedMemoryTransport(MpiTransport):
-    """Reduces through shared memory; all other operations use MPI messages."""
+    """Reduces arrays through shared memory, and uses MPI messages for all other operations."""
 
     kind = "shared_memory"
     least_in_arena = LEAST_IN_ARENA
@@ -135,7 +138,7 @@ class SharedMemoryTransport(MpiTransport):
         if window is None or not has_window:
             return False
         self._window = window
-        # Limited by the number of chunks that can be in transfer at a time.
+        # Slots limit how many chunks can be in transfer at a time, and so the number of turns.
         self._most_turns = self._least(comm, self._window.slots) - LEAST_SLOTS + 1
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         return True
@@ -152,7 +155,10 @@ class SharedMemoryTransport(MpiTransport):
         )
 
     def free(self) -> None:
-        """Free communicators and shared memory; collective."""
+        """Free communicators and shared memory.
+
+        All ranks must call this.
+        """
         super().free()
         if self.ranks.survives_losses:
             return
@@ -174,7 +180,10 @@ class SharedMemoryTransport(MpiTransport):
         return self._hosts
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up everything that depends on the current ranks; collective over ``comm``."""
+        """Set up everything that depends on the current ranks.
+
+        All ranks of ``comm`` must call this.
+        """
         plan = plan_hierarchy(members, self._host_of, members[comm.Get_rank()])
         self._local_rank, self._window_ranks, self._hosts, self._cross_groups = plan
         super().connect(comm, members)
@@ -201,7 +210,10 @@ class SharedMemoryTransport(MpiTransport):
         comm.Barrier()
 
     def start_over(self) -> None:
-        """Reset the counters, as ranks have packed different numbers of chunks; collective."""
+        """Reset the counters, because ranks have packed different numbers of chunks.
+
+        All ranks must call this.
+        """
         self.comm.Barrier()
         self._tickets = 0
         self._window.clear_words(self._window_ranks[self._local_rank])
@@ -223,7 +235,7 @@ class SharedMemoryTransport(MpiTransport):
         return DirectAllreduce(self._mpi, cross, self.segment_bytes) if crosses else None
 
     def _chunks_ahead(self) -> int:
-        """Return how many chunks to transfer between hosts at a time, as far as there are slots."""
+        """Return how many chunks to transfer between hosts at a time, limited by the slots."""
         share_bytes = self.chunk_bytes // self._carriers
         ahead = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
         return min(ahead * self._turns, self._window.slots - LEAST_SLOTS)
@@ -231,7 +243,7 @@ class SharedMemoryTransport(MpiTransport):
     def _slot_views(
         self, dtype: np.dtype
     ) -> tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]:
-        """Return slots per local rank, result slots and a scratch array for a dtype."""
+        """Return the slots of each local rank, the result slots and a scratch array for a dtype."""
         views = self._views.get(dtype.name)
         if views is None:
             wide = accumulator_dtype(dtype)
@@ -245,7 +257,10 @@ class SharedMemoryTransport(MpiTransport):
         return views
 
     def take_buffer(self, nbytes: int) -> np.ndarray:
-        """Return an unused flat uint8 array for results, in the arena if it is large."""
+        """Return an unused flat uint8 array for results.
+
+        Large arrays are in the arena, if there is space.
+        """
         if self._arena is not None and nbytes >= self.least_in_arena:
             with contextlib.suppress(MemoryError):
                 return self._arena.pool.take(nbytes)
@@ -288,7 +303,7 @@ class SharedMemoryTransport(MpiTransport):
         self._window.sync()
 
     def _host_agrees(self, ticket: int, call: Call) -> bool:
-        """Wait for all ranks of this host; return whether they made the same call."""
+        """Wait for all ranks of this host, and return whether they made the same call."""
         self._wait(PACKED, self._everyone, ticket, call)
         # A rank that is one operation ahead uses the other word.
         word = DIGESTS + self.ranks.operation % 2
@@ -313,16 +328,18 @@ class SharedMemoryTransport(MpiTransport):
         self._own_words[counter] = value
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Send all chunks through the stages, each one stage behind the previous chunk.
+        """Combine the inputs of all ranks. Each chunk is one stage behind the previous chunk.
 
-        Several chunks are in transfer between hosts at a time, so that links are never idle.
+        Several chunks are in transfer between hosts at a time, so that links are never idle. Return
+        False if not all ranks made the same call.
 
         Why ``last + 1`` slots are enough: in step s a rank packs chunk s into the slot of chunk
         s - last - 1. It unpacked that chunk in step s - 1, after all ranks had reduced it. It also
         reduces chunk s - 1 into the result slot of chunk s - last - 2. By then, every other rank
         has packed chunk s - 1, so it has finished step s - 2, in which it unpacked that chunk.
         Results in the arena are not unpacked, but ranks wait at the same point. Hosts may have
-        different numbers of chunks in transfer, as a transfer only waits for earlier ones.
+        different numbers of chunks in transfer, because a transfer only waits for earlier
+        transfers.
         """
         if self._hosts > 1 and self._is_small(reduction):
             return self._allreduce_small(reduction)
@@ -330,7 +347,7 @@ class SharedMemoryTransport(MpiTransport):
         if job is None:
             return False
         chunks = len(reduction.layout.chunks)
-        # Chunks between packing and unpacking.
+        # How many steps after packing a chunk is unpacked.
         last = 2 if self._hosts == 1 else 3 + self._ahead
         for step in range(chunks + last):
             if step < chunks:
@@ -367,7 +384,10 @@ class SharedMemoryTransport(MpiTransport):
         return True
 
     def _cross_small(self, speaker: SmallAllreduce, job: _Job, alike: bool) -> bool:
-        """Combine the sums of all hosts if all ranks make the same call; return whether they do."""
+        """Combine the sums of all hosts if all ranks make the same call.
+
+        Return whether they make the same call.
+        """
         reduction = job.reduction
         if not alike:
             return speaker.agree(reduction.call, alike)
@@ -384,7 +404,10 @@ class SharedMemoryTransport(MpiTransport):
             reduction.finite.passed = not any(words[word] for words in self._words)
 
     def _begin(self, reduction: Reduction) -> _Job | None:
-        """Announce an allreduce; return None if the ranks of several hosts disagree."""
+        """Announce an allreduce.
+
+        Return None if there are several hosts and not all ranks made the same call.
+        """
         if self._hosts > 1 and not self.agree(reduction.call):
             return None
         self._announce(reduction.call)
@@ -393,7 +416,7 @@ class SharedMemoryTransport(MpiTransport):
         return _Job(reduction, *self._slot_views(reduction.inputs[0].dtype), self._tickets)
 
     def _await_first_chunk(self, job: _Job) -> bool:
-        """Wait for the first chunk of all ranks; return whether they made the same call."""
+        """Wait for the first chunk of all ranks, and return whether they made the same call."""
         if not self._host_agrees(job.base + 1, job.reduction.call):
             return False
         self._find_buffers(job)
@@ -427,7 +450,7 @@ class SharedMemoryTransport(MpiTransport):
         self._signal(REDUCED, job.base + number + 1)
 
     def _find_buffers(self, job: _Job) -> None:
-        """Find the results of all ranks in the arena, if all of them are there."""
+        """Find the outputs of all ranks in the arena, if all outputs are there."""
         places = [words[PLACES + self.ranks.operation % 2] for words in self._words]
         if self._arena is None or min(places) < 0:
             return
@@ -437,7 +460,8 @@ class SharedMemoryTransport(MpiTransport):
             for rank, place in zip(self._window_ranks, places)
         ]
         job.in_arena = True
-        # The share in this rank's own result is not read before it is complete.
+        # Sums may be computed in this rank's own output, because nobody reads it before it is
+        # complete.
         if dtype == accumulator_dtype(dtype):
             job.sums = buffers.pop(self._local_rank)
         job.others = buffers
@@ -460,7 +484,7 @@ class SharedMemoryTransport(MpiTransport):
     def _carried(self, total: np.ndarray, number: int) -> np.ndarray:
         """Return the share of a host's sums that this rank exchanges with the other hosts.
 
-        It is empty if it is the turn of other cross groups; ``number`` counts the turns.
+        The share is empty if it is the turn of other cross groups. ``number`` counts the turns.
         """
         first = number % self._turns * self._carriers
         place = self._local_rank - first
@@ -482,7 +506,7 @@ class SharedMemoryTransport(MpiTransport):
             self._wait(
                 RETURNED, range(self._cross_groups), job.base + number + 1, job.reduction.call
             )
-        if not job.in_arena:  # otherwise it is already complete
+        if not job.in_arena:  # otherwise the output is already complete
             self._copy_out(job, number)
 
     def _copy_out(self, job: _Job, number: int) -> None:

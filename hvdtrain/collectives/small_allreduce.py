@@ -1,9 +1,9 @@
-"""Agreement of ranks on a call, together with the allreduce of a small array.
+"""Allreduce of a small array, together with the check that all ranks made the same call.
 
-Up to a certain size every rank sends the whole array to every other rank ("one-shot" in NCCL and
-vLLM). Larger arrays take two rounds: each rank sends every other rank its part, and then its
-reduced part to all ("two-shot"). The first round also carries the digest of the call, so that
-agreement takes no extra time.
+Up to a certain size, every rank sends the whole array to every other rank ("one-shot" in NCCL and
+vLLM). Larger arrays take two rounds ("two-shot"). In the first, each rank sends every other rank
+the part that the other rank reduces. In the second, each rank sends its reduced part to all ranks.
+The first round also carries the digest of the call, so that the check takes no extra time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ __all__ = ["SmallAllreduce"]
 
 HEADER_BYTES = 8
 FIRST, SECOND = 5, 6
-# Not a digest: the ranks that this rank represents disagree.
+# Sent instead of a digest if the ranks that this rank represents made different calls.
 DIFFERENT = -1
 NOTHING = np.empty(0, np.uint8)
 
 
 class SmallAllreduce:
-    """Agrees on calls between the ranks of a communicator, and combines small arrays.
+    """Compares calls between the ranks of a communicator, and combines small arrays.
 
-    Too many ranks agree in a tree instead, and can't send arrays; see ``most_small_bytes``. Other
-    messages on the communicator must not use the tags ``FIRST`` and ``SECOND``. ``rank_wait`` waits
-    for late ranks, ``data_wait`` for messages of ranks that have arrived.
+    If there are too many ranks for ``allreduce`` (see ``most_small_bytes``), they compare calls in
+    a tree. Other messages on the communicator must not use the tags ``FIRST`` and ``SECOND``.
+    ``rank_wait`` waits for late ranks, and ``data_wait`` waits for messages from ranks that have
+    arrived.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class SmallAllreduce:
             self._second = _Round(mpi, comm, SECOND)
 
     def agree(self, call: Call, alike: bool = True) -> bool:
-        """Return whether all ranks make the same call; collective.
+        """Return whether all ranks make the same call.
 
-        ``alike`` is whether the ranks that this rank represents make the same call.
+        All ranks must call this. ``alike`` says whether the ranks that this rank represents make
+        the same call.
         """
         digest = call.digest if alike else DIFFERENT
         if self._in_tree:
@@ -67,10 +69,10 @@ class SmallAllreduce:
         return self._digests_match(call)
 
     def allreduce(self, call: Call, data: np.ndarray, op: ReduceOp, ranks: int) -> bool:
-        """Agree, and combine the arrays if all calls are the same; bitwise equal on all ranks.
+        """Combine the arrays if all ranks make the same call, and return whether they do.
 
-        ``data`` is a flat array of at most ``most_small_bytes``, which is replaced by the result.
-        ``ranks`` is the divisor for ``average``.
+        ``data`` is a flat array of at most ``most_small_bytes``. It is replaced by the result,
+        which is bitwise identical on all ranks. ``ranks`` is the divisor for ``average``.
         """
         if data.nbytes <= self._one_shot_bytes:
             self._first.start(call.digest, [data])
@@ -109,7 +111,7 @@ class _Round:
         self._mpi, self._comm, self._tag = mpi, comm, tag
         self._rank: int = comm.Get_rank()
         size = comm.Get_size()
-        # Each rank starts with another peer, so that not all send to the same rank at first.
+        # Each rank starts with a different peer, so that the ranks don't all send to the same rank.
         self._peers = [(self._rank + step) % size for step in range(1, size)]
         self._sent, self._received = np.empty((2, size, HEADER_BYTES + MOST_SMALL_BYTES), np.uint8)
         self._sent_digests, self._digests = (
@@ -119,9 +121,10 @@ class _Round:
         self._requests: list[Any] = []
 
     def start(self, digest: int, parts: Sequence[np.ndarray]) -> None:
-        """Send a digest to all ranks, with one part for each rank, or the same part for all.
+        """Send a digest and a part to each rank.
 
-        The parts are copied. Ranks with a different digest may send parts of another size.
+        Pass one part for each rank, or a single part for all ranks. The parts are copied. Ranks
+        with a different digest may send parts of a different size.
         """
         messages = []
         self._sent_digests[: len(parts)] = digest

@@ -1,4 +1,4 @@
-"""The contract between an engine, which checks and agrees on calls, and a transport of bytes."""
+"""The interface between an engine, which checks calls, and a transport, which moves bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError, TooFewRa
 
 __all__ = ["RankState", "Reduction", "Transport"]
 
-# Most operations of ranks in step take less.
+# Most operations take less time if the ranks are in step.
 LONG_S = 0.01
 
 
 class RankState:
     """The state that an engine shares with its transport.
 
-    The transport updates which ranks exist, the engine what this rank does. The other attributes
-    are described in ``Engine``.
+    The transport updates the attributes that say which ranks exist. The engine updates those that
+    say what this rank is doing. Attributes that are not listed here are described in ``Engine``.
 
     Attributes:
-        operation: The number, from 1, of the current or latest operation of this rank.
-        inside: Start time and text of the current operation, or None. Other threads may read it.
+        operation: Number of this rank's current or latest operation, from 1.
+        inside: Start time (``time.monotonic()``) and text of the operation in progress, or None.
+            Other threads may read this.
     """
 
     def __init__(self) -> None:
@@ -57,21 +58,28 @@ class RankState:
 
     @property
     def waiting_in(self) -> str:
-        """The operation in which this rank has been waiting, or ""; other threads may ask."""
+        """The operation in which this rank has been waiting, or "".
+
+        Other threads may read this.
+        """
         inside = self.inside
         return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
 
     def set_ranks(self, rank: int, size: int, numbers: Sequence[int] | None = None) -> None:
-        """Set the initial ranks; ``numbers`` are the job's ranks of a subset."""
+        """Set the initial ranks.
+
+        For a subset, ``numbers`` are the job's ranks.
+        """
         self.rank, self.size = rank, size
         self.members = self.contributed = tuple(range(size))
         self.numbers = self.members if numbers is None else tuple(numbers)
 
 
 class Reduction(NamedTuple):
-    """The arguments of an allreduce; inputs and outputs are flat arrays of one dtype.
+    """The arguments of an allreduce.
 
-    ``wire`` is the format of float32 data between hosts; None sends float32.
+    Inputs and outputs are flat arrays of one dtype. ``wire`` is the format of float32 data between
+    hosts. None sends float32.
     """
 
     call: Call
@@ -84,22 +92,22 @@ class Reduction(NamedTuple):
 
 
 class Transport:
-    """Moves bytes between ranks; this base class is the transport of a single process.
+    """Moves bytes between ranks. This base class is the transport of a single process.
 
-    The engine ensures that all ranks make the same calls. ``agree`` and ``allreduce`` start an
-    operation: they wait until every rank has called them.
+    ``agree`` and ``allreduce`` start an operation: they wait until every rank has called them. The
+    engine calls the methods that move other data only after ``agree`` has returned True.
 
     Args:
-        chunk_bytes: Bytes to reduce at a time.
+        chunk_bytes: Number of bytes to reduce at a time.
         timeout_s: Seconds to wait for other ranks.
 
     Attributes:
         kind: Name of the transport.
-        bucket_bytes: See ``Engine``.
-        shares: Number of ranks among which the work on a chunk is divided.
-        host: A number that identifies the ranks with which this rank shares memory; None if ranks
+        bucket_bytes: As in ``Engine``.
+        shares: Number of ranks that divide the work on a chunk among them.
+        host: A number that is the same on all ranks that share memory with this rank. None if ranks
             can't share memory.
-        recovery: Repeats operations after ranks are lost; None if a lost rank ends the job.
+        recovery: Repeats operations after ranks are lost. None if a lost rank ends the job.
     """
 
     kind = "single"
@@ -115,7 +123,9 @@ class Transport:
         self._pool = BufferPool()
 
     def open(self, ranks: RankState) -> Transport:
-        """Connect the ranks, and update ``ranks`` now and after every loss; collective.
+        """Connect the ranks, and update ``ranks`` now and after every loss.
+
+        All ranks must call this.
 
         Returns:
             The transport to use: this one, or a fallback if this one does not work here.
@@ -133,7 +143,10 @@ class Transport:
         return True
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Combine the inputs of all ranks into the outputs; return False as ``agree`` does."""
+        """Combine the inputs of all ranks into the outputs.
+
+        Return False, without outputs, if not all ranks made the same call.
+        """
         for array, out in zip(reduction.inputs, reduction.outputs):
             np.copyto(out, array)
             if reduction.finite is not None:
@@ -141,7 +154,7 @@ class Transport:
         return True
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Concatenate the bytes of all ranks in ``out``, ``counts[r]`` bytes of rank ``r``."""
+        """Concatenate ``counts[r]`` bytes of each rank ``r`` in ``out``."""
         np.copyto(out, data)
 
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
@@ -154,18 +167,24 @@ class Transport:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank ``r``."""
+        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
         np.copyto(out, data)
 
     def messages(self) -> PointToPoint:
-        """Open a channel for point-to-point messages; collective."""
+        """Open a channel for point-to-point messages.
+
+        All ranks must call this.
+        """
         raise ConfigurationError(
             "Messages need at least two ranks, got one process; start more with mpirun, srun or "
             "hvdtrain run."
         )
 
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """Return a transport for these sorted ranks, or None on other ranks; collective."""
+        """Return a transport for some ranks in ascending order, or None on other ranks.
+
+        All ranks must call this.
+        """
         return Transport()
 
     def take_buffer(self, nbytes: int) -> np.ndarray:
@@ -173,7 +192,10 @@ class Transport:
         return self._pool.take(nbytes)
 
     def start_over(self) -> None:
-        """Discard an operation that has started; collective."""
+        """Discard an operation that has started.
+
+        All ranks must call this.
+        """
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
@@ -181,7 +203,7 @@ class Transport:
         yield
 
     def check_peers(self, waiting_in: str, waited_s: float) -> None:
-        """Raise if another rank has failed, or this one has waited too long."""
+        """Raise an error if another rank has failed, or if this rank has waited too long."""
         if waited_s > self.timeout_s:
             raise CollectiveTimeoutError(
                 f"rank {self.ranks.number} waited {self.timeout_s:g} s in {waiting_in}. If the "
@@ -198,4 +220,7 @@ class Transport:
         """Stop background threads."""
 
     def free(self) -> None:
-        """Free memory and communicators after the last operation; collective."""
+        """Free memory and communicators after the last operation.
+
+        All ranks must call this.
+        """

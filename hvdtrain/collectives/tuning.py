@@ -1,4 +1,4 @@
-"""Choice of hierarchy and message sizes from the hosts and the speed of the links between them."""
+"""Choice of hierarchy and message sizes, based on the hosts and the speed of their links."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ __all__ = [
     "plan_hierarchy",
 ]
 
-# Fits into a core's own cache from one stage to the next.
+# A chunk of this size stays in a core's own cache from one stage to the next.
 CHUNK_BYTES = 2 << 20
 MOST_CHUNK_BYTES = 16 << 20
 LEAST_CHUNK_BYTES = 64 << 10
 # Below this size, the cost of a message hardly depends on its size.
 LEAST_MESSAGE_BYTES = 64 << 10
 
-# Small segments interleave on a link and don't overflow its queue, but each takes some
-# microseconds of Python, during which the link must not become idle.
+# Small segments interleave on a link and don't overflow its queue. But Python needs some
+# microseconds for each segment, and the link must not become idle meanwhile.
 LEAST_SEGMENT_BYTES = 32 << 10
 MOST_SEGMENT_BYTES = 1 << 20
-# All other ranks may send to the same rank at a time; with many, that would overflow the queue.
+# All other ranks may send to the same rank at the same time. With this many ranks, segments of the
+# usual minimum size would overflow the queue.
 MANY_RANKS = 12
 LEAST_SEGMENT_BYTES_OF_MANY = 8 << 10
 SEGMENT_S = 250e-6
@@ -49,7 +50,8 @@ SEGMENT_S = 250e-6
 CALL_S = 500e-6
 # CPU time of a message between hosts, measured by benchmarks/scaling.py.
 MESSAGE_S = 60e-6
-# A bucket takes at least this many times the fixed cost, and the CPU time of its messages.
+# Sending a bucket should take this many times as long as the fixed cost and as the CPU time of its
+# messages.
 TIMES_CALL = 8
 TIMES_MESSAGES = 2
 LEAST_BUCKET_BYTES = 256 << 10
@@ -57,10 +59,12 @@ MOST_BUCKET_BYTES = 64 << 20
 
 # With more ranks, a message to every other rank takes longer than the few rounds of a tree.
 MOST_RANKS = 16
-# Per message. Larger parts are faster in segments that overlap with their reduction.
+# Largest part in one message. Larger parts are faster in segments that overlap with their
+# reduction.
 MOST_SMALL_BYTES = 32 << 10
 
-# The first message opens the connection.
+# Sizes of the messages that measure a link. The first message opens the connection, so its time
+# does not count.
 TRIAL_BYTES = (8, 8, 8, 8, 8, 64 << 10, 1 << 20)
 TAG = 4
 
@@ -69,11 +73,11 @@ class Hierarchy(NamedTuple):
     """The place of a rank on its host, and the number of hosts.
 
     Attributes:
-        local_rank: The rank among the remaining ranks of its host.
-        window_ranks: The initial local ranks of the remaining ranks of the host.
+        local_rank: Index of the rank among the remaining ranks of its host.
+        window_ranks: Initial local ranks of the host's remaining ranks.
         hosts: Number of hosts.
-        cross_groups: Number of groups of one rank per host with the same local rank. A host may
-            have more ranks than that.
+        cross_groups: Number of cross groups. A cross group consists of the ranks with a certain
+            local rank, one on every host. A host may have more ranks than there are cross groups.
     """
 
     local_rank: int
@@ -83,10 +87,10 @@ class Hierarchy(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The slowest link between neighbouring ranks, measured in both directions at a time.
+    """The slowest link between neighbouring ranks, measured in both directions at once.
 
     Attributes:
-        latency_s: Time of a message of some bytes.
+        latency_s: Time in seconds of a message of a few bytes.
         bytes_per_s: Throughput of long messages.
     """
 
@@ -95,9 +99,9 @@ class Link(NamedTuple):
 
 
 def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], member: int) -> Hierarchy:
-    """Find the place of an initial rank among the remaining ranks, ``members``.
+    """Return the place of the initial rank ``member`` on its host.
 
-    ``host_of`` has the host of each initial rank.
+    ``members`` are the remaining ranks. ``host_of`` contains the host of each initial rank.
     """
     initial = [rank for rank, host in enumerate(host_of) if host == host_of[member]]
     remaining = [rank for rank in members if host_of[rank] == host_of[member]]
@@ -111,7 +115,7 @@ def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], member: int) 
 
 
 def choose_chunk_bytes(hosts: int, most_bytes: int = MOST_CHUNK_BYTES) -> int:
-    """Choose a chunk size for which each host's part of a chunk is not too small."""
+    """Choose a chunk size so that each host's part of a chunk is not too small."""
     chunk_bytes = CHUNK_BYTES
     target = min(hosts * LEAST_MESSAGE_BYTES, MOST_CHUNK_BYTES)
     while chunk_bytes < target and 2 * chunk_bytes <= most_bytes:
@@ -128,16 +132,16 @@ def fit_chunk_bytes(wanted_bytes: int, most_bytes: int) -> int:
 
 
 def choose_turns(hosts: int, cross_groups: int, chunk_bytes: int) -> int:
-    """Choose the number of sets into which cross groups are divided, which take turns on chunks.
+    """Choose into how many sets to divide the cross groups. The sets take turns on chunks.
 
-    With one set each group carries its share of every chunk. With many hosts the parts of these
-    shares become small and the messages numerous, so each set carries only some of the chunks.
+    With one set, each group exchanges its share of every chunk. With many hosts, this would mean
+    many small messages. Then there are several sets, and each exchanges only some of the chunks.
     """
     return max(1, min(cross_groups, hosts * cross_groups * LEAST_MESSAGE_BYTES // chunk_bytes))
 
 
 def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
-    """Choose the message size on a link of this throughput: a power of two."""
+    """Choose the message size for a link with this throughput. It is a power of two."""
     target = min(bytes_per_s * SEGMENT_S, MOST_SEGMENT_BYTES)
     segment_bytes = LEAST_SEGMENT_BYTES if ranks < MANY_RANKS else LEAST_SEGMENT_BYTES_OF_MANY
     while segment_bytes * 2 <= target:
@@ -148,27 +152,28 @@ def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
 def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
     """Choose the bucket size for gradients that become available one by one.
 
-    Small buckets start earlier and leave less to do at the end; but each allreduce has a fixed
-    cost, and sends two messages per chunk to every other party: host, or rank without shared
-    memory.
+    With small buckets, reductions start earlier and leave less to do at the end. But each allreduce
+    has a fixed cost, and sends two messages per chunk to every other party. A party is a host or,
+    without shared memory, a rank.
     """
     bytes_per_s = link.bytes_per_s / 2
     target = TIMES_CALL * bytes_per_s * (CALL_S + 3 * link.latency_s)
-    # A part of a chunk takes as many messages as a whole chunk.
+    # A bucket smaller than a chunk needs as many messages as a whole chunk.
     for_messages = TIMES_MESSAGES * bytes_per_s * 2 * (parties - 1) * MESSAGE_S
     target = max(target, min(target + for_messages, chunk_bytes))
     return int(min(max(target, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES))
 
 
 def most_small_bytes(ranks: int) -> int:
-    """Return the size of the largest array for ``SmallAllreduce``; 0 with too many ranks."""
+    """Return the size of the largest array for ``SmallAllreduce``, or 0 with too many ranks."""
     return MOST_SMALL_BYTES * ranks if ranks <= MOST_RANKS else 0
 
 
 def choose_one_shot_bytes(ranks: int, link: Link) -> int:
-    """Return up to which size one round is faster than two.
+    """Return the size of the largest array for which one round is faster than two.
 
-    With n ranks one round sends ``n - 1`` times the array, and two rounds ``2 (n - 1) / n`` times.
+    With n ranks, one round sends the array ``n - 1`` times, and two rounds send it ``2 (n - 1) /
+    n`` times.
     """
     more = (ranks - 1) * (1 - 2 / ranks)
     saved_bytes = link.latency_s * link.bytes_per_s
@@ -176,7 +181,10 @@ def choose_one_shot_bytes(ranks: int, link: Link) -> int:
 
 
 def measure_link(mpi: ModuleType, comm: Any) -> Link:
-    """Measure the slowest link between neighbours; collective, the same result on all ranks."""
+    """Measure the slowest link between neighbours.
+
+    All ranks must call this, and get the same result.
+    """
     rank, size = comm.Get_rank(), comm.Get_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     elapsed_s = np.empty(len(TRIAL_BYTES))

@@ -17,18 +17,18 @@ __all__ = ["SpinWait", "Watchdog"]
 
 logger = logging.getLogger(__package__)
 
-# Ranks in step arrive within this time.
+# Ranks that are in step arrive within this time.
 SPIN_S = 100e-6
 FIRST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 100e-6
-# Back off in proportion to the time already waited: this delays the wait by one percent at most,
-# and leaves the cores to ranks that trace or load data.
+# Pauses grow in proportion to the time already waited. This makes a wait at most one percent
+# longer, and leaves the cores to ranks that trace or load data.
 PAUSE_PER_WAITED = 0.01
 LAST_PAUSE_S = 10e-3
 CHECK_INTERVAL_S = 5e-3
 WARNING_INTERVAL_S = 60.0
 
-# By then, waits with time-outs have failed.
+# The watchdog acts this much later than waits with time-outs.
 WATCHDOG_MARGIN_S = 10.0
 WATCHDOG_INTERVAL_S = 1.0
 EXIT_CODE = 1
@@ -45,17 +45,21 @@ _REASONS = {
 
 
 class SpinWait:
-    """Waits for other ranks: spins, then sleeps and checks for failures until a time-out.
+    """Waits for other ranks, with a time-out.
+
+    A wait first spins for a short time. Then it sleeps, and checks periodically whether another
+    rank has failed.
 
     Args:
-        spins: Whether each rank has its own core; otherwise spinning would slow other ranks.
-        needs_all: See ``FailureDetector.check``.
+        spins: Whether waits spin at first. This should be false unless each rank has its own core,
+            because spinning would slow other ranks down.
+        needs_all: Passed to ``FailureDetector.check``.
 
     Attributes:
-        patient: Whether waits are unlimited, and logged periodically.
-        is_waiting: Whether this rank waits here now, after spinning.
-        waited_until_s: When the last wait ended, on the monotonic clock.
-        waited_s: Total seconds waited, not counting waits that ended while spinning.
+        patient: Whether waits have no time-out. Long waits are then logged periodically.
+        is_waiting: Whether a wait is in progress and has finished spinning.
+        waited_until_s: End time of the last wait (``time.monotonic()``).
+        waited_s: Total seconds of all waits, except those that ended while spinning.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class SpinWait:
         """Return once ``ready()`` is true.
 
         Raises:
-            PeerFailedError: Another rank failed or exited.
-            CollectiveTimeoutError: The wait took too long.
+            PeerFailedError: If another rank failed or exited.
+            CollectiveTimeoutError: If the wait took too long.
         """
         start_s = now_s = time.monotonic()
         while now_s - start_s <= self._spin_s:
@@ -114,14 +118,15 @@ class SpinWait:
 
 
 class Watchdog:
-    """Ends a process that hangs inside a call of MPI or Horovod, from a separate thread.
+    """Ends the process, from a separate thread, if it hangs in a call to MPI or Horovod.
 
-    hvdtrain's own waits have time-outs. Collective calls of MPI, for example to create a
-    communicator, return only once all ranks have made them, and can't be interrupted. This also
-    applies to all calls of Horovod.
+    hvdtrain's own waits have time-outs. Some MPI calls, such as creating a communicator, return
+    only once all ranks have made them, and can't be interrupted. Horovod's calls can't be
+    interrupted either.
 
-    ``inside`` returns the start time of the current call on the monotonic clock and the operation,
-    or None between calls. Calls may take some seconds longer than ``timeout_s``.
+    ``inside`` is a function that returns the start time (``time.monotonic()``) and the operation of
+    the call in progress, or None if no call is in progress. The process ends about ten seconds
+    after a call has taken longer than ``timeout_s``.
     """
 
     def __init__(
@@ -159,5 +164,5 @@ class Watchdog:
             f"{_REASONS[self._library]} Start the job again."
         )
         sys.stdout.flush()
-        # Neither an exception nor the end of the interpreter would interrupt the call.
+        # An exception would not interrupt the call, and neither would the end of the interpreter.
         os._exit(EXIT_CODE)

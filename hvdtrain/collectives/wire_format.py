@@ -1,4 +1,4 @@
-"""Compressed formats for float32 arrays between hosts."""
+"""Compressed formats in which float32 arrays are sent between hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["WireFormat", "wire_format"]
 class WireFormat(ABC):
     """Lossy conversion of flat float32 arrays to bytes and back.
 
-    The result depends on the values only, not on the rank or the time.
+    The result depends only on the values. Different ranks, and repeated runs, get the same bytes.
     """
 
     @abstractmethod
@@ -24,7 +24,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def encode(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Write encoded values to ``out``, uint8 of ``nbytes(values.size)`` items."""
+        """Write encoded values to ``out``, a uint8 array of ``nbytes(values.size)`` items."""
 
     @abstractmethod
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
@@ -32,7 +32,7 @@ class WireFormat(ABC):
 
 
 class _Cast(WireFormat):
-    """Conversion to float16 or bfloat16; values out of range become infinite."""
+    """Conversion to float16 or bfloat16. Values out of range become infinite."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -53,7 +53,7 @@ class _Int8(WireFormat):
 
     Stochastic rounding keeps the expected value (Alistarh et al. 2017, "QSGD"), so that errors
     average out over ranks and steps. Random numbers come from a fixed table, at an offset that is
-    computed from the values: a repeated training gives the same results.
+    computed from the values. So training again gives the same results.
     """
 
     _BLOCK = 1024
@@ -75,7 +75,7 @@ class _Int8(WireFormat):
         starts = np.arange(0, values.size, self._BLOCK)
         np.maximum.reduceat(np.abs(values), starts, out=scales)
         with np.errstate(invalid="ignore", over="ignore"):
-            # Blocks without a positive scale are all zero, or have a scale that is not finite.
+            # If the scale of a block is not positive, all its values are zero or the scale is NaN.
             factors = np.divide(self._MOST, scales, out=np.zeros_like(scales), where=scales > 0)
             whole = values * self._spread(factors, values.size)
             whole += self._random_for(values)
@@ -111,5 +111,5 @@ _FORMATS: dict[str, WireFormat | None] = {
 
 
 def wire_format(name: str) -> WireFormat | None:
-    """Return the format for fp16, bf16 or int8; ``"none"`` returns None."""
+    """Return the format with the name fp16, bf16 or int8, or None for ``"none"``."""
     return _FORMATS[name]
