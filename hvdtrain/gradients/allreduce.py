@@ -34,8 +34,8 @@ def allreduce(
 ) -> list[tf.Tensor]:
     """Combine tensors over all ranks, on devices if possible, otherwise on the host.
 
-    ``on_host`` combines arrays, and must apply the scale factors itself. For ``before`` and
-    ``after`` see ``DeviceCollectives.allreduce``.
+    ``on_host`` combines arrays on the host, and must apply the scale factors itself. ``before`` and
+    ``after`` are passed to ``DeviceCollectives.allreduce``.
     """
     if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
@@ -58,12 +58,13 @@ def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 def exchange(
     tensors: Sequence[Any], how: ExchangeOptions, ranks: Ranks, name: str | None = None
 ) -> list[Any]:
-    """Combine tensors like Horovod: differentiably, and without checks of names and values.
+    """Combine tensors like Horovod.
 
-    The rows of ``tf.IndexedSlices`` are concatenated.
+    The result is differentiable, and names and values are not checked. The rows of
+    ``tf.IndexedSlices`` are concatenated.
 
     Raises:
-        NotImplementedError: ``how`` does not support ``tf.IndexedSlices``.
+        NotImplementedError: If ``how`` does not support ``tf.IndexedSlices``.
     """
     results: list[Any] = list(tensors)
     dense = [n for n, entry in enumerate(tensors) if not isinstance(entry, tf.IndexedSlices)]
@@ -84,7 +85,10 @@ def exchange(
 def _differentiable_allreduce(
     tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
-    """Combine tensors, with the gradient of the sum of all ranks' losses."""
+    """Combine tensors in a differentiable way.
+
+    The gradient is that of the sum of all ranks' losses.
+    """
     gradient_name = f"gradient of {name}"
 
     def on_host(*arrays: np.ndarray) -> Arrays:
@@ -124,9 +128,10 @@ def _differentiable_allreduce(
 def _gradient_share(
     op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Engine
 ) -> np.ndarray:
-    """Return the gradient of a min, max or product with respect to this rank's value; collective.
+    """Return the gradient of a min, max or product with respect to this rank's value.
 
-    Ranks with equal values share the gradient of a minimum or maximum.
+    All ranks must call this. If several ranks have the minimum or maximum, they share its gradient
+    equally.
     """
     total = collectives.allreduce(upstream, "sum", name=name)
     every = collectives.allgather(value[np.newaxis], name=name)

@@ -25,7 +25,11 @@ def by_type(values: Sequence[Any]) -> list[list[int]]:
 
 
 def scale(values: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply; half types in float32, and integers in float64, rounded towards zero."""
+    """Multiply an array by a factor.
+
+    float16 and bfloat16 are multiplied in float32. Integers are multiplied in float64, and the
+    result is rounded towards zero.
+    """
     if factor == 1.0:
         return values
     if is_floating(values.dtype):
@@ -43,7 +47,10 @@ def reduce_arrays(
     postscale: float,
     name: str,
 ) -> list[np.ndarray]:
-    """Reduce arrays of mixed dtypes; scale inputs by ``prescale``, results by ``postscale``."""
+    """Reduce arrays of mixed dtypes.
+
+    Inputs are multiplied by ``prescale``, and results by ``postscale``.
+    """
     if op == "adasum":
         scaled = [scale(array, prescale) for array in arrays]
         return [scale(array, postscale) for array in _adasum_all(collectives, scaled, name=name)]
@@ -62,11 +69,11 @@ def reduce_arrays(
 
 
 def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
-    """Add orthogonal arrays and average parallel ones; return float64.
+    """Combine arrays with Adasum, which adds orthogonal arrays and averages parallel ones.
 
-    Maleki et al. (2020), "Scaling distributed training with adaptive summation", arXiv 2006.02924:
-    combine a and b to (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pairwise in a tree over the
-    ranks, whose number must be a power of two.
+    Arrays a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b. They are combined pairwise,
+    in a tree. The number of arrays must be a power of two. The result is float64. See Maleki et al.
+    2020, "Scaling distributed training with adaptive summation", arXiv 2006.02924.
     """
     level = [np.asarray(array, np.float64) for array in contributions]
     while len(level) > 1:
@@ -77,7 +84,10 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
 def _adasum_all(
     collectives: Engine, arrays: Sequence[np.ndarray], *, name: str
 ) -> list[np.ndarray]:
-    """Compute ``adasum`` of each array over all ranks, in memory for the arrays of all ranks."""
+    """Compute ``adasum`` of each array over all ranks.
+
+    Every rank needs memory for that array of all ranks.
+    """
     ranks = collectives.size
     if ranks & (ranks - 1):
         raise NotImplementedError(

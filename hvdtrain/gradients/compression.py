@@ -1,4 +1,4 @@
-"""Smaller dtypes for the exchange of tensors."""
+"""Conversion of tensors to smaller dtypes before they are sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Compressor:
     """Casts a tensor to a smaller dtype before it is reduced, and back afterwards."""
 
     dtype: tf.DType | None = None
-    """The floating dtype for the exchange; None keeps the dtype."""
+    """Floating dtype in which tensors are sent. None keeps the tensor's dtype."""
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Return the tensor to exchange, and the context for ``decompress``."""
+        """Return the tensor to send, and the context for ``decompress``."""
         dtype = cls.dtype if cls.dtype is not None and tensor.dtype.is_floating else tensor.dtype
         return tf.cast(tensor, dtype), tensor.dtype
 
@@ -38,8 +38,9 @@ class Compression:
 
     Attributes:
         none: No conversion.
-        fp16: Floating tensors are sent as float16, with a range of up to 65504.
-        bf16: Floating tensors are sent as bfloat16: the range of float32, with 8 bits of precision.
+        fp16: Send floating tensors as float16, whose largest value is 65504.
+        bf16: Send floating tensors as bfloat16, which has the range of float32 and 8 bits of
+            precision.
     """
 
     none = Compressor

@@ -24,10 +24,10 @@ __all__ = ["ErrorFeedback", "Kept", "KeptArray"]
 
 
 class KeptArray:
-    """A float32 array that is kept between steps and saved in checkpoints; initially zeros.
+    """A float32 array that is kept between steps and saved in checkpoints. Initially zeros.
 
     Attributes:
-        value: The array, which is replaced and never modified.
+        value: The array. ``assign`` replaces the array, and nothing modifies it in place.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -43,8 +43,8 @@ class Kept(NamedTuple):
     """The arrays that are kept for one variable.
 
     Attributes:
-        unsent: The unsent part of this rank's gradients.
-        state: The state of the compressor, identical on all ranks; may be empty.
+        unsent: Unsent part of this rank's gradients.
+        state: State of the compressor, which is identical on all ranks and may be empty.
     """
 
     unsent: KeptArray
@@ -56,11 +56,14 @@ class ErrorFeedback:
 
     def __init__(self, compressor: PowerSGD) -> None:
         self._compressor = compressor
-        # By the id of the variable, and removed with it.
+        # The key is the variable's id. An entry is removed when its variable is deleted.
         self._kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}
 
     def takes(self, variable: Any, gradient: Any) -> bool:
-        """Return whether the gradient of a variable is compressed; it must be dense."""
+        """Return whether the gradient of a variable is compressed.
+
+        Sparse gradients are not compressed.
+        """
         return (
             isinstance(variable, (tf.Variable, keras.Variable))
             and isinstance(gradient, tf.Tensor)
@@ -70,7 +73,7 @@ class ErrorFeedback:
         )
 
     def keep(self, variable: Any) -> Kept:
-        """Return the arrays kept for a variable, which are initially zeros."""
+        """Return the arrays that are kept for a variable. They are initially zeros."""
         key = id(variable)
         if key not in self._kept:
             shape = tuple(variable.shape)
@@ -80,14 +83,15 @@ class ErrorFeedback:
         return self._kept[key][1]
 
     def arrays(self, variables: Sequence[Any]) -> dict[str, KeptArray]:
-        """Return the arrays kept for variables, by kind and index of the variable."""
+        """Return the arrays that are kept for variables, by names such as ``unsent/0003``."""
         arrays = {}
         for number, variable in enumerate(variables):
             if id(variable) in self._kept:
                 unsent, state = self.keep(variable)
                 arrays[f"unsent/{number:04d}"] = unsent
                 if state.value.size:
-                    # Not valid with another PowerSGD rank.
+                    # The state is not valid for a different PowerSGD rank, so the name contains its
+                    # shape.
                     shape = "x".join(map(str, state.value.shape))
                     arrays[f"factors/{number:04d}/{shape}"] = state
         return arrays
@@ -103,15 +107,16 @@ class ErrorFeedback:
         require_finite: bool,
         name: str,
     ) -> tuple[list[np.ndarray], float]:
-        """Average gradients with the unsent parts of earlier ones; collective.
+        """Average gradients after adding the unsent parts of earlier gradients.
 
-        ``kept`` has the arrays kept for the variable of each gradient.
+        All ranks must call this. ``kept`` contains the arrays that are kept for each gradient's
+        variable.
 
         Returns:
             The averages, and the mean weight of the contributing ranks.
 
         Raises:
-            NonFiniteError: An average contains NaN or infinity; all ranks keep their arrays.
+            NonFiniteError: If an average contains NaN or infinity. The kept arrays don't change.
         """
         arrays = [
             entry.unsent.value + gradient.astype(np.float32, copy=False)
@@ -128,7 +133,7 @@ class ErrorFeedback:
         finite = [bool(np.isfinite(result).all()) for result in results]
         if require_finite and not all(finite):
             raise NonFiniteError(f"The result of {name} contains NaN or infinity.")
-        # Don't keep NaN, which would never go away.
+        # Don't keep NaN, because all later averages would then be NaN too.
         for entry, unsent, state, is_finite in zip(kept, sent.unsent, sent.states, finite):
             if is_finite:
                 entry.unsent.assign(unsent)

@@ -1,4 +1,4 @@
-"""Checks across ranks: the same gradients on all ranks, and no NaN or infinity."""
+"""Checks that all ranks have the same gradients, and that gradients are finite."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _NONE = "None"
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The description of the gradients of a step, on which the ranks must agree.
+    """A description of the gradients of a step, which must be the same on all ranks.
 
     Attributes:
-        names: Names of the variables, renumbered so that they don't differ by rank.
+        names: Names of the variables. Numbers in them are replaced, so that names don't differ by
+            rank.
         kinds: Kind, dtype and shape of each gradient: dense, rows of ``tf.IndexedSlices`` (with the
             shape of a row), or None.
     """
@@ -46,16 +47,16 @@ class Signature:
 
     @property
     def missing(self) -> str:
-        """The variables without a gradient, for the errors of ranks that have one."""
+        """A text that lists variables without a gradient, or "" if all have one."""
         names = [name for name, kind in zip(self.names, self.kinds) if kind == _NONE]
         return f"None for {', '.join(names[:5])}" if names else ""
 
     def call_name(self, what: str) -> str:
-        """Return the name of the reduction of these gradients for errors."""
+        """Return the name of the reduction of these gradients, for error messages."""
         return f"{what}s, {self.missing}" if self.missing else f"{what}s"
 
     def kinds_by_name(self) -> dict[str, str]:
-        """Return the kinds of the gradients by unique names."""
+        """Return the kind of each gradient by variable name; repeated names get ``#2``."""
         kinds: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for name, kind in zip(self.names, self.kinds):
@@ -65,16 +66,18 @@ class Signature:
 
 
 class Signatures:
-    """Compares signatures between ranks, each of them once."""
+    """Compares signatures between ranks. Each signature is compared only once."""
 
     def __init__(self) -> None:
         self._agreed: set[Signature] = set()
 
     def agree(self, collectives: Engine, signature: Signature) -> None:
-        """Check that all ranks have the same gradients; collective, once per signature.
+        """Check that all ranks have the same gradients.
+
+        All ranks must call this. A signature that has been compared before is not compared again.
 
         Raises:
-            MismatchError: The gradients differ.
+            MismatchError: If the gradients differ.
         """
         if signature in self._agreed:
             return
@@ -115,7 +118,7 @@ def _mismatch_text(first: dict[str, str], rank: int, other: dict[str, str]) -> s
 
 
 def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:
-    """Return the names of arrays with NaN or infinity, and which of them."""
+    """Describe the arrays with NaN or infinity, such as ``["kernel (NaN)", "bias (infinity)"]``."""
     nan = [bool(np.isnan(array).any()) for array in arrays]
     return describe_non_finite(names, nan, [not np.isfinite(array).all() for array in arrays])
 
@@ -123,7 +126,7 @@ def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[
 def describe_non_finite(
     names: Sequence[str], nan: Sequence[bool], infinite: Sequence[bool]
 ) -> list[str]:
-    """Return the names for which either flag is set, and which of them."""
+    """Describe the names for which a flag is set, such as ``["kernel (NaN)"]``."""
     return [
         f"{name} ({'NaN' if is_nan else 'infinity'})"
         for name, is_nan, is_infinite in zip(names, nan, infinite)
@@ -132,7 +135,10 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
-    """Raise the same ``NonFiniteError`` on all ranks, for the bad gradients of each; collective."""
+    """Raise the same ``NonFiniteError`` on all ranks, which lists each rank's bad gradients.
+
+    All ranks must call this.
+    """
     everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
     causes = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
     raise NonFiniteError(

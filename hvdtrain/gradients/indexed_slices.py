@@ -1,7 +1,7 @@
 """Scaling and serialization of sparse gradients.
 
-Values, indices and the weight of a rank are exchanged in one operation. With two, a rank might be
-lost in between, and its indices be missing.
+Values, indices and the weight of a rank are exchanged in one operation. If there were two
+operations, a rank might be lost between them, and its indices would be missing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import tensorflow as tf
 
 __all__ = ["pack_rows", "scaled", "unpack_rows"]
 
-# Index of the row with the weight of the rank.
+# Index that marks the row with the rank's weight.
 _WEIGHT = -1
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Multiply a gradient by a scalar; 0 gives zeros, even for NaN and infinity.
+    """Multiply a gradient by a scalar.
+
+    A factor of 0 gives zeros, even for NaN and infinity.
 
     Sparse gradients stay sparse, because optimizers treat them differently.
     """
@@ -31,10 +33,10 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Serialize rows, their indices of shape (n,), and the scalar weight of this rank.
+    """Serialize n rows, their indices of shape (n,), and the scalar weight of this rank.
 
     Returns:
-        uint8 of shape (n + 1, m).
+        A uint8 array of shape (n + 1, m), where m is the number of bytes of a row and its index.
     """
     width = math.prod(values.shape[1:])
     table = np.empty((len(values) + 1, width), values.dtype)
@@ -49,7 +51,7 @@ def unpack_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Deserialize the concatenated rows of several ranks.
 
-    ``values`` and ``indices`` of this rank provide dtypes and shape.
+    ``values`` and ``indices`` are those of this rank. They provide dtypes and shape.
 
     Returns:
         The values and indices of all ranks, and the weight of each rank.

@@ -1,9 +1,10 @@
-"""PowerSGD: gradients are sent between hosts as the product of two narrow matrices.
+"""PowerSGD, which sends gradients between hosts as the product of two narrow matrices.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization", arXiv 1905.13727, algorithm 1. A matrix M becomes P Q^T by one step of power
-iteration, which starts from the Q of the previous step: P = M Q, orthonormalized, and Q = M^T P.
-Both are linear in M, so the means of the ranks' P and Q are the P and Q of the mean gradient.
+Optimization", arXiv 1905.13727, algorithm 1. A matrix M is approximated by P Q^T with one step of
+power iteration, which starts from the Q of the previous training step. P is M Q, orthonormalized,
+and the new Q is M^T P. Both products are linear in M, so averaging them over the ranks gives the
+products for the mean gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdtrain.collectives.engine import Engine
 
 __all__ = ["PowerSGD", "SentMeans", "matrix_shape", "orthonormal"]
 
-# A column is a combination of earlier ones if less than this share of it remains.
+# If less than this share of a column remains, it is a linear combination of earlier columns.
 _DEPENDENT = 1e-6
 # Rows are multiplied in blocks of this many items, which fit into a core's own cache.
 _BLOCK_ITEMS = 32 << 10
@@ -29,7 +30,8 @@ class SentMeans(NamedTuple):
 
     Attributes:
         means: The approximate means, bitwise identical on all ranks.
-        unsent: The residuals of this rank. Their mean over the ranks is the error of ``means``.
+        unsent: This rank's arrays minus ``means``. The mean of ``unsent`` over the ranks is the
+            error of ``means``.
         states: The states for the next call.
         weight: The mean of the ranks' weights.
     """
@@ -41,21 +43,25 @@ class SentMeans(NamedTuple):
 
 
 class PowerSGD:
-    """Approximate averages of float32 arrays over the ranks by low-rank matrices.
+    """Averages float32 arrays over the ranks, approximately, with low-rank matrices.
 
-    ``rank`` is the number of columns of P and Q. NaN and infinity of any rank appear in the mean.
+    ``rank`` is the number of columns of P and Q. If an array of any rank contains NaN or infinity,
+    so does the average.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        """Return whether such an array shrinks to less than half."""
+        """Return whether compression at least halves the size of an array with this shape."""
         items = math.prod(shape)
         return len(shape) > 1 and 0 < 2 * self._rank * sum(matrix_shape(shape)) <= items
 
     def state_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of Q for such an array. Q starts as zeros; its columns have length 1."""
+        """Return the shape of the state for an array with this shape.
+
+        The state is Q with columns of length 1. Before the first step it must be zeros.
+        """
         return matrix_shape(shape)[1], self._rank
 
     def average(
@@ -67,10 +73,11 @@ class PowerSGD:
         weight: float,
         name: str,
     ) -> SentMeans:
-        """Average the arrays of all ranks, with shapes that ``takes`` accepts; collective.
+        """Average the arrays of all ranks.
 
-        ``states`` come from the previous call, and are the same on all ranks. ``weight`` is
-        averaged exactly, over the ranks that contribute to the means.
+        All ranks must call this, with arrays of shapes that ``takes`` accepts. ``states`` come from
+        the previous call, and are the same on all ranks. ``weight`` is averaged exactly, over the
+        ranks that contribute to the means.
         """
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
         begin = [_warm_start(state) for state in states]
@@ -94,7 +101,7 @@ class PowerSGD:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of the matrix for an array, with the smallest sum of both.
+    """Return the shape of the matrix for an array: the one with the fewest rows plus columns.
 
     A convolution kernel, whose last axis is the output, becomes (height * width * input, output)
     if it has many channels, as in the paper.
@@ -124,13 +131,16 @@ def _length(column: np.ndarray) -> float:
 
 
 def _normalized(columns: np.ndarray) -> np.ndarray:
-    """Scale columns to length 1, so that P has the size of the gradient; zeros stay zeros."""
+    """Scale columns to length 1. Columns of zeros stay zeros.
+
+    This gives P in the next step the magnitude of the gradient.
+    """
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)
 
 
 def _warm_start(state: np.ndarray) -> np.ndarray:
-    """Replace zero columns by random ones with a fixed seed."""
+    """Replace columns of zeros by random columns, with a fixed seed."""
     known = state.any(axis=0)
     if known.all():
         return state

@@ -1,4 +1,4 @@
-"""Sets of ranks that combine tensors, and the contributing ranks of each step."""
+"""Sets of ranks that combine tensors, and the ranks that contributed to each step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Ranks(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks in the job."""
+        """Their ranks in the job."""
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has never had others to combine tensors with."""
+        """Whether this rank has never had other ranks to combine tensors with."""
 
     def included(self) -> bool:
-        """Return whether this rank is one of them."""
+        """Return whether this rank is one of these ranks."""
 
     def collectives(self) -> Engine:
-        """Return their current engine."""
+        """Return the current engine of these ranks."""
 
     def device_collectives(self) -> DeviceCollectives | None:
         """Return the collectives on devices, if any."""
@@ -52,7 +52,7 @@ class EngineRanks:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only rank of a job without elasticity."""
+        """Whether this is the only rank, in a job that is not elastic."""
         return self.engine.size == 1 and not self.engine.survives_losses
 
     def included(self) -> bool:
@@ -71,7 +71,8 @@ class EngineRanks:
 class Contributions:
     """The initial ranks that contributed to each step.
 
-    A call may run several steps, which fill it; it is read between calls.
+    Each step adds an entry, and one call of a train function may run several steps. Use ``take``
+    between calls.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,8 @@ class Contributions:
     def take(self) -> list[frozenset[int] | None]:
         """Return and clear the initial ranks that contributed to all gradients of each step.
 
-        Steps without an average have None, such as all but the last of accumulated steps.
+        The entry of a step without an average is None. If gradients are accumulated over several
+        steps, only the last of these steps has an average.
         """
         steps, self._steps = self._steps, []
         return steps

@@ -1,8 +1,8 @@
 """Averages of gradients over all ranks, eagerly or in a tf.function.
 
-All ranks create the same graph, so the order of reductions needs no negotiation. At the first step
-with a new set of gradients the ranks compare names, shapes and dtypes; later reductions carry a
-digest of their shapes at no cost.
+All ranks create the same graph, so they need not negotiate the order of reductions. At the first
+step with a new set of gradients, the ranks compare names, shapes and dtypes. Later reductions only
+compare a digest of their shapes, which takes no extra time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class GradientReducer:
     """Averages gradients over ranks.
 
     Attributes:
-        feedback: Keeps the unsent parts of gradients with PowerSGD, otherwise None.
-        contributions: The ranks that contributed to each step.
-        error: The latest error between ranks, which TensorFlow wraps in its own.
+        feedback: Keeps the unsent parts of gradients. None without PowerSGD.
+        contributions: Records which ranks contributed to each step.
+        error: Latest communication error. TensorFlow replaces it with an exception of its own, so
+            ``take_error`` returns the original.
     """
 
     def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
@@ -63,7 +64,7 @@ class GradientReducer:
 
     @classmethod
     def of_job(cls, what: str = "gradient") -> GradientReducer:
-        """Create the reducer of all ranks of the job with its settings."""
+        """Create the reducer for all ranks of the job, with the job's settings."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
         wire, _, rank = settings.compression.partition(":")
@@ -100,18 +101,18 @@ class GradientReducer:
         """Return the average of each gradient over the ranks.
 
         Args:
-            gradients: Tensors, ``tf.IndexedSlices`` (only rows are sent), or None, which must be
-                None on every rank and remains None.
-            variables: Their variables, or names for errors.
-            weight: The scalar with which this rank has multiplied its gradients; its mean over all
-                ranks is 1. After a loss, sums are divided by the sum of the remaining weights. None
-                if all ranks have the same weight.
-            op: ``"sum"`` to add gradients up, without ``weight``.
+            gradients: Tensors, ``tf.IndexedSlices`` or None. Of ``tf.IndexedSlices``, only the rows
+                are sent. A gradient that is None must be None on every rank, and remains None.
+            variables: The variable of each gradient, or a name for error messages.
+            weight: The scalar by which this rank has multiplied its gradients. The mean of all
+                ranks' weights must be 1. If a rank is lost, the averages are divided by the mean of
+                the remaining weights. None if all ranks have the same weight.
+            op: Pass ``"sum"``, without ``weight``, to add gradients up.
 
         Raises:
-            MismatchError: Names, shapes, dtypes or None differ between ranks.
-            NonFiniteError: A gradient contains NaN or infinity.
-            TooFewRanksError: Fewer ranks remain than an elastic job needs.
+            MismatchError: If names, shapes or dtypes differ between ranks, or only some have None.
+            NonFiniteError: If a gradient contains NaN or infinity.
+            TooFewRanksError: If fewer ranks remain than an elastic job needs.
         """
         if not self._ranks.included():
             return list(gradients)
@@ -145,7 +146,8 @@ class GradientReducer:
                 tensors, labels = [results[n] for n in same], [names[n] for n in same]
                 _put(results, same, self._average_dense(tensors, labels, signature, weight, op))
             if feedback and low_rank:
-                # Last, so that an earlier error does not change the kept parts.
+                # Low-rank gradients come last, so that the kept arrays don't change if an error
+                # occurs before.
                 averages = self._average_low_rank(
                     feedback,
                     [results[n] for n in low_rank],
@@ -170,7 +172,10 @@ class GradientReducer:
 
     @contextmanager
     def tolerate_lost_ranks(self) -> Iterator[None]:
-        """Don't raise ``TooFewRanksError`` in the block; the training loop checks between steps."""
+        """Don't raise ``TooFewRanksError`` in the block.
+
+        The training loop checks the number of ranks between steps instead.
+        """
         self._tolerates_losses = True
         try:
             yield
@@ -187,7 +192,10 @@ class GradientReducer:
             self._options = before
 
     def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """Return and clear the error between ranks that TensorFlow has wrapped, or None."""
+        """Return the communication error that caused a TensorFlow error, or None.
+
+        ``error`` is reset to None.
+        """
         original, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
         if original is None and on_devices is not None:
@@ -204,7 +212,7 @@ class GradientReducer:
             raise
 
     def _prepare_shared(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
-        """Scale the gradients of local variables; return the indices of all others."""
+        """Scale the gradients of local variables, and return the indices of all other gradients."""
         shared = []
         for n, (gradient, variable) in enumerate(zip(results, variables)):
             if gradient is None:
@@ -220,13 +228,17 @@ class GradientReducer:
     def _bucket_bytes(self) -> int:
         """Return the bucket size, or 0 for a single bucket."""
         on_devices = self._ranks.device_collectives() is not None
-        # Eagerly, all gradients are available. PowerSGD leaves little communication to overlap.
+        # In eager mode, all gradients are already available. With PowerSGD, there is little
+        # communication to overlap.
         if on_devices or self.feedback is not None or tf.executing_eagerly():
             return 0
         return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
-        """Check that all ranks have the same gradients; an operation without results."""
+        """Check that all ranks have the same gradients.
+
+        Return no arrays, because this runs as a TensorFlow operation.
+        """
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
         return []
@@ -340,7 +352,7 @@ class GradientReducer:
     def _combining(
         self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
     ) -> Iterator[Engine]:
-        """Yield the engine for one reduction; record contributing ranks and errors."""
+        """Yield the engine for one reduction, and record contributing ranks and errors."""
         with self.remember_error():
             collectives = self._begin(signature)
             try:
@@ -351,7 +363,11 @@ class GradientReducer:
             self.contributions.add(collectives.contributed)
 
     def _begin(self, signature: Signature) -> Engine:
-        """Return the engine once all ranks have the same gradients, if enough ranks remain."""
+        """Return the engine, after checking that all ranks have the same gradients.
+
+        Raises:
+            TooFewRanksError: If too few ranks remain, unless lost ranks are tolerated.
+        """
         collectives = self.collectives
         self._signatures.agree(collectives, signature)
         if not self._tolerates_losses and collectives.too_few is not None:
@@ -381,7 +397,7 @@ def _put(results: list[Gradient], indices: Sequence[int], gradients: Sequence[Gr
 def _rescale(
     averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
 ) -> list[np.ndarray]:
-    """Correct averages of weighted gradients after a loss."""
+    """Divide averages of weighted gradients by the mean weight, which a loss may have changed."""
     scale = _weight_correction(mean_weight, dtype)
     if scale == 1.0:
         return list(averages)
@@ -389,7 +405,10 @@ def _rescale(
 
 
 def _weight_correction(mean_weight: float, dtype: tf.DType) -> float:
-    """Return the factor that makes the mean weight 1, or 1 if the difference is rounding."""
+    """Return the factor that makes the mean weight 1.
+
+    Return exactly 1 if the difference is only a rounding error.
+    """
     epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
     if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
         return 1.0

@@ -12,7 +12,7 @@ from hvdtrain.gradients.compression import Compression, Compressor
 __all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
 
 Groups = int | Sequence[Sequence[Any]] | None
-"""Number of groups, or lists of variables; None divides gradients into buckets."""
+"""Number of groups, or lists of variables. With None, gradients are divided into buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class ExchangeOptions:
 
     Attributes:
         op: The operation.
-        compression: The dtype for the exchange.
-        prescale: Multiplies the inputs.
-        postscale: Multiplies the results.
-        device_dense: The device for the results of tensors.
-        device_sparse: The device for the results of ``tf.IndexedSlices``.
+        compression: Class that converts tensors to the dtype in which they are sent.
+        prescale: Factor for the inputs.
+        postscale: Factor for the results.
+        device_dense: Device on which tensors are combined; "" for TensorFlow's default.
+        device_sparse: Device on which ``tf.IndexedSlices`` are combined; "" for the default.
     """
 
     op: TensorOp = "average"
@@ -41,19 +41,20 @@ class ReduceOptions:
     """Options of a ``GradientReducer``.
 
     Attributes:
-        non_finite: With ``"error"``, NaN or infinity in a gradient is an error on every rank that
-            names rank and variable; with ``"ignore"`` it is not.
-        wire: Format of float32 data between hosts; see ``wire_format``.
+        non_finite: With ``"error"``, every rank raises an error if a gradient contains NaN or
+            infinity. The error names the rank and the variable. ``"ignore"`` allows such gradients.
+        wire: Format in which float32 data is sent between hosts: a name that ``wire_format``
+            accepts.
         powersgd_rank: Rank of the matrices for PowerSGD; 0 for no compression.
-        unchecked: Combine gradients like Horovod: differentiably, and without checks of names and
-            values.
-        sparse_as_dense: Convert ``tf.IndexedSlices`` to tensors first.
+        unchecked: If set, gradients are combined by ``exchange``, like in Horovod: the result is
+            differentiable, and names and values are not checked.
+        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors first.
         groups: Number of groups, or lists of variables to combine together.
-        scale_local: Divide the gradients of local variables by the number of ranks.
-        what: ``"gradient"`` or ``"weight"``, for errors.
+        scale_local: Whether to divide the gradients of local variables by the number of ranks.
+        what: What is averaged, for error messages: ``"gradient"`` or ``"weight"``.
 
     Raises:
-        ValueError: ``groups`` is invalid.
+        ValueError: If ``groups`` is invalid.
     """
 
     non_finite: str = "error"
@@ -80,11 +81,11 @@ class ReduceOptions:
         sizes: Sequence[int],
         bucket_bytes: int,
     ) -> list[list[int]]:
-        """Divide variables with gradients into non-empty groups, which are returned as indices.
+        """Divide variables with gradients into groups, and return the indices in each group.
 
-        By default, these are buckets of at least ``bucket_bytes`` that start with the last
-        variables, whose gradients are available first. ``sizes`` has the bytes of each gradient, or
-        0 if unknown.
+        By default, the groups are buckets of at least ``bucket_bytes``. The first bucket contains
+        the last variables, because their gradients are available first. ``sizes`` contains the
+        bytes of each gradient, or 0 if unknown.
         """
         if self.groups is None:
             return _buckets(indices, sizes, bucket_bytes)

@@ -23,9 +23,9 @@ _reducers: MutableMapping[Engine, GradientReducer] = weakref.WeakKeyDictionary()
 class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
 
-    Every rank must call ``gradient`` equally often. All ranks have the same weight; with different
-    batch sizes, multiply the loss by ``rows * size / rows of all ranks``. It works eagerly and in a
-    tf.function, but not with XLA compilation.
+    Every rank must call ``gradient`` equally often. All ranks have the same weight. If their batch
+    sizes differ, multiply the loss by ``rows * size / rows of all ranks``. The tape works eagerly
+    and in a tf.function, but not with XLA compilation.
 
     Example::
 
@@ -41,7 +41,7 @@ class DistributedGradientTape:
     _hvdtrain_reducer: GradientReducer
 
     def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
-        """Create a subclass instance of the wrapped tape, which shares its recording."""
+        """Create an instance of a subclass of the tape's class. It shares the tape's recording."""
         kinds: Any = cls, type(tape)
         distributed: Any = object.__new__(_mixed(*kinds))
         distributed.__dict__ = tape.__dict__
@@ -59,8 +59,8 @@ class DistributedGradientTape:
         """Compute gradients like ``tf.GradientTape.gradient``, averaged over the ranks.
 
         Raises:
-            MismatchError: Sources, shapes or dtypes differ between ranks.
-            NonFiniteError: A gradient contains NaN or infinity.
+            MismatchError: If sources, shapes or dtypes differ between ranks.
+            NonFiniteError: If a gradient contains NaN or infinity.
         """
         plain: Any = super()
         gradients = plain.gradient(target, sources, **options)
@@ -72,17 +72,22 @@ class DistributedGradientTape:
 
 @functools.lru_cache
 def _mixed(distributed: type, plain: type) -> type:
-    """Return the subclass of both tapes; cached, as a loop creates a tape in each step."""
+    """Return a subclass of both classes.
+
+    The result is cached, because a training loop creates a tape in each step.
+    """
     bases = (plain,) if issubclass(plain, distributed) else (distributed, plain)
     return type(plain.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
-    """Set the variables of all ranks to the values of ``root``; call it before the first step.
+    """Set the variables of all ranks to the values of ``root``.
+
+    All ranks must call this before the first step.
 
     Raises:
-        ModelError: Some ranks are parameter servers, or ``variables`` is empty, as for a model
-            before it is built.
+        ModelError: If some ranks are parameter servers, or if ``variables`` is empty, for example
+            because the model is not built yet.
     """
     check_mode("broadcast_variables", gradients=False)
     variables = list(variables)
@@ -101,10 +106,13 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_mode(what: str, *, gradients: bool = True) -> None:
-    """Check that the mode supports a function, which may average ``gradients``.
+    """Check that the job's mode supports a public function.
+
+    ``gradients`` says whether the function averages gradients.
 
     Raises:
-        ModelError: Some ranks are parameter servers, or ranks average weights, not gradients.
+        ModelError: If some ranks are parameter servers, or if ranks average weights and the
+            function averages gradients.
     """
     settings = world.settings()
     if settings.has_servers:
