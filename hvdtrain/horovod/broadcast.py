@@ -42,8 +42,8 @@ def broadcast_variables(
         In a graph, the operation that assigns the values; None in eager execution.
 
     Raises:
-        MismatchError: Shapes or types differ between ranks.
-        ModelError: Some ranks are parameter servers.
+        MismatchError: If shapes or types differ between ranks.
+        ModelError: If some ranks are parameter servers.
     """
     check_mode("tensorflow.broadcast_variables", gradients=False)
     assigned = []
@@ -101,7 +101,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Return the operation that assigns the global variables of ``root_rank`` on every rank.
 
     Raises:
-        ModelError: Eager execution, in which TensorFlow does not list variables.
+        ModelError: If eager execution, in which TensorFlow does not list variables.
     """
     if tf.executing_eagerly():
         raise ModelError(

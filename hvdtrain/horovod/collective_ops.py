@@ -76,9 +76,9 @@ def allreduce(
         ignore_name_scope: Ignored.
 
     Raises:
-        MismatchError: Shapes, types, names or options differ between ranks.
-        NotImplementedError: ``tf.IndexedSlices`` with factors or an op other than Sum and Average;
-            or Adasum of integers, or on a number of ranks that is not a power of two.
+        MismatchError: If shapes, types, names or options differ between ranks.
+        NotImplementedError: If ``tf.IndexedSlices`` with factors or an op other than Sum and
+            Average; or Adasum of integers, or on a number of ranks that is not a power of two.
     """
     return grouped_allreduce(
         [tensor],
@@ -134,7 +134,7 @@ def allgather(
         process_set: Participating ranks; default all.
 
     Raises:
-        MismatchError: Types, or sizes of other axes, differ between ranks.
+        MismatchError: If types, or sizes of other axes, differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("allgather", name, [tensor])
@@ -171,7 +171,7 @@ def broadcast(
         process_set: Participating ranks; default all.
 
     Raises:
-        MismatchError: Shapes, types or roots differ between ranks.
+        MismatchError: If shapes, types or roots differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("broadcast", name, [tensor])
@@ -223,8 +223,8 @@ def alltoall(
         The received rows; if ``splits`` is given, also the number of rows from each rank, int32.
 
     Raises:
-        ConfigurationError: ``splits`` do not add up to the number of rows.
-        MismatchError: Types, or sizes of other axes, differ between ranks.
+        ConfigurationError: If ``splits`` do not add up to the number of rows.
+        MismatchError: If types, or sizes of other axes, differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("alltoall", name, [tensor])
@@ -268,8 +268,8 @@ def reducescatter(
     for the other options see ``allreduce``.
 
     Raises:
-        MismatchError: Shapes or types differ between ranks.
-        NotImplementedError: ``op`` is neither Average nor Sum.
+        MismatchError: If shapes or types differ between ranks.
+        NotImplementedError: If ``op`` is neither Average nor Sum.
     """
     op = choose_op(op)
     if op not in (Average, Sum):
@@ -333,9 +333,9 @@ def join() -> tf.Tensor:
         The last rank to join, int32; the highest if several joined at once.
 
     Raises:
-        ConfigurationError: The job is elastic.
-        MismatchError: Another rank made a different call.
-        ModelError: Some ranks are parameter servers.
+        ConfigurationError: If the job is elastic.
+        MismatchError: If another rank made a different call.
+        ModelError: If some ranks are parameter servers.
     """
     check_mode("tensorflow.join", gradients=False)
     return run_on_host(

@@ -87,8 +87,8 @@ class ObjectState:
         """Raise on all ranks if any was lost since the last check; collective.
 
         Raises:
-            HostsUpdatedInterrupt: Ranks were lost.
-            TooFewRanksError: Fewer ranks than ``--min-np`` remain.
+            HostsUpdatedInterrupt: If ranks were lost.
+            TooFewRanksError: If fewer ranks than ``--min-np`` remain.
         """
         too_few = world.collectives().too_few
         if too_few is not None:
@@ -130,7 +130,7 @@ class TensorFlowState(ObjectState):
         attributes: Attributes of the state and their initial values.
 
     Raises:
-        ValueError: ``variables`` is missing.
+        ValueError: If ``variables`` is missing.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class TensorFlowKerasState(TensorFlowState):
         attributes: Attributes of the state and their initial values.
 
     Raises:
-        ValueError: The model is not built.
+        ValueError: If the model is not built.
     """
 
     def __init__(

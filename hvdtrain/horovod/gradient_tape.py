@@ -90,8 +90,8 @@ def DistributedGradientTape(
     arguments see ``hvdtrain.keras.DistributedOptimizer``.
 
     Raises:
-        ValueError: The arguments contradict each other.
-        ModelError: Some ranks are parameter servers.
+        ValueError: If the arguments contradict each other.
+        ModelError: If some ranks are parameter servers.
     """
     arguments = locals()
     check_mode("tensorflow.DistributedGradientTape")
@@ -115,9 +115,9 @@ def PartialDistributedGradientTape(
     """Return a ``DistributedGradientTape`` that does not reduce the gradients of ``local_layers``.
 
     Raises:
-        ValueError: ``local_layers`` contains something other than layers, or the arguments
+        ValueError: If ``local_layers`` contains something other than layers, or the arguments
             contradict each other.
-        ModelError: Some ranks are parameter servers.
+        ModelError: If some ranks are parameter servers.
     """
     arguments = locals()
     check_mode("tensorflow.PartialDistributedGradientTape")

@@ -34,7 +34,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         local_variables: Variable or sequence of variables to exclude.
 
     Raises:
-        ValueError: ``local_variables`` contains something other than variables.
+        ValueError: If ``local_variables`` contains something other than variables.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -113,7 +113,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: Number of steps per epoch if ``staircase`` is False; default from ``fit``.
 
     Raises:
-        ValueError: ``initial_lr`` is None.
+        ValueError: If ``initial_lr`` is None.
         ModelError: In ``fit``, the optimizer has a learning rate schedule, or the number of steps
             per epoch is unknown.
     """

@@ -31,7 +31,7 @@ class KerasState(TensorFlowKerasState):
         attributes: Attributes of the state and their initial values.
 
     Raises:
-        ValueError: The model is not built.
+        ValueError: If the model is not built.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:

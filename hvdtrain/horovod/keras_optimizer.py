@@ -89,9 +89,9 @@ def DistributedOptimizer(
         The same optimizer, which is saved and loaded as the plain one.
 
     Raises:
-        ModelError: ``optimizer`` is not a Keras 3 optimizer or already accumulates gradients, or
+        ModelError: If ``optimizer`` is not a Keras 3 optimizer or already accumulates gradients, or
             some ranks are parameter servers.
-        ValueError: The arguments contradict each other.
+        ValueError: If the arguments contradict each other.
     """
     arguments = locals()
     check_mode("keras.DistributedOptimizer")
@@ -139,8 +139,8 @@ def PartialDistributedOptimizer(
     For the other arguments see ``DistributedOptimizer``.
 
     Raises:
-        ModelError: As for ``DistributedOptimizer``.
-        ValueError: ``local_layers`` contains something other than layers, or the arguments
+        ModelError: If as for ``DistributedOptimizer``.
+        ValueError: If ``local_layers`` contains something other than layers, or the arguments
             contradict each other.
     """
     arguments = locals()
@@ -169,7 +169,7 @@ def load_model(
         legacy_opts: Must be False.
 
     Raises:
-        ModelError: ``legacy_opts`` is True.
+        ModelError: If ``legacy_opts`` is True.
     """
     if legacy_opts:
         raise ModelError("legacy_opts must be False, got True: Keras 3 removed legacy optimizers.")

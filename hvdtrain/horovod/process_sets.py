@@ -35,7 +35,7 @@ class ProcessSet:
         process_set_id: Number of the set, the same on all ranks; None if it is not usable.
 
     Raises:
-        ValueError: ``ranks_or_comm`` is neither.
+        ValueError: If ``ranks_or_comm`` is neither.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
@@ -69,7 +69,7 @@ class ProcessSet:
         """Return this rank's index in ``ranks``; None if the set is not usable.
 
         Raises:
-            ConfigurationError: The set does not include this rank.
+            ConfigurationError: If the set does not include this rank.
         """
         return self.collectives().rank if self._usable else None
 
@@ -86,7 +86,7 @@ class ProcessSet:
         """Return the engine of the set.
 
         Raises:
-            ConfigurationError: The set is not usable, or does not include this rank.
+            ConfigurationError: If the set is not usable, or does not include this rank.
         """
         if not self._usable:
             raise argument_error(
@@ -107,7 +107,7 @@ class ProcessSet:
         """Return the index of a rank of the job in ``ranks``.
 
         Raises:
-            ConfigurationError: The set does not include the rank.
+            ConfigurationError: If the set does not include the rank.
         """
         if rank not in self.ranks:
             raise argument_error(f"{self} does not include rank {rank}.")
@@ -169,7 +169,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             nothing: sets can always be added later.
 
     Raises:
-        ConfigurationError: ``comm`` or ``process_sets`` is not supported.
+        ConfigurationError: If ``comm`` or ``process_sets`` is not supported.
     """
     if comm is not None:
         raise ConfigurationError(
@@ -196,9 +196,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: The set or its ranks, the same on every rank.
 
     Raises:
-        ConfigurationError: The job does not have these ranks.
-        MismatchError: Ranks passed different sets.
-        ValueError: A set with these ranks exists.
+        ConfigurationError: If the job does not have these ranks.
+        MismatchError: If ranks passed different sets.
+        ValueError: If a set with these ranks exists.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -224,7 +224,7 @@ def find_process_set(process_set_id: int) -> ProcessSet:
     """Return the process set with the given number.
 
     Raises:
-        ConfigurationError: No usable set has this number.
+        ConfigurationError: If no usable set has this number.
     """
     for entry in (global_process_set, *_added):
         if entry.process_set_id == process_set_id and entry._usable:

@@ -54,7 +54,7 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     """Return the operation that ``op`` or the deprecated ``average`` selects; default Average.
 
     Raises:
-        ValueError: Both are given, or ``op`` is not a reduction.
+        ValueError: If both are given, or ``op`` is not a reduction.
     """
     if op is not None and average is not None:
         raise ValueError(
@@ -78,7 +78,7 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
         ops: Supported operations; all if empty.
 
     Raises:
-        ValueError: The arguments contradict each other, or ``op`` is not supported.
+        ValueError: If the arguments contradict each other, or ``op`` is not supported.
     """
     op, factor = choose_op(arguments["op"]), arguments["gradient_predivide_factor"]
     if ops and op not in ops:
@@ -109,7 +109,7 @@ def trainable_weights(layers: Any) -> list[Any]:
     """Return the trainable weights of a Keras layer, a sequence of layers, or None.
 
     Raises:
-        ValueError: An entry is not a Keras layer.
+        ValueError: If an entry is not a Keras layer.
     """
     if layers is None:
         return []

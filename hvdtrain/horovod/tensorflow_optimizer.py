@@ -50,8 +50,8 @@ def DistributedOptimizer(
         The same optimizer.
 
     Raises:
-        ModelError: As for ``hvdtrain.keras.DistributedOptimizer``.
-        ValueError: The arguments contradict each other.
+        ModelError: If as for ``hvdtrain.keras.DistributedOptimizer``.
+        ValueError: If the arguments contradict each other.
     """
     arguments = locals()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -111,7 +111,7 @@ class _ReducesGradients:
         """Apply gradients; ``global_step`` also counts the steps that only accumulate.
 
         Raises:
-            ModelError: ``compute_gradients`` was never called, so the gradients are not reduced.
+            ModelError: If ``compute_gradients`` was never called, so the gradients are not reduced.
         """
         if not self._hvdtrain_has_reduced:
             raise ModelError(
@@ -155,7 +155,7 @@ class _GradientAccumulator:
             reduce: Function from complete sums to reduced ones; None stays None.
 
         Raises:
-            ValueError: A gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is off.
+            ValueError: If a gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is off.
         """
         dense = [self._dense(gradient) for gradient in gradients if gradient is not None]
         self._make_variables(dense)

@@ -173,7 +173,7 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
         optimizers: Plain optimizers that the model applies.
 
     Raises:
-        ModelError: Something is missing.
+        ModelError: If something is missing.
     """
     _API.check(HOOKS)
     _API.check({model: _OF_A_MODEL})
@@ -413,7 +413,7 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
         The batch of all rows, with lists as tuples, and the number of rows.
 
     Raises:
-        ValueError: Lengths differ, or weights do not match the targets.
+        ValueError: If lengths differ, or weights do not match the targets.
     """
     if y is None and class_weight is not None:
         raise DataError("class_weight requires targets; pass y.")

@@ -101,7 +101,7 @@ def check() -> None:
     """Check that TensorFlow has the private API that hvdtrain needs.
 
     Raises:
-        LaunchError: Something is missing.
+        LaunchError: If something is missing.
     """
     _API.check(HOOKS)
 
@@ -189,7 +189,7 @@ def function_body(graph: Any, name: str) -> Iterable[Any]:
     returned.
 
     Raises:
-        AttributeError: The function has neither.
+        AttributeError: If the function has neither.
     """
     function = graph._get_function(name)
     if function is None:

@@ -124,8 +124,8 @@ class DeviceCollectives:
                 infinity: bool of shape (2, tensors).
 
         Raises:
-            HvdtrainError: Ranks differ in the reduction, or a rank failed or is missing. In a graph
-                TensorFlow raises its own error; see ``cause_of``.
+            HvdtrainError: If ranks differ in the reduction, or a rank failed or is missing. In a
+                graph TensorFlow raises its own error; see ``cause_of``.
         """
         if not tensors:
             return []

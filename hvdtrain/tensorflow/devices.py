@@ -74,7 +74,7 @@ def assign_gpus(
         host see the same GPUs and get one each, the index is the local rank.
 
     Raises:
-        LaunchError: A rank sees fewer than ``each`` GPUs, or too few that other ranks do not own
+        LaunchError: If a rank sees fewer than ``each`` GPUs, or too few that other ranks do not own
             and ``share`` is False.
     """
     owners: dict[str, list[int]] = collections.defaultdict(list)
@@ -114,7 +114,7 @@ def bind(
         For each rank the id of its first GPU; empty without GPUs.
 
     Raises:
-        LaunchError: There are too few GPUs, or TensorFlow already uses its devices.
+        LaunchError: If there are too few GPUs, or TensorFlow already uses its devices.
     """
     chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
     indices = chosen[topology.rank]
@@ -142,7 +142,7 @@ def set_up(settings: Settings) -> None:
     """Set TensorFlow's device placement, and exclude hvdtrain from AutoGraph.
 
     Raises:
-        LaunchError: TensorFlow lacks private API, or already uses its devices while
+        LaunchError: If TensorFlow lacks private API, or already uses its devices while
             ``log_device_placement`` is set.
     """
     private_tensorflow.check()
@@ -177,7 +177,7 @@ def tower_devices(count: int) -> list[str]:
     """Return the names of the devices of ``count`` towers.
 
     Raises:
-        LaunchError: The program has removed devices after ``bind``.
+        LaunchError: If the program has removed devices after ``bind``.
     """
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     if len(devices) < count:

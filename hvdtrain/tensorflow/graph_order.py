@@ -53,8 +53,8 @@ def shadow(collectives: Sequence[tf.Operation]) -> None:
     """Add copies of collectives to the current graph, with zeros as inputs.
 
     Raises:
-        NoShadowError: A collective is inside a loop, branch or function call, runs on devices, or
-            has an input of unknown shape.
+        NoShadowError: If a collective is inside a loop, branch or function call, runs on devices,
+            or has an input of unknown shape.
     """
     for operation in collectives:
         shapes = [tensor.shape for tensor in operation.inputs]

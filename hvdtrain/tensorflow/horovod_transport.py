@@ -49,7 +49,7 @@ class HorovodTransport(Transport):
         timeout_s: Time to wait for other ranks, in seconds.
 
     Raises:
-        LaunchError: Horovod can't be imported.
+        LaunchError: If Horovod can't be imported.
     """
 
     kind = "horovod"
