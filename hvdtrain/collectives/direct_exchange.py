@@ -72,7 +72,7 @@ class DirectExchange:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
+        """Send ``send_counts[r]`` bytes to each rank ``r``, in order from ``data``."""
         sends = np.split(data, np.cumsum(send_counts)[:-1])
         receives = np.split(out, np.cumsum(receive_counts)[:-1])
         np.copyto(receives[self._rank], sends[self._rank])

@@ -402,7 +402,7 @@ class MpiTransport(Transport):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
+        """Send ``send_counts[r]`` bytes to each rank ``r``, in order from ``data``."""
         self._exchange.alltoall(data, send_counts, out, receive_counts)
 
     def _await_all(self, requests: list[Any]) -> None:

@@ -167,7 +167,7 @@ class Transport:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Send consecutive parts of ``data`` to the ranks: ``send_counts[r]`` bytes to rank ``r``."""
+        """Send ``send_counts[r]`` bytes to each rank ``r``, in order from ``data``."""
         np.copyto(out, data)
 
     def messages(self) -> PointToPoint:
