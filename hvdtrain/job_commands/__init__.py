@@ -1,1 +1,1 @@
-"""Commands on jobs, such as ``hvdtrain submit``, ``jobs``, ``show``, ``logs`` and ``stop``."""
+"""Commands for jobs, such as ``hvdtrain submit``, ``jobs``, ``show``, ``logs`` and ``stop``."""

@@ -1,4 +1,4 @@
-"""``hvdtrain restart`` and ``hvdtrain clone``: run a job again, in its folder or as another job."""
+"""``hvdtrain restart`` and ``hvdtrain clone``: run a job again, in its own folder or a new one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "changes",
         nargs=argparse.REMAINDER,
         metavar="CHANGE",
-        help="options of hvdtrain run that override the job's, and another program after --",
+        help="options of hvdtrain run that override the job's, and a different program after --",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Restart a job that has ended, or submit another one like it; print its name."""
+    """Restart a job that has ended, or submit a copy of a job. Print the name of the job."""
     job, directory = named_job(arguments), directory_of(arguments)
     changes, backend = split_backend(read_changes(arguments))
     environ = {**os.environ, **secret_values(changes)}
@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_changes(arguments: argparse.Namespace) -> list[str]:
-    """Return the changes, with the contents of option files.
+    """Return the changes to a job, with option files replaced by their contents.
 
     Raises:
-        ConfigurationError: If a file of options can't be read.
+        ConfigurationError: If an option file can't be read.
     """
     words: list[str] = arguments.changes
     before = arguments.argv[: len(arguments.argv) - len(words)]

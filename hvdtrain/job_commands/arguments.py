@@ -1,4 +1,4 @@
-"""Command-line arguments for jobs and queues, and the requests that follow from them."""
+"""Command-line arguments for jobs and queues, and the requests made from the arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def add_jobs_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the directory of jobs."""
+    """Add the option for the directory that contains the job folders."""
     parser.add_argument(
         "--jobs-dir",
         metavar="DIR",
@@ -43,7 +43,7 @@ def add_jobs_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add the arguments for a job and for the directory of jobs."""
+    """Add the arguments for the name of a job (or several) and for the directory of jobs."""
     action = parser.add_argument(
         "name",
         metavar="NAME",
@@ -63,7 +63,7 @@ def _complete_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """Return the directory of the folders of jobs.
+    """Return the directory that contains the job folders.
 
     Raises:
         JobError: If jobs are not recorded.
@@ -72,13 +72,13 @@ def directory_of(arguments: argparse.Namespace) -> Path:
     directory = jobs_directory({**os.environ, **given})
     if directory is None:
         raise JobError(
-            f"no folder for job records: {JOBS_DIR} is empty or HOME is not set; use --jobs-dir."
+            f"jobs are not recorded because {JOBS_DIR} is empty or HOME is not set; use --jobs-dir."
         )
     return directory
 
 
 def named_job(arguments: argparse.Namespace, name: str | None = None) -> JobFolder:
-    """Return the job with a name, by default ``arguments.name``; see ``find_job``."""
+    """Return the folder of the job called ``name``, by default ``arguments.name``."""
     return find_job(directory_of(arguments), arguments.name if name is None else name)
 
 
@@ -99,7 +99,10 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
-    """Return the words without the options of ``add_backend``, and the queue; None if not given."""
+    """Return the words without the options of ``add_backend``, and the queue that these choose.
+
+    The queue is None if no such option is given.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_backend(parser)
     at = list(words).index("--") if "--" in words else len(words)
@@ -113,7 +116,7 @@ def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises errors, as the process may be a server."""
+    """A parser that raises errors instead of exiting, because the process may be a server."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the error."""
@@ -121,7 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-    """Return the request for a job after a check of its options.
+    """Check the options of a job and return the request for it.
 
     Raises:
         ConfigurationError: If the options or the program are not valid.
@@ -134,5 +137,5 @@ def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> J
 
 
 def new_job_request(directory: Path, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-    """Return the request for a new job in a directory; see ``make_request``."""
+    """Check the options of a new job and return the request to create it in ``directory``."""
     return make_request(JobFolder(directory / "NAME"), spec, environ)

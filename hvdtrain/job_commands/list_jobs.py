@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=20,
         metavar="N",
-        help="number of jobs, the newest first; default %(default)d",
+        help="list only the N newest jobs; default %(default)d",
     )
     parser.add_argument("--all", action="store_true", help="list all jobs")
     add_jobs_dir(parser)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     head = ("job", "state", "ranks", "step", "submitted", "duration", "program")
     print(format_table(head, [_row(view, now) for view in views], left=(0, 1, 6)))
     if len(jobs) > len(shown):
-        print(f"and {plural(len(jobs) - len(shown), 'older job')}; --all lists all")
+        print(f"and {plural(len(jobs) - len(shown), 'older job')}; --all lists all jobs")
     return 0
 
 

@@ -25,8 +25,8 @@ __all__ = ["add_arguments", "run"]
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.3
 QUEUE_POLL_S = 1.0
-# A line of ranks as hvdtrain run prints it, with an optional time; long lists of ranks are
-# abbreviated.
+# A line of one or more ranks as hvdtrain run prints it, with an optional time. Long lists of ranks
+# are abbreviated: "[0,2,4,... 5 ranks] text".
 _RANK_LINE = re.compile(
     r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?"
     r"\[ *(?P<ranks>[\d,-]+)(?P<more>,\.{3} \d+ ranks)?(?: [^]]*)?\] (?P<text>.*)"
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             break
         sys.stdout.flush()
         time.sleep(poll_s)
-        # Checked before the log is read again, so that no line is missed.
+        # The status is checked before the log is read again, so that no line is missed.
         view = view_job(job)
         is_over = view.is_over
         if view.doubt not in ("", doubt):
@@ -98,7 +98,7 @@ def _folder_log(
 
 
 def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
-    """Return the time and text of lines that only the queue has; None if the folder has the log."""
+    """Return the time and text of each line in the queue's log; None if the folder has the log."""
     try:
         spec = job.read_spec()
     except JobError:
@@ -132,14 +132,17 @@ def _queue_log(
 
 
 def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLine], bool]) -> bool:
-    """Return whether a line printed by ``hvdtrain run`` matches and belongs to one of ``ranks``."""
+    """Return whether ``matches`` accepts a line of ``hvdtrain run``'s output from one of ``ranks``.
+
+    Lines of the launcher match only if ``ranks`` is None.
+    """
     runs = [range(LAUNCHER, LAUNCHER + 1)]
     if tagged := _RANK_LINE.fullmatch(text):
-        # Output of a program without tags may look similar.
+        # If the program's output has no tags, its text may look like one.
         with contextlib.suppress(ValueError):
             runs, text = parse_ranges(tagged["ranks"]), tagged["text"]
             if tagged["more"]:
-                # Ranks after the last one in the list.
+                # The abbreviated ranks come after the last one in the list.
                 runs.append(range(runs[-1].stop, sys.maxsize))
     return matches(LogLine(time_s=0, rank=runs[0].start, stream="stdout", text=text)) and (
         ranks is None
@@ -170,12 +173,13 @@ def _write(text: str) -> None:
 def _line_filter(
     ranks: Sequence[range] | None, text: str | None, pattern: str | None
 ) -> Callable[[LogLine], bool]:
-    """Return a test for lines of ``ranks`` that contain ``text`` and match ``pattern``."""
+    """Return a function that accepts lines of ``ranks`` that contain ``text`` and ``pattern``."""
     try:
         expression = re.compile(pattern or "")
     except re.error as error:
         raise ConfigurationError(
-            f"--regex {pattern!r} is not a valid regular expression: {error}. Use --grep for text."
+            f"--regex {pattern!r} is not a valid regular expression: {error}. Use --grep for plain "
+            "text."
         ) from None
     return lambda line: (
         (ranks is None or any(line.rank in run for run in ranks))

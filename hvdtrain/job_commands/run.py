@@ -1,4 +1,4 @@
-"""``hvdtrain run``: runs a job and records it; a submitted job waits for its slots first."""
+"""``hvdtrain run``: runs a job and records it. A submitted job first waits for its slots."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
         ConfigurationError: If the program is missing.
     """
     options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
-    # Whether argparse leaves "--" in the program depends on the version of Python.
+    # It depends on the version of Python whether argparse leaves "--" in the program.
     options = options[:-1] if options[-1:] == ["--"] else options
     exported = [name for name, value in arguments.env if value is None]
     return make_spec(options, launch.get_program(arguments), environ, exported)
@@ -67,9 +67,9 @@ def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
     """Run a job to its end, or print its plan; return the exit code.
 
     Raises:
-        ConfigurationError: If hosts can't be read, or the ranks don't fit on them.
+        ConfigurationError: If the hosts can't be read, or the ranks don't fit on the hosts.
         JobError: If the queue can't be used.
-        LaunchError: If no usable mpirun or srun was found, or it can't be started.
+        LaunchError: If no usable mpirun or srun was found, or if it can't be started.
     """
     if (folder_path := environ.pop(JOB_FOLDER, None)) is not None:
         return _run_submitted(job, environ, JobFolder(Path(folder_path)))
@@ -97,12 +97,12 @@ def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
                 site, plan = find_plan(job, environ)
         if received:
             return end_waiting(recorder, received[0])
-        # Nobody reads the output of this process; it is in the log.
+        # Nobody sees the output of this process, but everything is in the log.
         return run_plan(job, site, plan, environ, received, observer=recorder, is_seen=False)
 
 
 def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
-    """Create the folder of a job; return None if jobs are not or can't be recorded."""
+    """Create a job's folder; return None if jobs are not recorded or creating it fails."""
     if (directory := jobs_directory(environ)) is not None:
         try:
             return create_job(directory, spec)
@@ -113,7 +113,7 @@ def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
 
 @contextlib.contextmanager
 def _recorder(folder: JobFolder) -> Iterator[JobRecorder]:
-    """Yield a recorder; record an error within the block as the end of the job."""
+    """Yield a recorder for a job. If the block raises an error, record it as the end of the job."""
     recorder = JobRecorder(folder)
     try:
         yield recorder

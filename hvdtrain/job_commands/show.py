@@ -86,7 +86,7 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
 
 
 def command_line(program: Sequence[str]) -> str:
-    """Quote a command for a shell on one line; escape characters that can't be printed."""
+    """Return a command as one line, quoted for a shell, with unprintable characters escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in shlex.join(program)
@@ -104,7 +104,7 @@ def _slowest(metrics: Mapping[str, Any]) -> str:
 
 
 def _rank_table(row: Mapping[str, Any]) -> str:
-    """Format a row of ``ranks.jsonl``, without columns that no rank reports."""
+    """Format a row of ``ranks.jsonl`` as a table, without columns that no rank reports."""
     unknown = [None] * len(row.get("step", []))
     if not unknown:
         return "the ranks have not reported yet"

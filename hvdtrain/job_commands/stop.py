@@ -1,4 +1,4 @@
-"""``hvdtrain stop``: stops jobs, with a checkpoint on request."""
+"""``hvdtrain stop``: stops jobs, after saving a checkpoint if requested."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds to wait for the end; default %(default)g",
+        help="seconds to wait until the jobs have ended; default %(default)g",
     )
 
 
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
-    """Wait until jobs are over; return the jobs that still run."""
+    """Wait until all jobs have ended; return the jobs that still run after ``timeout_s``."""
     started = time.monotonic()
     while True:
         running = [job for job in jobs if not view_job(job).is_over]
         waited_s = time.monotonic() - started
         if not running or waited_s > timeout_s:
             return running
-        # Each look may ask a queue.
+        # Each check may send a request to a queue.
         time.sleep(min(MOST_POLL_S, max(POLL_S, waited_s / 10)))

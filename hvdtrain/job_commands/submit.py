@@ -24,13 +24,13 @@ with_files = launch.with_files
 _EPILOG = """\
 The job waits until enough slots are free for its ranks: one GPU each, or one core on a machine
 without GPUs. It runs in the background and outlives this terminal. Use hvdtrain jobs, show, logs,
-stop, restart and clone to follow and control it. With --on slurm it waits in Slurm's queue, with
---on kubernetes for room on the cluster (docs/kubernetes.md).
+stop, restart and clone to follow and control it. With --on slurm, the job waits in Slurm's queue.
+With --on kubernetes, it waits until the cluster has room (docs/kubernetes.md).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hvdtrain submit``, including all of ``hvdtrain run``."""
+    """Add the arguments of ``hvdtrain submit``, including those of ``hvdtrain run``."""
     launch.add_arguments(parser)
     add_backend(parser)
     parser.usage = (
