@@ -1,7 +1,7 @@
-"""Requests to the API server of a cluster through the official client; responses are plain data.
+"""Requests to the API server of a cluster through the official client.
 
-The typed methods of the client are not used: they return classes whose names differ from manifests,
-and lack ``sinceTime`` for logs.
+Responses are plain data. The client's typed methods are not used, because they return objects whose
+field names differ from those in manifests, and they lack ``sinceTime`` for logs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ClusterApi", "RefusedError", "SilentClusterError"]
 TIMEOUT_S = 20.0
 DELETE_TIMEOUT_S = 180.0
 POLL_S = 0.5
-# Foreground: the objects that a Job owns are deleted first, so nothing is left when it is gone.
+# Foreground deletes the objects that a Job owns first, so nothing is left once the Job is deleted.
 _DELETE_OPTIONS = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _PARTICIPLES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
@@ -32,11 +32,11 @@ class SilentClusterError(JobError):
 
 
 class RefusedError(JobError):
-    """The user or the account lacks a right."""
+    """The user or the account lacks a permission."""
 
 
 class _NotFoundError(JobError):
-    """The object or its kind does not exist."""
+    """The object does not exist, or its kind does not."""
 
 
 _ERRORS = {401: RefusedError, 403: RefusedError, 404: _NotFoundError}
@@ -58,7 +58,9 @@ class ClusterApi:
 
     @classmethod
     def of_context(cls, context: str, namespace: str) -> ClusterApi:
-        """Return the cluster of a kubectl context and a namespace; empty for the defaults.
+        """Return the API for a kubectl context and a namespace.
+
+        If they are empty, the current context and its namespace are used.
 
         Raises:
             JobError: If the context is missing in the kubectl configuration.
@@ -80,7 +82,7 @@ class ClusterApi:
 
     @classmethod
     def of_pod(cls) -> ClusterApi:
-        """Return the cluster that this process runs in.
+        """Return the API of the cluster and namespace that this process runs in.
 
         Raises:
             JobError: If the process does not run in a pod with a service account.
@@ -95,9 +97,9 @@ class ClusterApi:
         return cls(_dynamic_client(kubernetes.client.ApiClient(configuration)), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
-        """Create objects, all or none, after deleting the objects of a previous run.
+        """Delete the objects of a previous run and create all objects, or none if that fails.
 
-        The first object, a Job, becomes the owner of the others.
+        The first object must be a Job. It becomes the owner of the others.
         """
         owner, *others = objects
         name = owner["metadata"]["name"]
@@ -119,7 +121,10 @@ class ClusterApi:
             raise
 
     def create_one(self, one: Object, *, dry_run: bool = False) -> Object:
-        """Create an object and return it as stored; a dry run only validates it."""
+        """Create an object and return it as the cluster stored it.
+
+        With ``dry_run`` the object is only validated.
+        """
         path = self._path(one["apiVersion"], plural(one["kind"]))
         what = f"{one['kind']} {one['metadata'].get('name') or ''}".rstrip()
         query = [("dryRun", "All")] if dry_run else []
@@ -134,7 +139,7 @@ class ClusterApi:
         return self.read(self._job_path(name))
 
     def patch_job(self, name: str, content: Object) -> None:
-        """Change a Job."""
+        """Merge ``content`` into a Job."""
         self._send("PATCH", self._job_path(name), f"Job {name}", content=content)
 
     def pods(self, name: str) -> list[Object]:
@@ -143,9 +148,9 @@ class ClusterApi:
         return list(self._send("GET", self._path("v1", "pods"), "pods", query=query)["items"])
 
     def log(self, pod: str, container: str, since: str) -> str:
-        """Return the output of a container, each line with a time stamp of the node.
+        """Return the output of a container. Each line starts with the time at the node.
 
-        Output starts with the second of the time stamp ``since``; empty for all output.
+        The output starts in the second of the time ``since``, or at its beginning if that is empty.
         """
         query = [("container", container), ("timestamps", "true")]
         query += [("sinceTime", since)] if since else []
@@ -153,7 +158,7 @@ class ClusterApi:
         return self._request("GET", path, f"log of {pod}", query=query).decode(errors="replace")
 
     def creation_problem(self, name: str) -> str:
-        """Return why pods of a job can't be created, in the cluster's words; empty if unknown."""
+        """Return the cluster's reason why pods of a job can't be created; empty if unknown."""
         query = [("fieldSelector", "reason=FailedCreate")]
         try:
             events = self._send("GET", self._path("v1", "events"), "events", query=query)["items"]
@@ -176,7 +181,10 @@ class ClusterApi:
         self._send("PATCH", path, f"StatefulSet {name}-worker", content=content)
 
     def may(self, verb: str, resource: str, group: str = "") -> bool:
-        """Return whether this user has a right, such as ``create``, ``jobs`` of ``batch``."""
+        """Return whether this user has a permission.
+
+        For example, ``may("create", "jobs", "batch")``: may this user create Jobs?
+        """
         name, _, part = resource.partition("/")
         attributes = {"verb": verb, "group": group, "resource": name, "subresource": part}
         attributes["namespace"] = self.namespace
@@ -261,13 +269,13 @@ class ClusterApi:
 def _configuration() -> Any:
     """Return the settings of all clients."""
     configuration = _package().client.Configuration()
-    # Retries would quadruple the time to notice a silent cluster.
+    # With retries it would take four times as long to notice that a cluster does not answer.
     configuration.retries = False
     return configuration
 
 
 def _dynamic_client(client: Any) -> Any:
-    """Return a client for requests by path, without API discovery, which can't time out."""
+    """Return a client for requests by path. API discovery is left out because it can't time out."""
     return _package().dynamic.DynamicClient(client, discoverer=lambda _client, _cache: None)
 
 
@@ -278,6 +286,6 @@ def _package() -> Any:
         import kubernetes.dynamic
     except ImportError:
         raise JobError(
-            "jobs on Kubernetes need its client: pip install 'hvdtrain[kubernetes]'"
+            "jobs on Kubernetes need the kubernetes package: pip install 'hvdtrain[kubernetes]'"
         ) from None
     return kubernetes

@@ -2,7 +2,7 @@
 
     python -m hvdtrain.pods.launcher NAME -- run -np 8 --hostfile FILE -- program ...
 
-If the pod is lost, Kubernetes starts another one, and the job continues from its checkpoint. A job
+If the pod is lost, Kubernetes starts a new one, and the job continues from its checkpoint. A job
 that fails is not started again.
 """
 
@@ -49,15 +49,16 @@ __all__ = [
 
 POLL_S = 0.5
 WATCH_INTERVAL_S = 1.0
-# How often a waiting launcher repeats what it waits for.
+# How often a waiting launcher prints again what it waits for.
 REPEAT_S = 60.0
 _CONNECT_TIMEOUT_S = 2.0
 # How long to retry requests to the cluster at the start and at the end.
 START_PATIENCE_S = 120.0
 RELEASE_PATIENCE_S = 3600.0
-# The rights of the account may appear shortly after the pod; after this long a refusal is final.
+# The account may get its permissions shortly after the pod starts. After this long, a refusal is
+# final.
 REFUSED_S = 10.0
-# Longer than all requests of one update to a cluster that does not answer.
+# Longer than all requests of one update take if the cluster does not answer.
 CLOSE_TIMEOUT_S = 90.0
 _HOSTS = Path("/tmp/hvdtrain-hosts.json")
 
@@ -65,16 +66,16 @@ _Result = TypeVar("_Result")
 
 
 class RunProcess:
-    """The process of ``hvdtrain run``; for the main thread, except ``stop``.
+    """The process of ``hvdtrain run``. Only ``stop`` may be called outside the main thread.
 
-    The first SIGTERM or SIGINT lets the ranks save a checkpoint within the grace period of the
-    pod; the second ends them at once.
+    The first SIGTERM or SIGINT lets the ranks save a checkpoint within the pod's grace period. The
+    second one ends them at once.
     """
 
     def __init__(self) -> None:
         self._signals: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
-        # Reentrant, as a signal may arrive while the main thread holds it.
+        # Reentrant because a signal may arrive while the main thread holds the lock.
         self._lock = threading.RLock()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
@@ -85,7 +86,10 @@ class RunProcess:
         return bool(self._signals)
 
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``hvdtrain`` with these arguments; return its exit code as a shell reports it."""
+        """Run ``hvdtrain`` with these arguments and return its exit code.
+
+        If a signal kills it, the code is 128 plus the signal's number, as in a shell.
+        """
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
         process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         with self._lock:
@@ -97,7 +101,7 @@ class RunProcess:
         return 128 - code if code < 0 else code
 
     def stop(self, *, save: bool) -> None:
-        """End the process, or prevent its start; may be called from any thread."""
+        """End the process or prevent its start. This may be called from any thread."""
         with self._lock:
             if self._process is None:
                 self._signals.append(signal.SIGTERM)
@@ -112,17 +116,19 @@ class RunProcess:
 
 
 class WorkerWatch:
-    """Updates the file of ``MANAGED_HOSTS`` from the job's pods on a thread; a context manager.
+    """Keeps the file of ``MANAGED_HOSTS`` up to date with the job's pods.
+
+    A thread does so within the ``with`` block.
 
     Args:
         api: The cluster.
         name: The name of the job's objects.
         slots: The number of ranks on each worker.
-        path: The file; it is written before this returns.
-        on_stop: Called once with "now" or "save" when a user stops the job.
+        path: The file. The constructor writes it for the first time.
+        on_stop: A function that is called once, with "now" or "save", when a user stops the job.
 
     Raises:
-        JobError: If the launcher's account may not read the job.
+        JobError: If the launcher's account may not read the job, or the cluster does not answer.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class WorkerWatch:
                 self._update()
                 reported = ""
             except JobError as error:
-                # The control plane is busy or restarts; pods keep running.
+                # The control plane may be busy or restarting. Pods keep running.
                 if str(error) != reported:
                     reported = str(error)
                     _report(reported)
@@ -204,7 +210,7 @@ def main(arguments: Sequence[str]) -> int:
     def is_stopped() -> bool:
         return process.is_stopped
 
-    # From here on a stop is noticed, even during the waits.
+    # Within this block a stop is noticed even while the launcher waits.
     with watch or contextlib.nullcontext():
         if (
             (watch is None or _wait_for_ending_launchers(watch, is_stopped))
@@ -214,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
             managed = {} if watch is None else {MANAGED_HOSTS: str(_HOSTS)}
             code = process.run(words, {**os.environ, **managed})
     was_stopped = watch is not None and watch.was_stopped
-    # Otherwise Kubernetes starts another launcher, which needs the workers.
+    # In all other cases Kubernetes starts a new launcher, which needs the workers.
     if was_stopped or code not in (None, ExitCode.PREEMPTED):
         release_workers(
             name, has_failed=code != 0, give_up=lambda: is_stopped() and not was_stopped
@@ -233,7 +239,7 @@ def _copy_key() -> None:
 
 
 def _watch_workers(name: str, slots: int, process: RunProcess) -> WorkerWatch | None:
-    """Return the watch of the workers; None if the launcher's account lacks the rights."""
+    """Start to watch the workers; return None if the cluster refuses or does not answer."""
 
     def watch() -> WorkerWatch:
         return WorkerWatch(
@@ -253,10 +259,10 @@ def _watch_workers(name: str, slots: int, process: RunProcess) -> WorkerWatch | 
 
 
 def release_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
-    """Release the resources of the workers, and keep a failed job from starting again.
+    """Release the resources of the workers, and prevent a failed job from starting again.
 
-    Nothing else would release them, so requests are repeated until the cluster answers, or
-    ``give_up`` returns that this pod has to end.
+    Nothing else would release the resources. Requests are therefore repeated until the cluster
+    answers or ``give_up`` returns True, which means that this pod has to end.
     """
     never_again = {"spec": {"backoffLimit": 0}}
     try:
@@ -278,7 +284,8 @@ def _retry(
     """Call a function until it succeeds, and return its result.
 
     Raises:
-        JobError: If the last failure, after ``patience_s``, or ``REFUSED_S`` if a right is missing.
+        JobError: If the function still fails after ``patience_s``, or if a permission is still
+            missing after ``REFUSED_S``.
     """
     started, reported = time.monotonic(), ""
     while True:
@@ -301,7 +308,7 @@ def _report(message: str) -> None:
 def wait_for_workers(hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
     """Wait until all workers accept ssh connections; return False if the job is stopped first.
 
-    The wait is unlimited, as the cluster may not have room for all workers yet.
+    The wait is unlimited because the cluster may not have room for all workers yet.
     """
     missing = dict.fromkeys(hosts, "")
 
@@ -315,13 +322,16 @@ def wait_for_workers(hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bo
 
 
 def wait_for_own_name(host: str, is_stopped: Callable[[], bool]) -> bool:
-    """Wait until DNS resolves to this pod alone; return False if the job is stopped first.
+    """Wait until the launcher's hostname resolves to this pod only.
 
-    Workers of MPICH and Intel MPI connect to the launcher by its hostname ``host``, which is also
-    its subdomain.
+    Workers of MPICH and Intel MPI connect to the launcher by its hostname, ``host``. The pod's
+    subdomain has the same name.
+
+    Returns:
+        False if the job is stopped first.
     """
     if socket.gethostname() != host:
-        # A pod in the network of its node has the hostname of the node.
+        # A pod that uses its node's network has the node's hostname.
         return not is_stopped()
 
     def pending() -> str:
@@ -342,7 +352,7 @@ def _addresses(host: str) -> set[str]:
 def _wait_for_ending_launchers(watch: WorkerWatch, is_stopped: Callable[[], bool]) -> bool:
     """Wait until no earlier launcher runs; return False if the job is stopped first.
 
-    Kubernetes starts a launcher while the ranks of the previous one still save their checkpoint.
+    Kubernetes may start a launcher while the previous one's ranks are still saving a checkpoint.
     """
 
     def pending() -> str:
@@ -356,7 +366,11 @@ def _wait_for_ending_launchers(watch: WorkerWatch, is_stopped: Callable[[], bool
 
 
 def _wait(pending: Callable[[], str], is_stopped: Callable[[], bool]) -> bool:
-    """Wait until ``pending`` returns nothing, and print what it returns periodically."""
+    """Wait until ``pending`` returns an empty text. Print changes of the text and repeat it.
+
+    Returns:
+        False if the job is stopped.
+    """
     printed, printed_s = "", 0.0
     while text := pending():
         if text != printed or time.monotonic() > printed_s + REPEAT_S:

@@ -1,4 +1,4 @@
-"""Names that the client shares with the programs in a job's pods; pure functions."""
+"""Names that the client and the programs in a job's pods must agree on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = [
 
 JOB_LABEL = "hvdtrain/job"
 ROLE_LABEL = "hvdtrain/role"
-# An annotation of a running Job: stop "now", or after a checkpoint ("save").
+# An annotation that stops a running Job: "now", or after a checkpoint ("save").
 STOP = "hvdtrain/stop"
 SSH_PORT = 2222
-# Mount paths of the hostfile and of the keys, and the launcher's private copy of its key.
+# The mount paths of the hostfile and of the keys, and the folder of the launcher's private key.
 FOLDER = "/etc/hvdtrain"
 KEYS_FOLDER = "/etc/hvdtrain-keys"
 SSH_FOLDER = "/tmp/hvdtrain-ssh"
@@ -35,18 +35,21 @@ Object = dict[str, Any]
 
 
 def plural(kind: str) -> str:
-    """Return the resource of a kind, as used in paths and rights."""
+    """Return the resource name of a kind, used in paths and permissions: ``pods`` for ``Pod``."""
     return f"{kind.lower()}s"
 
 
 def resource_of(one: Object) -> tuple[str, str]:
-    """Return the resource and the API group of an object; the core group is empty."""
+    """Return the resource name and the API group of an object. The core group's name is empty."""
     group, _, _ = one["apiVersion"].rpartition("/")
     return plural(one["kind"]), group
 
 
 def rights_text(rights: Iterable[tuple[str, str, str]]) -> str:
-    """Format rights (verb, resource, API group) as ``create jobs.batch, pods; get pods/log``."""
+    """Format permissions, such as ``create jobs.batch, pods; get pods/log``.
+
+    Each permission is a verb, a resource and an API group.
+    """
     resources: dict[str, list[str]] = {}
     for verb, resource, group in rights:
         name, slash, part = resource.partition("/")
@@ -55,11 +58,11 @@ def rights_text(rights: Iterable[tuple[str, str, str]]) -> str:
 
 
 def launcher_host(name: str) -> str:
-    """Return the hostname of a job's launcher, and the name of its Service."""
+    """Return the hostname of a job's launcher, which is also the name of the launcher's Service."""
     return f"{name}-launcher"
 
 
 def worker_addresses(name: str, workers: int) -> dict[str, str]:
-    """Return the hostnames of a job's workers by pod."""
+    """Return the hostnames of a job's workers, keyed by the names of their pods."""
     pods = [f"{name}-worker-{number}" for number in range(workers)]
     return {pod: f"{pod}.{name}" for pod in pods}

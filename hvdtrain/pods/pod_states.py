@@ -1,4 +1,4 @@
-"""Interprets the pods of a job; pure functions."""
+"""Derives the state of a job's hosts and the causes of problems from its pods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LATE_S = 30.0
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:
-    """Return the current and earlier launchers, the oldest first."""
+    """Return the pods of the current and earlier launchers, the oldest first."""
     launchers = [pod for pod in pods if _role(pod) == "launcher"]
     return sorted(launchers, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
 
@@ -48,8 +48,8 @@ def _role(pod: Object) -> str:
 
 
 def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
-    """Return the names of terminating launchers, whose ranks may still save a checkpoint."""
-    # A pod that is long overdue is on a node that does not answer.
+    """Return the names of terminating launcher pods. Their ranks may still save a checkpoint."""
+    # If a pod should have ended long ago, its node does not answer.
     return [
         str(pod["metadata"]["name"])
         for pod in launchers_of(pods)
@@ -62,7 +62,10 @@ def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
 def managed_hosts(
     pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
 ) -> tuple[ManagedHost, ...]:
-    """Return the workers of a job as hosts, by the hostname of each worker's pod."""
+    """Return the workers of a job as hosts.
+
+    ``addresses`` maps the name of each worker's pod to its hostname.
+    """
     by_name = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
     return tuple(
         _managed_host(by_name.get(name), address, slots=slots)
@@ -95,7 +98,7 @@ def _deletion_reason(status: Object) -> str:
 
 
 def find_condition(status: Object | None, kind: str, value: str) -> Object | None:
-    """Return the condition of a type in a status if it has this value; else None."""
+    """Return a pod's or Job's condition of type ``kind`` if it has this ``value``; else None."""
     for condition in (status or {}).get("conditions") or ():
         if (condition["type"], condition["status"]) == (kind, value):
             return dict(condition)
@@ -105,7 +108,7 @@ def find_condition(status: Object | None, kind: str, value: str) -> Object | Non
 def pod_problem(status: Object) -> str:
     """Return why a pod does not run or has failed, in Kubernetes' words; empty if it is fine."""
     if status.get("phase") == "Failed" and status.get("reason"):
-        # Evicted, or its node is gone.
+        # The pod was evicted, or its node no longer exists.
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
     if unscheduled := find_condition(status, "PodScheduled", "False"):
         return f"not scheduled: {unscheduled.get('message') or unscheduled.get('reason')}"
@@ -122,7 +125,7 @@ def pod_problem(status: Object) -> str:
 
 
 def _failure(terminated: Object | None) -> str:
-    """Return the last line of a container that failed; empty if it did not fail."""
+    """Return the last line that a failed container printed; empty if it did not fail."""
     if not terminated or terminated.get("exitCode") in (0, ExitCode.PREEMPTED):
         return ""
     *_, last = str(terminated.get("message") or "").strip().splitlines() or [""]

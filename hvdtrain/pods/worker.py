@@ -1,10 +1,10 @@
-"""Programs of a worker's pod: sshd for the launcher of this job, as the pod's user.
+"""Programs of a worker's pod: sshd, to which this job's launcher connects, and a drain command.
 
     python -m hvdtrain.pods.worker          becomes sshd
     python -m hvdtrain.pods.worker drain    waits until no ranks are left, before the pod ends
 
-Sessions of sshd don't inherit the environment of the container, where an image may configure its
-libraries, so the configuration of sshd sets it.
+An image may configure its libraries with environment variables. sshd's sessions don't inherit the
+container's environment, so sshd's configuration sets these variables.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["drain", "serve_ssh", "sshd_config"]
 
 POLL_S = 0.2
 FOLDER = Path("/tmp/hvdtrain-sshd")
-# Set by sshd for each session, or specific to this process.
+# Variables that sshd sets for each session, or that only concern this process.
 _EXCLUDED = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_"}
 
 
 def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
-    """Return the configuration of sshd: its keys are in ``folder``, sessions get ``environ``."""
+    """Return sshd's configuration, with keys from ``folder`` and ``environ`` for all sessions."""
     variables = [
         _quoted(f"{name}={value}")
         for name, value in environ.items()
@@ -51,10 +51,10 @@ def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
         "PrintMotd no",
         # All ranks of a job may connect at once.
         "MaxStartups 1000",
-        # Close sessions of a launcher whose node is lost.
+        # Closes the sessions of a launcher whose node is lost.
         "ClientAliveInterval 15",
         "ClientAliveCountMax 4",
-        # One line: sshd uses only the first.
+        # All variables are on one line, because sshd uses only the first SetEnv.
         *([f"SetEnv {' '.join(variables)}"] if variables else []),
     ]
     return "\n".join(lines) + "\n"
@@ -66,7 +66,7 @@ def _quoted(text: str) -> str:
 
 
 def serve_ssh() -> None:
-    """Become sshd."""
+    """Replace this process with sshd."""
     sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if sshd is None:
         sys.exit("hvdtrain: sshd is not installed in this image; install openssh-server.")
@@ -79,7 +79,7 @@ def serve_ssh() -> None:
     config = FOLDER / "sshd_config"
     config.write_text(sshd_config(FOLDER, os.environ))
     if os.geteuid() == 0:
-        # The folder for privilege separation before authentication.
+        # As root, sshd needs this folder for privilege separation before authentication.
         os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     os.execv(sshd, [sshd, "-D", "-e", "-f", str(config)])
 
@@ -87,8 +87,8 @@ def serve_ssh() -> None:
 def drain() -> None:
     """Wait until no process of a job is left.
 
-    The launcher sees that the pod terminates and lets all ranks save a checkpoint. Kubernetes ends
-    the pod after its grace period in any case.
+    Meanwhile the launcher sees that the pod is terminating and lets all ranks save a checkpoint.
+    After its grace period, Kubernetes ends the pod in any case.
     """
     while _has_ranks():
         time.sleep(POLL_S)
@@ -100,7 +100,7 @@ def _has_ranks() -> bool:
             if JOB in process.environ():
                 return True
         except psutil.Error:
-            # It has ended or belongs to another user.
+            # The process has ended or belongs to another user.
             continue
     return False
 
