@@ -1,1 +1,1 @@
-"""Progress reports, timeline, and terminal output of a running training."""
+"""Progress reports, timeline and terminal output during training."""

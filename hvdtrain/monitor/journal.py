@@ -1,4 +1,4 @@
-"""A file that is written during training and never interrupts it."""
+"""A file that is written during training. Errors never interrupt the training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Journal:
 
     Args:
         path: The file; its parent folders are created.
-        what: The content, for the warning.
-        flag: The option that names another file, for the warning.
+        what: What the file contains, as the warning should call it.
+        flag: The option for the file's path, as the warning should call it.
         mode: "a" to append to an existing file, "w" to replace it.
     """
 
@@ -32,7 +32,7 @@ class Journal:
             self._give_up(error)
 
     def write(self, text: str, *, flush: bool = False) -> None:
-        """Write text; with ``flush`` it survives a kill of this process."""
+        """Write text. With ``flush``, the text is kept even if this process is killed."""
         if self._file is None:
             return
         try:

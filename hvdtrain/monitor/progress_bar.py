@@ -1,6 +1,6 @@
 """The progress bar of an epoch on the last line of a terminal.
 
-Keras' own ``Progbar`` would not do: it can't print lines above the bar, and does not find the
+Keras' ``Progbar`` is not used, because it can't print lines above the bar and does not find the
 terminal behind mpirun.
 """
 
@@ -18,7 +18,7 @@ from hvdtrain.text import format_duration
 __all__ = ["StatusLine", "TrainingSpeed", "format_progress", "terminal_columns"]
 
 _WIDEST, _NARROWEST = 30, 8
-# The factor by which older measurements count less after each new one.
+# Each new measurement reduces the weight of all older ones by this factor.
 _DECAY = 0.95
 _ERASE = "\r\x1b[K"
 
@@ -66,7 +66,9 @@ def format_progress(
     samples_per_s: float,
     step_s: float,
 ) -> str:
-    """Format a progress bar in less than ``columns`` characters, the most important parts first.
+    """Format a progress bar in less than ``columns`` characters.
+
+    If space is short, less important parts are left out.
 
     Args:
         columns: The width of the terminal.
@@ -98,9 +100,10 @@ def format_progress(
 def terminal_columns(stream: TextIO) -> int:
     """Return the width of the terminal that shows ``stream``; 0 if lines can't be erased there.
 
-    A rank's own output is not conclusive: Open MPI gives ranks a pseudo-terminal without a size,
-    and Hydra a pipe. Both forward it to mpirun's output, which is checked if mpirun runs on this
-    host. ``hvdtrain run`` passes the width in a variable.
+    ``hvdtrain run`` passes the width in an environment variable. With other launchers, a rank's
+    output does not show what the user sees, because Open MPI gives ranks a pseudo-terminal without
+    a size, and Hydra gives them a pipe. Both forward the text to mpirun's output, so that is
+    checked instead if mpirun runs on this host.
     """
     if LAUNCHER in os.environ:
         return int(os.environ.get(COLUMNS, "0"))
@@ -116,7 +119,7 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _launcher_columns() -> int:
-    """Return the width of the terminal of the mpirun above this process; 0 without one."""
+    """Return the width of the terminal of the mpirun that started this process; 0 if none."""
     top, parent = 0, os.getppid()
     while parent > 1:
         # "pid (name) state parent ..."; the name may contain any character.
@@ -138,10 +141,10 @@ class StatusLine:
 
     Args:
         stream: The output.
-        columns: The width of the terminal; 0 without a terminal, where no status is shown.
+        columns: The width of the terminal. If it is 0, there is no terminal and no status is shown.
 
     Attributes:
-        columns: The same width.
+        columns: The width of the terminal.
     """
 
     def __init__(self, stream: TextIO, columns: int) -> None:
@@ -155,7 +158,7 @@ class StatusLine:
         self._write(f"{erase}{line}\n{self._status}")
 
     def show(self, status: str) -> None:
-        """Replace the status, truncated to the width, as a wrapped line can't be erased."""
+        """Replace the status. It is truncated because a wrapped line can't be erased."""
         if self.columns:
             self._status = status[: self.columns - 1]
             self._write(_ERASE + self._status)

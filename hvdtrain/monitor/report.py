@@ -1,11 +1,11 @@
 """Reports the progress of this rank to ``hvdtrain run``: steps, phases, checkpoints and failures.
 
-The launcher uses the reports to compute what a failed job has lost, and to detect hangs. Under
-other launchers these functions do nothing. They never block or raise.
+The launcher uses the reports to compute how much work a failed job has lost, and to detect hangs.
+If ``hvdtrain run`` did not start this rank, these functions do nothing. They never block or raise.
 
-Reports are lines of JSON with the whole state, written to the file in ``config.REPORT_FD`` and read
-by ``hvdtrain.agent.rank_report``. The first call registers ``faulthandler`` for SIGQUIT, with which
-the launcher requests the stacks of a rank.
+Each report is a line of JSON that contains the whole state. It is written to the file descriptor in
+``config.REPORT_FD`` and read by ``hvdtrain.agent.rank_report``. The first call also registers
+``faulthandler`` for SIGQUIT, because the launcher sends SIGQUIT to get the stacks of a rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def step(step: int, epoch: int) -> None:
 
 
 def is_heard() -> bool:
-    """Return whether a launcher receives the reports, to skip expensive measurements otherwise."""
+    """Return whether a launcher receives the reports. If not, skip expensive measurements."""
     return _update().is_open
 
 
@@ -84,10 +84,10 @@ def waited_for_input(more_s: float) -> None:
 
 
 def phase(name: str) -> None:
-    """Report the current phase of the program; call it before a long operation.
+    """Report the current phase of the program. Call this before a long operation.
 
-    Steps are only expected in ``"training"``: any other phase (``"compiling"``, ``"validation"``,
-    ``"checkpoint"``, ...) may last any time without counting as a hang.
+    Steps are expected only in ``"training"``. Other phases (``"compiling"``, ``"validation"``,
+    ``"checkpoint"``, ...) may take any time; the launcher never considers them a hang.
     """
     if _update().phase != name:
         _update(phase=name).send()
@@ -119,26 +119,27 @@ def watch(
     waited_s: Callable[[], float] | None = None,
     reduced_bytes: Callable[[], int] | None = None,
 ) -> None:
-    """Set the functions that report waits and traffic about once a second.
+    """Set functions that return waits and traffic, for reports about once a second.
 
-    They are called on a separate thread, and replaced by a later call.
+    They are called on a separate thread. A later call replaces all of them.
 
     Args:
-        waiting_in: Returns the operation that this rank waits in; empty if it doesn't wait.
-        waited_s: Returns the total seconds that this rank has waited for other ranks.
-        reduced_bytes: Returns the total bytes that it has contributed to allreduce.
+        waiting_in: A function that returns the operation in which this rank waits, or "" if the
+            rank doesn't wait.
+        waited_s: A function that returns how many seconds this rank has waited for other ranks.
+        reduced_bytes: A function that returns how many bytes this rank has passed to allreduce.
     """
     _update(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
 
 
-# Not public: hvdtrain's excepthook calls it, which knows the cause of a collective's error.
+# Not public: only hvdtrain's excepthook calls it, because it knows why a collective has failed.
 def failed(cause: BaseException, error: BaseException) -> None:
     """Report that the program ends because of ``cause``, with the traceback of ``error``."""
     _update().send_failure(cause, error)
 
 
 class _Reporter:
-    """The newest state, and the file that it is written to; None without a launcher."""
+    """The newest state, and the file descriptor it is written to (None without a launcher)."""
 
     def __init__(self, file: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -146,7 +147,7 @@ class _Reporter:
         self._pid: int | None = None
         self._sent = b""
         self._has_failed = False
-        # Reentrant, as a signal handler may report while its own thread does.
+        # Reentrant because a signal handler may interrupt a report and send one itself.
         self._lock = threading.RLock()
         if file is not None:
             self._start()
@@ -164,8 +165,8 @@ class _Reporter:
     def _start(self) -> None:
         """Register the handlers, and start the thread that reports changes."""
         with contextlib.suppress(Exception):
-            # A handler of the program is kept. Programs that a script starts in the background
-            # inherit SIG_IGN.
+            # The program's own handler is kept. SIG_IGN is replaced, because programs that a shell
+            # script starts in the background inherit it.
             if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
                 faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
                 self._pid = os.getpid()
@@ -194,7 +195,7 @@ class _Reporter:
                 self._sent = line
 
     def send_failure(self, cause: BaseException, error: BaseException) -> None:
-        """Write why the program ends, the first time; never block or raise."""
+        """Write why the program ends. Only the first call does so; it never blocks or raises."""
         if self._file is None or self._has_failed:
             return
         self._has_failed = True
@@ -223,7 +224,7 @@ class _Reporter:
         previous(kind, error, trace)
 
     def _write(self, line: bytes) -> bool:
-        """Write a line, completely or not at all; return whether it was written."""
+        """Write a whole line or nothing; return whether the line was written."""
         if self._file is None or len(line) > MOST_BYTES:
             return False
         try:
@@ -242,12 +243,12 @@ class _Reporter:
             self.send()
 
     def _close(self) -> None:
-        """Stop reporting; forked children do, as only their parent is the rank."""
+        """Stop reporting. Forked children call this, because only their parent is the rank."""
         self._file = None
 
 
 def _finite(value: float | Callable[[], float] | None) -> float | None:
-    """Return a number, possibly from a function; None if it is unknown or not finite."""
+    """Return ``value``, or its result if it is a function; None if unknown or not finite."""
     try:
         # Functions of programs may return NumPy numbers, which are not JSON.
         number = float(value()) if callable(value) else value
@@ -276,7 +277,10 @@ def _update(**values: Any) -> _Reporter:
 
 
 def _open_pipe() -> int | None:
-    """Return the launcher's pipe, no longer inheritable; None without a launcher."""
+    """Return the descriptor of the launcher's pipe; None without a launcher.
+
+    Child processes don't inherit the descriptor any more.
+    """
     try:
         number, inode = map(int, os.environ.get(REPORT_FD, "").split(":"))
         status = os.fstat(number)

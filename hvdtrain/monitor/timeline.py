@@ -20,10 +20,10 @@ __all__ = ["Timeline", "timeline_file"]
 
 
 class Timeline:
-    """Writes each operation as soon as it ends, so that a killed rank leaves its timeline.
+    """Writes each operation as soon as it ends, so that the file is usable if the rank is killed.
 
-    Times are from the host's clock: the timelines of several hosts are aligned as well as their
-    clocks are.
+    Times are from the host's clock, so timelines of different hosts are only aligned as well as
+    the hosts' clocks are.
 
     Args:
         file: The file, which is replaced. If it can't be written, a warning is logged.
@@ -39,7 +39,7 @@ class Timeline:
         self._write(ph="M", name="process_sort_index", args={"sort_index": rank})
 
     def note(self, done: FinishedOperation) -> None:
-        """Write one operation."""
+        """Write an operation that has ended."""
         args: dict[str, Any] = {"call": done.call, "waited_ms": round(done.waited_s * 1e3, 3)}
         if done.error:
             args["error"] = done.error
@@ -62,7 +62,7 @@ class Timeline:
 
 
 def timeline_file(pattern: str, rank: int) -> Path | None:
-    """Return the file of a rank; without ``{rank}`` in the pattern only rank 0 has one."""
+    """Return the file of a rank. If the pattern lacks ``{rank}``, only rank 0 has a file."""
     if "{rank}" in pattern:
         return Path(pattern.replace("{rank}", str(rank)))
     return Path(pattern) if rank == 0 else None
