@@ -1,9 +1,10 @@
 """Detection of metrics whose variables must not be summed over ranks, such as a maximum.
 
-Ranks combine metrics by summing their variables. This is correct if an update adds the same values
-to any state, and a reset sets zeros. No metric declares whether it does, so metrics of the user's
-are tested in the first batches: a metric is updated twice from zeros, and the second update must
-add what the first one did. The test needs no other samples.
+Ranks combine a metric by summing its variables. The sum is correct only if each update adds values
+that don't depend on the variables, and if a reset sets the variables to zero. Metrics don't declare
+this, so metrics that are not Keras' own are tested in the first batches: the metric is updated
+twice with the same batch, starting from zeros, and the second update must add what the first one
+added.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hvdtrain.private_api.keras import nested_metrics, set_untracked
 
 __all__ = ["AdditiveMetrics", "adds_up"]
 
-_BATCHES = 10  # more than one, as a batch whose values are zero proves nothing
+_BATCHES = 10  # more than one, because a batch whose values are all zero proves nothing
 
 
 class AdditiveMetrics:
@@ -31,11 +32,12 @@ class AdditiveMetrics:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        # By id, the metric and the number of batches left to test; -1 if it is not additive.
+        # Maps the id of a metric to the metric and the number of batches that are left to test, or
+        # -1 if the metric is not additive.
         self._tested: dict[int, tuple[Any, Any]] = {}
 
     def reset(self) -> None:
-        """Reset the metrics, as Keras' loops do; one that is not zero then can't be summed."""
+        """Reset the tested metrics, and mark those that are not zero afterwards as not additive."""
         for metric, left in self._left():
             metric.reset_state()
             if any(_as_float64(variable).numpy().any() for variable in _summed(metric)):
@@ -54,10 +56,10 @@ class AdditiveMetrics:
                 object.__delattr__(metric, "update_state")
 
     def check(self, collectives: Engine) -> None:
-        """Check that no rank found a metric that is not additive; collective.
+        """Check that no rank found a metric that is not additive. All ranks must call this.
 
         Raises:
-            ModelError: On all ranks; names the metrics.
+            ModelError: If a rank found one. The error is raised on all ranks.
         """
         tested = self._left()
         if collectives.size == 1 or not tested:
@@ -69,10 +71,11 @@ class AdditiveMetrics:
             names = ", ".join(f"{m.name!r} ({type(m).__name__})" for m in wrong)
             raise ModelError(
                 f"The state of the metric {names} can't be combined over {collectives.size} ranks: "
-                "update_state must add values to its variables that depend on the batch alone, and "
-                "reset_state must set them to zero. Keep sums in them, such as a total and a "
-                "count, and compute the result from these in result(); or leave the metric out of "
-                "the model, and compute it from the result of model.predict(…)."
+                "update_state must add values that depend only on the batch to the metric's "
+                "variables, and reset_state must set the variables to zero. Keep sums in the "
+                "variables, such as a total and a count, and compute the result from them in "
+                "result(). Or leave the metric out of the model, and compute it from the result of "
+                "model.predict(…)."
             )
 
     def _left(self) -> list[tuple[Any, Any]]:
@@ -95,11 +98,11 @@ def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
 
 
 def _testing(metric: Any, left: Any) -> Any:
-    """Return a metric's ``update_state`` that tests it before each update."""
+    """Return an ``update_state`` that tests the metric before each update."""
     plain = metric.update_state
 
     def update_state(*args: Any, **options: Any) -> Any:
-        # Before the actual update, which then sets the metric's other attributes.
+        # The test runs first, so that the actual update sets the metric's other attributes last.
         def test() -> None:
             additive = adds_up(metric, plain, args, options)
             left.assign(tf.where(additive, left.value - 1.0, -1.0))
@@ -111,9 +114,9 @@ def _testing(metric: Any, left: Any) -> Any:
 
 
 def adds_up(metric: Any, update: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tf.Tensor:
-    """Return whether an update adds the same to any state of a metric; the state is restored.
+    """Return whether an update of a metric adds values that don't depend on the metric's state.
 
-    Values that are not finite are accepted.
+    The state is restored afterwards. Non-finite values are ignored.
     """
     variables = _summed(metric)
     before = [tf.identity(variable.value) for variable in metric.variables]

@@ -1,6 +1,6 @@
 """``BatchNormalization(synchronized=True)`` with the batches of all ranks.
 
-Keras synchronizes the replicas of tf.distribute only.
+Keras itself synchronizes only the replicas of tf.distribute.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchro
 
 @keras.saving.register_keras_serializable("hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalization with the mean and variance of the batches of all ranks.
+    """Batch normalization with the mean and variance over the batches of all ranks.
 
-    This is Horovod's name, for models whose ranks train on their own data. In a model that is
-    passed to ``hvdtrain.distribute``, ``keras.layers.BatchNormalization(synchronized=True)`` does
-    the same, and is saved as a Keras layer.
+    Horovod has a layer of this name, for models whose ranks train on their own data. In a model
+    that is passed to ``hvdtrain.distribute``,
+    ``keras.layers.BatchNormalization(synchronized=True)`` does the same, and is saved as a plain
+    Keras layer.
 
     Args:
         fused: Must be False.
         **kwargs: The arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
-        ValueError: ``fused`` is not False.
+        ValueError: If ``fused`` is not False.
     """
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
@@ -64,12 +65,14 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 def synchronize_batch_normalization(
     layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
 ) -> None:
-    """Make a ``BatchNormalization`` layer use the moments of the batches of all ranks.
+    """Make a ``BatchNormalization`` layer use the mean and variance over the batches of all ranks.
 
-    Ranks exchange count, mean and variance, and combine them as in Chan, Golub and LeVeque (1979):
-    with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
+    Ranks exchange count, mean and variance, and combine them as in Chan, Golub and LeVeque (1979).
+    If rank r has n_r values with mean m_r and variance v_r, and n is the sum of all n_r, the joint
+    mean is m = sum(n_r m_r) / n, and the joint variance is sum(n_r (v_r + (m_r - m)^2)) / n.
 
-    ``rows`` returns how many rows count in the current training step, or None between steps.
+    ``rows`` is a function that returns how many rows count in the current training step, or None
+    if no step is in progress.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,9 +99,10 @@ def _joint_moments(
     collectives: Engine,
     counts: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Combine the means and variances of all ranks, this rank's of ``count`` values.
+    """Combine the means and variances of all ranks.
 
-    If ``counts`` is False, other ranks receive neither these moments nor their gradients.
+    ``own`` has this rank's mean and variance of ``count`` values. If ``counts`` is False, this
+    rank's batch does not count: other ranks receive neither its moments nor their gradients.
     """
     mean, variance = own
     elastic = collectives.survives_losses
@@ -123,7 +127,7 @@ def _joint_moments(
     mean, variance = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
     if not elastic:
         return mean, variance
-    # All ranks with rows may be lost in this step: then the moving moments don't change.
+    # If all ranks with rows are lost in this step, the moving moments don't change.
     return (
         tf.where(total > 0, mean, tf.cast(layer.moving_mean, mean.dtype)),
         tf.where(total > 0, variance, tf.cast(layer.moving_variance, variance.dtype)),
@@ -131,7 +135,7 @@ def _joint_moments(
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
-    """Count the values of this rank's batch in each of the moments."""
+    """Return how many values of this rank's batch each mean is taken over."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]

@@ -1,4 +1,4 @@
-"""The callbacks of all ranks: the user's, and hvdtrain's own before and after them."""
+"""The callbacks of ``fit``: the user's, with hvdtrain's own before and after them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHIEF_ONLY = (
 )
 """Callbacks with effects outside the process, which only the chief runs."""
 
-# By loop, the model's attribute that stops it, and the hooks that see its batches.
+# For each loop: the model's attribute that stops it, and the callback hooks for its batches.
 _LOOPS = {
     "train": (
         "stop_training",
@@ -66,9 +66,9 @@ def stops_at_nan(callbacks: Sequence[Any]) -> bool:
 class StopTogether(keras.callbacks.Callback):
     """Stops a loop on all ranks after the batch in which a callback of one rank stopped it.
 
-    Ranks exchange a flag after the first batch of each epoch, evaluation and prediction, and after
-    every batch if user code on some rank can stop a loop there: a callback with hooks for batches,
-    or a ``train_step`` that runs eagerly.
+    Ranks exchange a flag after the first batch of each epoch, evaluation and prediction. They
+    exchange it after every batch if user code on some rank can stop the loop there, because a
+    callback has hooks for batches or a custom ``train_step`` runs eagerly.
     """
 
     def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:
@@ -82,7 +82,7 @@ class StopTogether(keras.callbacks.Callback):
             setattr(self, f"on_{loop}_batch_end", partial(self._agree, loop))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Exchange the flag after the first batch."""
+        """Make ranks exchange the flag after the next batch."""
         self._first = True
 
     def _begin(self, loop: str, logs: Any = None) -> None:
@@ -111,7 +111,7 @@ def _is_users(hook: Any) -> bool:
 
 
 def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
-    """Return a callback that shows a non-finite loss of one rank to ``TerminateOnNaN`` on all."""
+    """Return a callback that makes ``TerminateOnNaN`` on all ranks see a rank's non-finite loss."""
 
     def share(batch: int, logs: Any) -> None:
         non_finite = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
@@ -122,7 +122,7 @@ def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
 
 
 def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
-    """Return the last callback, after checkpoints: it raises if too few ranks are left."""
+    """Return a callback that raises if too few ranks are left. It must run after checkpoints."""
 
     def check(number: int, logs: Any) -> None:
         if membership.too_few is not None:
@@ -149,13 +149,13 @@ class _Before(keras.callbacks.Callback):
         self._verified = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._contributions.take()  # of steps outside of fit
+        self._contributions.take()  # discard those of steps outside of fit
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epochs.on_epoch_begin(epoch)
         self._verified = False
         if self.params is not None:
-            # For the current ranks. ChiefFailover sets it again, as callbacks may change the data.
+            # ChiefFailover sets this again, because callbacks may change the data.
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -171,19 +171,19 @@ class _Before(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs.sharded.on_epoch_end()
         self._synchronize()
-        # If the chief was lost, the new one must run its callbacks for this epoch.
+        # If the chief was lost, the next chief must run the chief's callbacks for this epoch.
         self._membership.renew()
 
 
 class ChiefFailover(keras.callbacks.Callback):
-    """Runs after the user's callbacks in ``fit``, and applies the decisions of one rank to all.
+    """Runs after the user's callbacks in ``fit``, and applies one rank's decisions to all ranks.
 
-    ``CHIEF_ONLY`` callbacks run on the chief, and on the next chief if it is lost.
+    ``CHIEF_ONLY`` callbacks run on the chief. If the chief is lost, they run on the next chief.
 
     Args:
         callbacks: The user's callbacks.
         verbose: Verbosity of ``fit``.
-        broadcast: Gives all ranks the chief's state, which its callbacks may restore.
+        broadcast: Copies the chief's state, which its callbacks may have restored, to all ranks.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ChiefFailover(keras.callbacks.Callback):
         self._standbys: list[_StandbyCallback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the state that a callback of the chief may have restored."""
+        """Broadcast the chief's state, which one of its callbacks may have restored."""
         with self._without_timeout():
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
@@ -221,13 +221,13 @@ class ChiefFailover(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to read the data, which callbacks may have changed."""
-        # Before a checkpoint restores the random states.
+        # This must happen before a checkpoint restores the random states.
         self._epochs.sharded.on_epoch_begin(epoch)
         if self.params is not None:
             self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop training on all ranks if a callback of one rank did."""
+        """Stop training on all ranks if a callback stopped it on one rank."""
         stop = np.array(bool(self.model.stop_training))
         with self._without_timeout():
             stop = self._collectives.allreduce(stop, "max", name="stop training")
@@ -235,7 +235,7 @@ class ChiefFailover(keras.callbacks.Callback):
         self._share_states()
 
     def _without_timeout(self) -> AbstractContextManager[None]:
-        """Wait within the block for the chief's callbacks, which may save a large model."""
+        """Wait for the chief without a time-out if its callbacks may save a large model."""
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def wrapped(self, contributions: Contributions, synchronize: Callable[[], None]) -> list[Any]:
@@ -250,10 +250,12 @@ class ChiefFailover(keras.callbacks.Callback):
             ReportProgress(self._epochs),
             *([_share_nan(self._collectives)] if stops_at_nan(callbacks) else []),
             *(entry for entry in callbacks if entry not in checkpoints),
-            # Before StopTogether, as this waits for the chief's callbacks when training begins.
+            # When training begins, ``self`` waits for the chief's callbacks without a time-out.
+            # StopTogether has a time-out, so it comes afterwards.
             self,
             StopTogether(self._collectives, callbacks),
-            # They save the decisions of the others, and override what these do to resume.
+            # Checkpoints come after other callbacks, to save what these decided and to override
+            # what they restored.
             *checkpoints,
             _stop_if_too_few(self._membership),
         ]
@@ -264,7 +266,7 @@ class ChiefFailover(keras.callbacks.Callback):
         if not self._membership.elastic:
             return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
         standbys = {id(entry): _StandbyCallback(entry) for entry in self._of_chief}
-        # Keras adds its own bar on the chief only.
+        # Keras adds its own progress bar on the chief only.
         bar = keras.callbacks.ProgbarLogger()
         bars = [_StandbyCallback(bar, verbose=self._verbose)] if self._verbose else []
         self._standbys = [*standbys.values(), *bars]
@@ -290,9 +292,9 @@ class ChiefFailover(keras.callbacks.Callback):
 
 
 class _StandbyCallback(keras.callbacks.Callback):
-    """A callback of the chief on another rank, which does nothing until it is activated.
+    """Wraps a chief-only callback on another rank, and does nothing until it is activated.
 
-    It has the verbosity of ``fit`` unless ``verbose`` is given.
+    The callback uses the verbosity of ``fit`` unless ``verbose`` is given.
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:
@@ -311,7 +313,7 @@ class _StandbyCallback(keras.callbacks.Callback):
                 setattr(self, f"on_{hook}", partial(self._forward, f"on_{hook}"))
 
     def activate(self) -> None:
-        """Continue in the middle of a training, and possibly of an epoch."""
+        """Start the callback in the middle of training, and possibly in the middle of an epoch."""
         callback = self._callback
         params = dict(self.params or {})
         if self._verbose is not None:
@@ -321,7 +323,7 @@ class _StandbyCallback(keras.callbacks.Callback):
         self._active = True
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
-        # A backup would be restored, but training has begun already.
+        # BackupAndRestore would restore a backup here, but training has begun already.
         if not isinstance(callback, keras.callbacks.BackupAndRestore):
             callback.on_train_begin()
         if self._epoch is not None:

@@ -1,4 +1,4 @@
-"""``hvdtrain.distribute(model)``, also for models that Keras builds from their first data."""
+"""``hvdtrain.distribute(model)``, including models that Keras builds from their first batch."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     - The input is sharded, and every rank runs the same number of steps.
     - Gradients are averaged, weighted by the number of samples.
     - The losses and metrics of an epoch cover all samples.
-    - Only the chief shows progress and writes files, and dropout differs between ranks.
+    - Only the chief shows progress and writes files.
+    - Dropout differs between ranks.
     - The model is saved as a plain Keras model.
 
     This holds for ``--mode allreduce``. Other modes synchronize the ranks differently.
 
-    If the model overrides ``train_step``, it may apply several optimizers, as a GAN does. They must
-    be attributes of the model, or of models and layers in it.
+    If the model overrides ``train_step``, it may apply several optimizers, as a GAN does. These
+    optimizers must be attributes of the model, or of models and layers in it.
 
     Args:
         model: A compiled model. If it isn't built yet, it is built by the first data that it
@@ -65,9 +66,9 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         The same model.
 
     Raises:
-        ModelError: The model is not compiled, can't be built from its data, or can't be
-            distributed; or ``presharded`` is used in an elastic job.
-        MismatchError: Ranks have different models; raised on all ranks.
+        ModelError: If the model is not compiled, can't be built from its data or can't be
+            distributed, or if ``presharded`` is used in an elastic job.
+        MismatchError: If ranks have different models; raised on all ranks.
     """
     with world.collectives().section("distribute"):
         _check_compiled(model)
@@ -82,17 +83,17 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
 def DistributedOptimizer(optimizer: Any) -> Any:
     """Make an optimizer average gradients over all ranks before it applies them.
 
-    Use it in training loops that call ``optimizer.apply``; ``distribute`` does the same for
-    ``fit``.
+    Use it in custom training loops that call ``optimizer.apply``. If you train with ``fit``, use
+    ``distribute`` instead.
 
     Args:
         optimizer: A Keras 3 optimizer.
 
     Returns:
-        The same optimizer, which is saved and loaded as a plain one.
+        The same optimizer. It is saved and loaded as a plain Keras optimizer.
 
     Raises:
-        ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
+        ModelError: If it is not a Keras 3 optimizer, or if some ranks are parameter servers.
     """
     check_mode("DistributedOptimizer")
     if world.collectives().size == 1:
@@ -119,8 +120,8 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
     if presharded and collectives.survives_losses:
         raise ModelError(
             "In an elastic job (--elastic) every rank must receive the whole data, so that the "
-            "others can train on the rest of a lost rank's part. Leave presharded=True out, or "
-            "use --max-restarts instead of --elastic."
+            "other ranks can train on the rest of a lost rank's part. Leave presharded=True out, "
+            "or use --max-restarts instead of --elastic."
         )
     if settings.has_servers:
         from hvdtrain.keras.served.served_patch import ServedModelPatch
@@ -179,7 +180,7 @@ def _unbuilt_layers(model: keras.Model) -> list[str]:
 
 
 def _defer(model: keras.Model, distribute: Callable[[], None]) -> None:
-    """Build the model from the first data that it receives, and call ``distribute`` then."""
+    """Make the model build itself from the first data that it receives, then ``distribute`` it."""
 
     def deferred(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(model, name))
@@ -193,7 +194,7 @@ def _defer(model: keras.Model, distribute: Callable[[], None]) -> None:
         return call
 
     def apply(*args: Any, **options: Any) -> None:
-        # Otherwise ranks would silently train different weights by different gradients.
+        # Otherwise ranks would silently train different weights with different gradients.
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
             f"so its weights are not equal on all ranks yet. {_ADVICE}"
@@ -217,9 +218,9 @@ def _restore_methods(model: keras.Model) -> None:
 
 
 def _build_from(model: keras.Model, x: Any) -> Any:
-    """Build the model from its data, and return data that still begin with the first batch."""
+    """Build the model from its data, and return data that still include the first batch."""
     if _is_built(model):
-        return x  # by the user, after distribute
+        return x  # the user has built it after distribute
     try:
         first, x = _first_inputs(x)
         output_spec(model, keras.tree.map_structure(_symbol, first))
@@ -253,5 +254,5 @@ def _symbol(leaf: Any) -> Any:
         return None
     shape = tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    # Any number of rows, as the last batch may be shorter.
+    # Any number of rows, because the last batch may be shorter.
     return keras.KerasTensor((None, *shape[1:]), keras.backend.standardize_dtype(dtype))

@@ -1,10 +1,10 @@
 """Keras' loop over the steps of an epoch, for data that can be read from any position.
 
-Keras counts steps from 0 and requests steps from its iterator up to a fixed number. Here an epoch
-may begin in the middle, if training is resumed, and it ends when the data end.
+Keras' own loop counts the steps of an epoch from 0 to a fixed number. With this module's iterator,
+an epoch may begin in the middle if training is resumed, and it ends when the data end.
 
-In an elastic job the other ranks repeat the samples that a lost rank had taken, unless its
-gradients were applied, and share the rest of the pass among themselves.
+In an elastic job the remaining ranks repeat the samples that a lost rank had taken, unless the lost
+rank's gradients were applied. They share the rest of the pass among themselves.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOST = -1  # replaces a lost member in _Taken.members
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlace:
-    """The place of a training in its data after a step.
+    """The place in its data that training has reached after a step.
 
     Attributes:
         position: Position within a pass; None if the next epoch begins a new pass.
-        epoch_step: Completed steps of the current epoch.
-        epochs: Epochs that ended since training began.
-        passes: Passes that began before the current one, or before the next one.
+        epoch_step: Number of completed steps of the current epoch.
+        epochs: Number of epochs that have ended since training began.
+        passes: Number of passes that began before the pass in which training continues.
         ranks: Number of ranks.
     """
 
@@ -45,11 +45,11 @@ class EpochPlace:
 
     @classmethod
     def from_json(cls, value: Any) -> EpochPlace:
-        """Convert the result of ``dataclasses.asdict`` back.
+        """Return the place from the result of ``dataclasses.asdict``.
 
         Raises:
-            DataError: The position is not valid.
-            KeyError: An entry is missing.
+            DataError: If the position is not valid.
+            KeyError: If an entry is missing.
         """
         position = value["position"]
         return cls(
@@ -59,7 +59,7 @@ class EpochPlace:
 
 
 class _Taken(NamedTuple):
-    """The samples that each member took in one step; members are in the order of their ranks."""
+    """The samples that each member took in one step; ``members`` is sorted by rank."""
 
     pass_: Pass
     step: int
@@ -79,8 +79,8 @@ class EpochIterator:
     """The iterator over the steps of ``fit``, with its place in the data.
 
     Args:
-        steps_per_epoch: Steps of an epoch; by default, one pass over the data.
-        steps_per_execution: Steps of a block, which Keras runs at once.
+        steps_per_epoch: Number of steps in an epoch. If None, an epoch is one pass over the data.
+        steps_per_execution: Number of steps in a block. Keras runs the steps of a block at once.
         accumulates: Whether gradients of several steps are applied together.
     """
 
@@ -100,23 +100,23 @@ class EpochIterator:
         self._membership = membership
         self._accumulates = accumulates
         self._unapplied: list[_Taken] = []  # steps whose gradients are not applied yet
-        self._missed: set[int] = set()  # places in the pass's order
+        self._missed: set[int] = set()  # places in the pass's order that must be read again
         self._steps_per_epoch = steps_per_epoch
         self._block = steps_per_execution
         self.step = 0
         """Steps since training began, including the current block."""
         self._epoch = 0
-        self._epochs = 0  # ended
-        self._passes = 0  # started
+        self._epochs = 0  # number of epochs that have begun
+        self._passes = 0  # number of passes that have begun
         self._resumed: EpochPlace | None = None
         self.begins: dict[int, Position] = {}
-        """By epoch, the positions of passes that begin later than at the start of the data."""
+        """The positions where passes begin that don't begin at the start of the data, per epoch."""
         self._pass: Pass | None = None
         self._iterator: Any = None
         self._done = 0  # steps of the pass, including the current block
         self._block_steps = 0  # steps of the current block, 0 between blocks
         self._epoch_step = 0  # steps of the epoch before the current block
-        self._ran_out = False  # the pass ended before its unknown number of steps
+        self._ran_out = False  # whether the data of a pass of unknown length have ended
 
     def place(self, *, epoch_step: int) -> EpochPlace:
         """Return the place after the current block, given the completed steps of this epoch.
@@ -126,7 +126,7 @@ class EpochIterator:
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
-        """Return the epoch and the place while ``left`` steps of the current block are missing."""
+        """Return the epoch and the place at which ``left`` steps of the current block remain."""
         assert self._pass is not None
         epoch_step = self._epoch_step + self._block_steps - left
         done = self._done - left
@@ -149,9 +149,10 @@ class EpochIterator:
         )
 
     def record_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
-        """Record which members' gradients each step of a block applied; None if it applied none.
+        """Record whose gradients were averaged in each step of a block.
 
-        Called after each block in an elastic job.
+        Must be called after each block in an elastic job. ``contributed`` has the members for each
+        step, or None for a step without an average, such as all but the last of accumulated steps.
         """
         assert self._pass is not None
         members = self._membership.members
@@ -161,7 +162,7 @@ class EpochIterator:
                 self.record_applied(contributors)
 
     def record_applied(self, members: Collection[int] | None) -> None:
-        """Record that the waiting gradients of these members, or of all, were applied."""
+        """Record that the accumulated gradients of these members (None: of all) were applied."""
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.
             missing = [] if members is None else set(taken.members).difference(members, (_LOST,))
@@ -202,7 +203,7 @@ class EpochIterator:
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Begin with ``epoch`` at the place of another run after ``step`` steps."""
+        """Make training begin with ``epoch``, at an earlier run's place after ``step`` steps."""
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
         self._resumed = replace(place, position=place.position or begin)
@@ -210,12 +211,12 @@ class EpochIterator:
         self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Begin ``epoch``; called before Keras' loop over its steps."""
+        """Begin ``epoch``. Must be called before Keras' loop over its steps."""
         self._epoch = epoch
         self._epochs += 1
 
     def run_out(self) -> None:
-        """Drop the current block: data of unknown length have ended."""
+        """Drop the current block, because data of unknown length have ended."""
         self.step -= self._block_steps
         self._done -= self._block_steps
         self._block_steps = 0
@@ -257,7 +258,7 @@ class EpochIterator:
     def _begin_pass(self) -> int:
         """Start the next pass, and return the completed steps of the epoch."""
         first_step = 0
-        self._unapplied = []  # their places belong to the last pass
+        self._unapplied = []  # their places belong to the previous pass
         elastic = self._membership.elastic
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.position is not None:

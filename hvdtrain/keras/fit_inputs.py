@@ -25,9 +25,9 @@ class FitInputs:
     Args:
         seed: Seed of the sample order, equal on all ranks.
         presharded: Whether each rank passes its own part of the data.
-        warn: Logs a warning once, on the chief.
-        ignore_rows: Whether to evaluate and predict only the rows of other ranks, and take part in
-            their collectives.
+        warn: Function that logs a warning, only once and only on the chief.
+        ignore_rows: Whether this rank's own rows are ignored in ``evaluate`` and ``predict``. The
+            rank still takes part in the collectives for the rows of other ranks.
     """
 
     def __init__(
@@ -50,11 +50,13 @@ class FitInputs:
     def shard(
         self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any
     ) -> ShardedInput:
-        """Return this rank's share of an input; collective. ``options`` go to ``ShardPlan``.
+        """Return this rank's share of an input. All ranks must call this.
+
+        ``options`` are passed to ``ShardPlan``.
 
         Raises:
-            DataError: The input can't be sharded, or an elastic job can't read it again in the same
-                order for training.
+            DataError: If the input can't be sharded, or if training is elastic and the input can't
+                be read again in the same order.
         """
         self._membership.renew()
         plan = ShardPlan(
@@ -69,20 +71,21 @@ class FitInputs:
         self._warn(sharded.notice)
         if plan.trains and self._membership.elastic and not sharded.repeatable:
             raise DataError(
-                "In an elastic job (--elastic) a pass over the tf.data pipeline must be able to "
-                "begin again when a rank is lost, and its shuffle has another order then. Use "
-                "Dataset.shuffle(..., reshuffle_each_iteration=False), or shuffle in the pipeline "
-                "itself and once; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
-                "shuffles; or use --max-restarts instead of --elastic."
+                "An elastic job (--elastic) must be able to start a pass over the tf.data pipeline "
+                "again when a rank is lost, but this pipeline's shuffle would use a different "
+                "order then. Use Dataset.shuffle(..., reshuffle_each_iteration=False), or shuffle "
+                "only once and in the pipeline itself. Or pass arrays or a keras.utils.PyDataset, "
+                "because hvdtrain shuffles these, or use --max-restarts instead of --elastic."
             )
         return sharded
 
     def run_whole_pass(
         self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]
     ) -> Result:
-        """Return the result of ``run`` for this rank's part of a pass; repeat it if ranks are lost.
+        """Return the result of ``run`` for this rank's part of a pass.
 
-        ``sharded`` may have been made before a rank was lost.
+        If ranks are lost meanwhile, the remaining ranks repeat the whole pass. ``sharded`` may have
+        been made before a rank was lost.
         """
         while True:
             sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
@@ -102,15 +105,15 @@ class InputWait:
     """Measures the time that training waits for its next batch, if a launcher receives reports.
 
     The time is added up inside ``tf.data``, on the thread that requests the batch. With
-    ``steps_per_execution`` above 1 TensorFlow may request a batch while the previous step computes,
-    and all of that time counts.
+    ``steps_per_execution`` above 1, TensorFlow may request a batch while the previous step still
+    computes. Then the whole time of the request counts.
     """
 
     def __init__(self) -> None:
-        # Kept for all calls of fit, as tracing takes longer than some of them.
+        # Kept for all calls of fit, because tracing would take longer than a short fit.
         self._seconds: tf.Variable | None = None
         self._clock: tf.data.Dataset | None = None
-        # The next pass usually has the same dataset, and needn't be traced again.
+        # The next pass usually has the same dataset, so it needn't be traced again.
         self._dataset: tf.data.Dataset | None = None
         self._timed: tf.data.Dataset | None = None
         self._reported_s = 0.0
@@ -137,7 +140,8 @@ class InputWait:
             return element
 
         options = tf.data.Options()
-        # Autotuning would add a prefetch buffer after this stage, whose thread never waits.
+        # Autotuning would add a prefetch buffer after this stage. Then the time that the buffer's
+        # thread waits would be measured, and not the time that training waits.
         options.experimental_optimization.inject_prefetch = False
         # zip requests its inputs in this order: first the time, then the batch.
         return tf.data.Dataset.zip((self._clock, dataset)).map(add_wait).with_options(options)
@@ -147,7 +151,7 @@ class InputWait:
         self._dataset = self._timed = None
 
     def report_if_due(self) -> None:
-        """Report about once a second."""
+        """Report the time waited, about once a second."""
         if self._seconds is not None and time.monotonic() >= self._due_s:
             self.report()
 

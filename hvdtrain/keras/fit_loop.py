@@ -63,7 +63,7 @@ _LENGTH = ("epochs", "initial_epoch", "validation_freq")
 
 
 def reset_functions(model: keras.Model) -> None:
-    """Drop the functions that Keras traced for other steps."""
+    """Make Keras trace its train, test and predict functions again."""
     model.train_function = None
     model.test_function = None
     model.predict_function = None
@@ -100,9 +100,9 @@ class FitLoop:
         inputs: Shards the training data.
         reducer: Averages gradients, and keeps errors that TensorFlow would hide.
         whole: Shards the data to evaluate or predict; ``inputs`` by default.
-        begin: Gives all ranks the chief's state when training begins.
+        begin: Copies the chief's state to all ranks when training begins.
         begin_session: Replaces ``saving.checkpoint_callback.begin_session``.
-        averaging: Averages weights, if each rank updates its own in between.
+        averaging: Averages the weights from time to time, if each rank trains its own weights.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class FitLoop:
         self._validation_dataset: tf.data.Dataset | None = None
         self._epochs: EpochIterator | None = None  # set until Keras' iterator exists
         self._running: EpochIterator | None = None  # set within fit
-        self._may_differ = False  # whether the user's train_step may have updated weights by rank
+        self._may_differ = False  # whether a custom train_step may have made ranks differ
 
     @_collective
     def fit(
@@ -163,13 +163,14 @@ class FitLoop:
         validation_freq: Any = 1,
         **unknown: Any,
     ) -> Any:
-        """Train on all ranks, as ``keras.Model.fit`` does; ``batch_size`` is per rank."""
+        """Train on all ranks, as ``keras.Model.fit`` does. ``batch_size`` is per rank."""
         if unknown:
             names = ", ".join(f"{name}=" for name in unknown)
             raise ModelError(
-                f"Received {names} for fit() of the model {self._model.name!r}, expected Keras' "
-                "arguments, as hvdtrain.distribute(model) replaces the model's own fit. Move what "
-                "that adds into a callback, or call it before or after model.fit(…)."
+                f"Received {names} for fit() of the model {self._model.name!r}, expected only "
+                "Keras' arguments, because hvdtrain.distribute(model) replaces the model's own "
+                "fit. Move the additional work of that fit into a callback, or do it before or "
+                "after model.fit(…)."
             )
         steps_per_epoch, validation_steps = _capped(steps_per_epoch), _capped(validation_steps)
         self.check_still_distributed()
@@ -322,7 +323,7 @@ class FitLoop:
         steps = _capped(steps)
         sharded = self._whole.shard(x, batch_size=batch_size, steps=steps)
         rows = self._steps.predicted_rows
-        # All ranks leave Keras' loop together, so nobody waits in the gathering of the results.
+        # All ranks leave Keras' loop together, so that none waits long when results are gathered.
         barrier = keras.callbacks.LambdaCallback(
             on_predict_end=lambda logs: self._collectives.barrier(name="end of predict")
         )
@@ -343,7 +344,7 @@ class FitLoop:
             return self._whole.run_whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Make Keras' predict function, whose callbacks see the model's outputs only."""
+        """Make a predict function that shows callbacks only the model's outputs."""
         model = self._model
         if model.predict_function is None or force:
             self._make_predict_function(force)
@@ -358,14 +359,15 @@ class FitLoop:
             # logs is empty if training was resumed after the last step of an epoch.
             joint = self._results(logs or model.get_metrics_result())
             if joint is not logs:
-                # Copied: the result of a user's metric may be its variable, which changes below.
-                # Or it is a tensor of a finished graph, which Keras ignores.
+                # Copy the results, because a user's metric may return its variable, and variables
+                # get this rank's values back below. Tensors of a finished graph can't be copied,
+                # but Keras ignores them.
                 return keras.tree.map_structure(
                     lambda leaf: leaf if tf.is_symbolic_tensor(leaf) else tf.identity(leaf), joint
                 )
             if not isinstance(logs, dict):
                 return logs
-            # The user's train_step returned more than the results of the metrics.
+            # A custom train_step returned more than the results of the metrics.
             results = metric_results(model)
         rows = int(self._steps.rows.numpy())
         return join_logs(logs, rows, metric_results(model), results, collectives)
@@ -378,13 +380,13 @@ class FitLoop:
             epochs.attach(iterator)
 
     def synchronize_weights(self) -> None:
-        """Average the weights, if each rank updates its own; collective."""
+        """Average the weights if each rank trains its own. All ranks must call this."""
         members = None if self._averaging is None else self._averaging.end_round()
         if members is not None and self._running is not None:
             self._running.record_applied(members)
 
     def synchronize(self) -> None:
-        """Make weights and layer statistics equal on all ranks; collective."""
+        """Make weights and layer statistics equal on all ranks. All ranks must call this."""
         self.synchronize_weights()
         more = [] if self._averaging is None else self._averaging.averages_of_weights()
         self._steps.statistics.average(self._collectives, more)
@@ -397,7 +399,7 @@ class FitLoop:
         """Check that the model was not compiled after it was distributed.
 
         Raises:
-            ModelError: It was.
+            ModelError: If the model was compiled again.
         """
         optimizers = optimizers_of(self._model)
         same = [*map(id, optimizers)] == [*map(id, self._optimizers)]
@@ -455,7 +457,7 @@ class FitLoop:
             if overrides(self._model, "call"):
                 build_symbolically(self._model, batch_spec)
         except Exception:
-            # A user's train_step needn't call the model or compute metrics as Keras does.
+            # A custom train_step needn't call the model or compute metrics as Keras does.
             if not overrides(self._model, "train_step"):
                 raise
         self._steps.additive.reset()

@@ -1,8 +1,8 @@
 """Metrics, logs and predictions over the samples of all ranks.
 
-If a ``train_step`` of the user's returns something else than the results of the metrics, Keras
-reports what the last step of the epoch returned. Usually each of its entries is the result of a
-metric, which is known exactly over all ranks, or a value of the batch.
+If a custom ``train_step`` returns more than the results of the metrics, Keras reports what the last
+step of the epoch returned. Usually each returned entry is either a metric's result, whose exact
+value over all ranks is known, or a value of the batch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
 
 @contextmanager
 def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
-    """Combine the metrics of all ranks within the block.
+    """Set the model's metrics to their state over all ranks within the block.
 
-    The sums and counts of metrics add up exactly. An average of results would be wrong if one rank
-    has fewer samples.
+    The sums and counts in metrics are added up, which is exact. An average of the ranks' results
+    would be wrong if one rank had fewer samples.
     """
     variables = list(model.metrics_variables)
     own = [np.asarray(variable.numpy()) for variable in variables]
@@ -60,7 +60,10 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """Return the reduction of a metric's variable, by its Keras ``aggregation``; None if unset."""
+    """Return the reduction for a metric's variable, or None if it is not reduced.
+
+    Keras' attribute ``aggregation`` of the variable decides.
+    """
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return "sum"
@@ -84,11 +87,12 @@ def join_logs(
     joint: dict[str, np.ndarray],
     collectives: Engine,
 ) -> Any:
-    """Return the nested logs of a step with ``rows`` samples on this rank over all ranks.
+    """Combine the nested logs of a step over all ranks. This rank had ``rows`` samples.
 
-    An entry that equals the result of the same metric on each rank, in ``own``, becomes its
-    ``joint`` result. Any other number or array becomes the mean over the samples of the step.
-    Entries that aren't numeric, or differ in shape between ranks, keep this rank's value.
+    An entry that equals the result of the same metric on each rank becomes that metric's result in
+    ``joint``. ``own`` has the results of this rank. Any other number or array becomes the mean over
+    the samples of the step. Entries that aren't numeric, or whose shapes differ between ranks, keep
+    this rank's value.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_as_float64(leaf) for leaf in leaves]
@@ -117,8 +121,11 @@ def join_logs(
 
 
 def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
-    """Return the names of metrics with this result, the name of the entry first."""
-    # Not exactly equal: sums may be rounded differently inside the graph of the step.
+    """Return the names of the metrics with this result, first the one that the entry is named for.
+
+    Results are compared with a tolerance, because sums may be rounded differently inside the graph
+    of the step.
+    """
     names = [
         name
         for name, result in own.items()
@@ -129,7 +136,7 @@ def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray])
 
 
 def _as_float64(leaf: Any) -> np.ndarray | None:
-    """Convert a number or an array of numbers, or return None."""
+    """Convert a number or an array of numbers to float64. Return None for other values."""
     if isinstance(leaf, (str, bytes)) or leaf is None:
         return None
     try:
@@ -147,7 +154,8 @@ class Predicted(NamedTuple):
 
     Attributes:
         outputs: The outputs of the model.
-        rows: The number of rows that count, which is all or 0, and of all rows; int64, (1, 2).
+        rows: The number of rows that count, which is all or none, and the number of all rows; int64
+            of shape (1, 2).
     """
 
     outputs: Any
@@ -155,9 +163,9 @@ class Predicted(NamedTuple):
 
 
 def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
-    """Return Keras' predict function, with ``Predicted.rows`` moved to ``rows``.
+    """Return a predict function that appends ``Predicted.rows`` to ``rows``, and returns outputs.
 
-    Otherwise callbacks would see them, and Keras would concatenate them.
+    Otherwise callbacks would see the numbers of rows, and Keras would concatenate them.
     """
 
     def predict(data: Any) -> Any:
@@ -173,20 +181,20 @@ def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[
 def join_predictions(
     outputs: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
 ) -> Any:
-    """Return nested arrays and ragged tensors with the rows of all ranks.
+    """Return the predictions of all ranks, as nested arrays and ragged tensors.
 
-    ``rows`` has the ``Predicted.rows`` of all steps. With ``interleaved``, ranks took the input's
-    batches alternately; otherwise each took one contiguous part.
+    ``rows`` has this rank's ``Predicted.rows`` for each step. If ``interleaved``, ranks took the
+    input's batches in turn. Otherwise each rank took one contiguous part of the input.
 
     Raises:
-        DataError: An output is neither an array nor a ragged tensor.
+        DataError: If an output is neither an array nor a ragged tensor.
     """
     counts = np.concatenate([np.asarray(entry, np.int64) for entry in rows])
     kept = np.repeat(counts[:, 0] > 0, counts[:, 1])
     all_counts = collectives.allgather(counts[:, 0], name="predicted rows")
     order = None
     if interleaved:
-        # The rows are in the order of ranks, and within a rank of steps: sort them by steps.
+        # The rows are sorted by rank and then by step. Sort them by step and then by rank.
         steps = np.tile(np.arange(len(counts)), len(all_counts) // len(counts))
         order = np.argsort(np.repeat(steps, all_counts), kind="stable")
 

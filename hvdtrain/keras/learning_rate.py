@@ -1,8 +1,9 @@
-"""The learning rate in proportion to the number of ranks, with a warmup.
+"""Learning rates in proportion to the number of ranks, with a warmup.
 
-The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD": the rate is
-proportional to the joint batch. If a program applies it with ``scale_learning_rate``, the rate is
-also rescaled when an elastic job loses ranks. A rate that was not scaled is not changed.
+The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD", makes the rate
+proportional to the size of the joint batch. If a program applies this rule with
+``scale_learning_rate``, the rate is also rescaled when an elastic job loses ranks. Otherwise the
+rate is not changed.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _program_scales = False
 
 
 def scale_learning_rate(rate: float) -> float:
-    """Multiply a learning rate by the number of ranks, as the joint batch grows by that factor.
+    """Multiply a learning rate by the number of ranks, because the joint batch grows as much.
 
     This is the linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD". With
-    parameter servers the factor is the number of workers in one update: all except backup workers,
-    or one if each gradient is applied separately.
+    parameter servers the factor is the number of workers whose gradients are averaged in an update:
+    all workers except backup workers, or one if each gradient is applied separately.
 
-    When an elastic job loses ranks, the optimizer's rate is rescaled to the remaining ranks,
-    including the rates of a schedule.
+    When an elastic job loses ranks, the optimizer's rate is rescaled to the number of remaining
+    ranks. This includes the rates of a schedule.
 
     Args:
         rate: The learning rate for one process.
@@ -56,7 +57,7 @@ def scale_learning_rate(rate: float) -> float:
 
 
 def prepare_rescaling(optimizer: Any) -> None:
-    """Multiply the rates that a schedule or function computes by a variable, initially 1.
+    """Multiply the rates that a schedule or function computes by a variable that is initially 1.
 
     Must be called before the step is traced. The schedule and the saved optimizer don't change.
     """
@@ -84,7 +85,8 @@ def rescale_rate(optimizer: Any, before: int, now: int) -> None:
 def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
     """Scale the learning rate that was restored from a checkpoint of ``before`` ranks.
 
-    Checkpoints include rates that are plain numbers. Others are computed for the current ranks.
+    Only rates that are plain numbers are saved in checkpoints. Rates of a schedule or function are
+    computed for the current ranks.
     """
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         rate = learning_rate_of(plain)
@@ -97,7 +99,8 @@ class WarmUp(keras.callbacks.Callback):
 
     With N ranks the joint batch is N times as large, and the learning rate is usually multiplied by
     N. Training may diverge if it starts with that rate. Goyal et al. (2017), "Accurate, Large
-    Minibatch SGD", section 2.2, raise it linearly from the rate of one process within five epochs.
+    Minibatch SGD", section 2.2, start with the rate of one process, and raise it linearly within
+    five epochs.
 
     Example::
 
@@ -108,12 +111,12 @@ class WarmUp(keras.callbacks.Callback):
         initial: The learning rate at the beginning.
         epochs: The number of epochs after which the optimizer's own rate is reached; above 0, and
             may be fractional.
-        steps_per_epoch: The number of joint steps of an epoch. Only used for data of unknown
-            length.
+        steps_per_epoch: The number of joint steps in an epoch. Only used if the length of the data
+            is unknown.
 
     Raises:
-        ModelError: An argument is invalid. When training begins: the optimizer uses a schedule, or
-            the number of steps is unknown.
+        ModelError: If an argument is invalid. When training begins, also if the optimizer uses a
+            schedule or if the number of steps is unknown.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class WarmUp(keras.callbacks.Callback):
         if len(optimizers) != 1:
             raise ModelError(
                 f"WarmUp sets the rate of one optimizer, but this model has {len(optimizers)}. Set "
-                "their rates in a callback of your own."
+                "their rates in a custom callback."
             )
         (optimizer,) = optimizers
         plain = getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,20 +1,21 @@
 """The weight of a rank's loss in the joint batch.
 
 The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
-weight w_r = N rows_r / rows, which makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
-Keras' loss metric is that mean, too.
+weight w_r = N rows_r / rows. This makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
+Keras' loss metric shows the same mean.
 
-Losses that aren't means over rows are first multiplied by a factor f_r, so that the mean over rows
-is the loss of the joint batch. Each loss of a model has its own factor:
+Losses that aren't means over rows are first multiplied by a factor f_r. With this factor, the mean
+above is the loss of the joint batch. Each loss of a model has its own factor:
 
 - means over unmasked values: f_r = (values_r / values) / (rows_r / rows)
-- losses weighted by ``mean_with_sample_weight``: the same with sums of weights
+- losses with ``reduction="mean_with_sample_weight"``: the same, with sums of sample weights instead
+  of numbers of values
 - sums: f_r = rows / rows_r
 
 With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
 
-If ranks are lost, the sum over the remaining ranks is divided by the sum of their weights. The
-gradients of a model whose losses are all sums are added up instead.
+If ranks are lost, the sum of the remaining ranks' gradients is divided by the sum of their weights.
+If all losses of the model are sums, the remaining gradients are added up without a division.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Term(NamedTuple):
     """A loss that is a mean over something other than rows.
 
     Attributes:
-        count: Unmasked values, or the sum of sample weights, of this rank's batch; 0 without rows.
+        count: Number of unmasked values in this rank's batch, or the sum of its sample weights; 0
+            if the rank has no rows.
         factor: The factor f_r of the loss.
     """
 
@@ -53,7 +55,7 @@ class Term(NamedTuple):
 
 
 def are_sums(model: keras.Model) -> bool:
-    """Return whether all losses have the gradients of sums over rows."""
+    """Return whether the gradient of each loss is the gradient of a sum over rows."""
     reductions = _reductions(model)
     return bool(reductions) and reductions <= {"sum", "none", None}
 
@@ -77,7 +79,7 @@ class LossWeights:
     """The weight w_r of this rank's loss in each step."""
 
     exchanges: tuple[str, ...] = ("train", "test")
-    """The steps in which ranks may exchange counts, as all of them take part."""
+    """The kinds of steps in which all ranks take part, so that they may exchange counts."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -85,7 +87,7 @@ class LossWeights:
         self._elastic = reducer.collectives.survives_losses
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the rows of all ranks; collective unless they are ``known``."""
+        """Return the number of rows of all ranks. Ranks exchange it unless it is ``known``."""
         return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
@@ -98,8 +100,8 @@ class LossWeights:
     ) -> Weighting:
         """Return how an optimizer combines the gradients of a loss with this ``weight``.
 
-        The optimizer still multiplies them by ``factor``. ``only`` is the term of a model with a
-        single loss.
+        The optimizer also multiplies the gradients by ``factor``. ``only`` is the loss's term if
+        the model has a single loss.
         """
         if not self._elastic:
             return Weighting(factor=factor)
@@ -111,15 +113,18 @@ class LossWeights:
     def joint_loss(
         self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
     ) -> Iterator[list[Term | None]]:
-        """Multiply the losses computed in the block by f_r; may be collective.
+        """Multiply the losses that are computed within the block by f_r.
+
+        Ranks may exchange counts, so all of them must compute the same losses.
 
         Args:
-            rows: Rows of this rank that count; None if the other ranks don't run this step.
-            joint_rows: Rows of all ranks; None if unknown.
+            rows: Number of this rank's rows that count; None if other ranks don't run this step.
+            joint_rows: Number of rows of all ranks; None if unknown.
             step: ``train`` or ``test``.
 
         Yields:
-            A list that receives each loss's term, or None if it is a sum or a mean over rows.
+            A list that receives the term of each loss, or None for a loss that is a sum or a mean
+            over rows.
         """
         terms: list[Term | None] = []
         if rows is None:
@@ -152,24 +157,25 @@ class LossWeights:
 
 
 class IndependentLossWeights(LossWeights):
-    """Weights for ranks that update their own weights: 1, and a weight for each step."""
+    """Loss weights for ranks that train their own weights: 1, and a weight for each step."""
 
     exchanges: tuple[str, ...] = ()  # ranks may be at different steps
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
-        """The weight of the current step in an average over ranks: its rows or values."""
+        """The weight of the current step in an average over ranks: its number of rows or values."""
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
         """Return the joint rows if they are known, otherwise this rank's."""
-        # Divided by these, all accumulated steps have the same weight; if unknown, by rows.
+        # Contributions are divided by these, so that all accumulated steps have the same weight. If
+        # the joint rows are unknown, steps are weighted by this rank's rows.
         self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
         return rows if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
-        """Return 1, or 0 without rows."""
+        """Return 1, or 0 if this rank has no rows."""
         self.contribution = tf.cast(rows, tf.float64)
         return tf.where(rows > 0, 1.0, 0.0)
 

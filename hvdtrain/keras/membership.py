@@ -1,8 +1,8 @@
-"""The ranks that take part in training, as all of them agree.
+"""The ranks that take part in training, as agreed by all of them.
 
-In an elastic job the engine learns of a lost rank within some operation, on one rank earlier than
-on another. Decisions that must be equal on all ranks, such as sharding the data, use the
-membership instead, which changes on all ranks at the same point of the program.
+In an elastic job the engine detects a lost rank within some operation, on some ranks earlier than
+on others. Decisions that must be equal on all ranks, such as sharding the data, use the membership
+instead. The membership changes on all ranks at the same point of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Change", "ChangeCallback", "Membership"]
 
 
 class Change(NamedTuple):
-    """A change of membership: the members before and now, by their first ranks, in order."""
+    """A change of membership: the initial ranks of the members before and now, in order."""
 
     before: tuple[int, ...]
     now: tuple[int, ...]
@@ -53,7 +53,7 @@ class Membership:
         self._collectives = collectives
         self._min_np = min_np
         self.members = collectives.members
-        """The first ranks of the members, in order."""
+        """The initial ranks of the members, in order."""
         self._me = self.members[collectives.rank]
         self._generation = collectives.generation
         self._callbacks = list(callbacks)
@@ -80,12 +80,12 @@ class Membership:
 
     @property
     def too_few(self) -> TooFewRanksError | None:
-        """The error to raise, after a checkpoint, if fewer than ``min_np`` members are left."""
+        """The error to raise after a checkpoint; None if at least ``min_np`` members are left."""
         return self._collectives.too_few if self.size < self._min_np else None
 
     @contextmanager
     def notifying(self, callbacks: Sequence[ChangeCallback]) -> Iterator[None]:
-        """Call these as well, in their order, if a rank is lost within the block."""
+        """Also call these callbacks, in order, if a rank is lost within the block."""
         self._callbacks += callbacks
         try:
             yield
@@ -99,10 +99,10 @@ class Membership:
         return chief != self.members[0]
 
     def renew(self) -> bool:
-        """Remove lost ranks and call the callbacks; collective in an elastic job.
+        """Remove lost ranks and call the callbacks. In an elastic job all ranks must call this.
 
         Returns:
-            Whether ranks were lost, equal on all ranks.
+            Whether ranks were lost. The result is the same on all ranks.
         """
         if not self.elastic:
             return False
@@ -112,7 +112,8 @@ class Membership:
         if int(newest) == self._generation:
             return False
         self._generation = int(newest)
-        # Not collectives.members: another rank may be lost by now, and only some ranks know it.
+        # Not collectives.members, because another rank may be lost by now, and only some ranks may
+        # have detected that.
         members = self._collectives.allgather(np.array([self._me]), name="members")
         change = Change(self.members, tuple(int(member) for member in members))
         if not change.lost:

@@ -1,7 +1,7 @@
 """The parts of a model that Keras doesn't list: optimizers, layer statistics, overridden methods.
 
-A GAN holds an optimizer for each of its networks as an attribute, builds it when it is first
-applied, and leaves ``model.optimizer`` unused.
+For example, a GAN has an optimizer for each of its networks as an attribute, and leaves
+``model.optimizer`` unused. Such an optimizer is built when it is first applied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def attributes_of_type(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
-    """Yield the attributes of a type, including those in lists and dicts but not in sublayers."""
+    """Yield a layer's attributes of a type, including entries of lists and dicts.
+
+    Attributes of sublayers are not included.
+    """
     return _find(vars(layer), kind, set())
 
 
@@ -65,8 +68,8 @@ def _find(value: Any, kind: type[Kind], seen: set[int]) -> Iterator[Kind]:
 def optimizers_of(model: keras.Model) -> list[Any]:
     """Return the optimizers that may update the model, ``model.optimizer`` first if it is set.
 
-    If the model overrides ``train_step``, they include the attributes of the model, and of models
-    and layers in it.
+    If the model overrides ``train_step``, they include optimizers that are attributes of the model,
+    or of models and layers in it.
     """
     optimizers = [] if model.optimizer is None else [model.optimizer]
     if overrides(model, "train_step"):
@@ -89,7 +92,7 @@ def optimizer_variables(model: keras.Model) -> list[Any]:
 
 
 def built_variable_indices(model: keras.Model) -> list[list[int]]:
-    """Return for each optimizer the indices of the ``model.variables`` that it was built for."""
+    """Return, for each optimizer, the indices of the ``model.variables`` that it was built for."""
     indices = {id(variable): index for index, variable in enumerate(model.variables)}
     return [
         [
@@ -104,7 +107,7 @@ def built_variable_indices(model: keras.Model) -> list[list[int]]:
 
 
 def build_optimizers(model: keras.Model, indices: Sequence[Sequence[int]]) -> None:
-    """Build unbuilt optimizers for the result of ``built_variable_indices`` in another process."""
+    """Build unbuilt optimizers for the indices that ``built_variable_indices`` returned before."""
     for optimizer, own in zip(optimizers_of(model), indices):
         if own and not optimizer.built and max(own) < len(model.variables):
             optimizer.build([model.variables[index] for index in own])
@@ -113,7 +116,7 @@ def build_optimizers(model: keras.Model, indices: Sequence[Sequence[int]]) -> No
 def layer_statistics(model: keras.Model) -> list[Any]:
     """Return the variables that layers update themselves, such as moving means.
 
-    These exclude frozen weights, which Keras counts as non-trainable.
+    Frozen weights are not included, although Keras counts them as non-trainable variables.
     """
     layers = flatten_layers(model)
     own = [variable for layer in layers for variable in own_non_trainable_variables(layer)]
@@ -137,14 +140,14 @@ def recurrent_states(model: keras.Model) -> list[Any]:
 
 
 def check_can_be_averaged(model: keras.Model, mode: str) -> None:
-    """Check that the weights have a mean, as ``mode`` requires.
+    """Check that the weights can be averaged, because ``mode`` averages them.
 
     Raises:
-        ModelError: A variable holds float8 scales.
+        ModelError: If a variable holds float8 scales.
     """
     for variable in model.trainable_variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise ModelError(
-                f"{variable.path} holds scales of float8 values, which can't be averaged; use "
-                f"another dtype policy, or another --mode than {mode}."
+                f"{variable.path} holds scales of float8 values, which can't be averaged; use a "
+                f"different dtype policy, or a different --mode from {mode}."
             )

@@ -58,10 +58,10 @@ class ModelPatch:
         self._averaging: WeightAveraging | None = None
 
     def install(self) -> None:
-        """Make the model train on all ranks together; collective.
+        """Make the model train on all ranks together. All ranks must call this.
 
         Raises:
-            ModelError: The model belongs to a strategy of ``tf.distribute``.
+            ModelError: If the model belongs to a ``tf.distribute`` strategy.
         """
         model, collectives = self._model, self._collectives
         self._remove_earlier()
@@ -115,7 +115,7 @@ class ModelPatch:
         reseed_by_rank(model, collectives)
 
     def install_with_checkpoint(self) -> None:
-        """Leave the model of a single rank as it is until ``fit`` receives a ``Checkpoint``."""
+        """Install on a single rank, but only when ``fit`` receives a ``Checkpoint``."""
         self._remove_earlier()
         plain_fit = self._model.fit
 
@@ -138,7 +138,7 @@ class ModelPatch:
         )
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
-        """Replace methods of the model until ``_remove_earlier``."""
+        """Replace methods of the model. ``_remove_earlier`` restores them."""
         for name, method in methods.items():
             set_untracked(self._model, name, method)
         set_untracked(self._model, _MARK, [*methods])
@@ -157,7 +157,7 @@ class ModelPatch:
         if layers and len(self._devices) > 1:
             self._warn_once(
                 "BatchNormalization(synchronized=True) normalizes the part of each tower "
-                "separately, as the towers compute one after another."
+                "separately, because the towers compute one after another."
             )
             return []
         return layers
@@ -165,7 +165,7 @@ class ModelPatch:
     def _choose_compute(self) -> Compute:
         """Choose the devices, and whether XLA compiles what they compute.
 
-        Keras' own ``jit_compile`` is turned off, as it would compile the collectives as well.
+        Keras' own ``jit_compile`` is turned off, because it would also compile the collectives.
         """
         model = self._model
         jit = bool(model.jit_compile)
@@ -192,7 +192,8 @@ def _check_no_strategy(model: keras.Model) -> None:
     strategy = model.distribute_strategy
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
         raise ModelError(
-            f"The model {model.name!r} belongs to tf.distribute, got a {type(strategy).__name__}; "
-            "create and distribute it outside of the strategy's scope, as hvdtrain starts a "
-            "process per GPU (hvdtrain run -np N), or use --towers N in one process."
+            f"The model {model.name!r} belongs to tf.distribute's {type(strategy).__name__}; "
+            "create and distribute the model outside of the strategy's scope, because hvdtrain "
+            "starts a process per GPU (hvdtrain run -np N). To use several GPUs in one process, "
+            "use --mode towers --devices-per-rank N."
         )

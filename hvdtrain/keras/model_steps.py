@@ -1,6 +1,7 @@
 """The steps that Keras' loops run on each batch of a rank.
 
-``compute`` does what a device computes, which XLA may compile; the collectives are here.
+``hvdtrain.keras.compute`` runs the model on this rank's devices, possibly compiled with XLA. XLA
+does not support collectives, so most of them are called here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ModelSteps:
 
     Args:
         compute: Runs the model on this rank's devices.
-        weights: Weights of this rank's loss; by default for averaging by ``reducer``.
+        weights: Weights of this rank's loss. By default, those for gradients that ``reducer``
+            averages.
         synchronized: Layers that normalize with the moments of the joint batch.
     """
 
@@ -79,7 +81,7 @@ class ModelSteps:
         return keras.Variable(0, dtype="int64", trainable=False, name=name)
 
     def train(self, data: Any) -> Any:
-        """Run ``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
+        """Run ``train_step`` on an element of a sharded dataset, or on this rank's own batch."""
         self._check_variables()
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
@@ -103,7 +105,7 @@ class ModelSteps:
             self.step_rows = None
 
     def test(self, data: Any) -> Any:
-        """Run ``test_step``; the metrics ignore a batch without rows that count."""
+        """Run ``test_step``. Metrics ignore a batch without rows that count."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         with _metrics_by_rows(self._model, share.rows), self.additive.trying():
@@ -113,7 +115,7 @@ class ModelSteps:
             return self._compute.test(share.batch, None, None)
 
     def predict(self, data: Any) -> Any:
-        """Run ``predict_step``; returns ``Predicted`` for an element of a sharded dataset."""
+        """Run ``predict_step``. The result for an element of a sharded dataset is ``Predicted``."""
         if not isinstance(data, Share):
             return self._compute.predict(data)
         outputs = self._compute.predict(data.batch)
@@ -134,7 +136,8 @@ class ModelSteps:
                 share.rows, differentiate, generator, model.get_metrics_result
             )
             factor = None
-            # Not the results themselves: a user's compute_metrics may add others to them.
+            # Keep the keys of ``metrics``, because a custom compute_metrics may add values that
+            # get_metrics_result doesn't return.
             results = model.get_metrics_result()
             metrics = {name: results.get(name, value) for name, value in metrics.items()}
         except NoShadowError:
@@ -152,7 +155,7 @@ class ModelSteps:
         return metrics
 
     def _train_own(self, share: Share, counts: BatchWeight) -> Any:
-        """Run the user's ``train_step``, whose gradients are weighted when they are applied."""
+        """Run the model's own ``train_step``. Its gradients are weighted when they are applied."""
         rows, joint_rows, weight = counts
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
@@ -174,7 +177,7 @@ class ModelSteps:
             )
         joint_rows = self._weights.joint_rows(share.rows, share.joint_rows, sums)
         row_weight = self._weights.weight(share.rows, joint_rows, sums=False)
-        # Last, as this call sets the step's contribution to an average of weights.
+        # This call comes last, because it sets the step's contribution to an average of weights.
         weight = self._weights.weight(share.rows, joint_rows, sums)
         return BatchWeight(share.rows, joint_rows, weight), row_weight
 
@@ -186,7 +189,7 @@ class ModelSteps:
 
     @property
     def _fixed_variables(self) -> list[Any]:
-        """The variables that must stay the same; all if the user's ``train_step`` selects them."""
+        """The variables that must stay the same; all of them if ``train_step`` is overridden."""
         own = overrides(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 
@@ -207,14 +210,14 @@ def _if_rows(
     generator: RankGenerator,
     afterwards: Callable[[], Any],
 ) -> Any:
-    """Call ``compute`` if this rank has rows; otherwise take part in its collectives.
+    """Call ``compute`` if this rank has rows; otherwise only take part in its collectives.
 
     Without rows the collectives receive zeros, the results are zeros, and the generator advances as
-    far as with rows. ``afterwards`` will be called after this function.
+    far as it would with rows. ``afterwards`` is the function that the caller will call next.
 
     Raises:
-        NoShadowError: The step runs eagerly, has collectives that can't be shadowed, or
-            ``afterwards`` uses tensors that exist with rows only.
+        NoShadowError: If the step runs eagerly, if it has collectives that can't be shadowed, or if
+            ``afterwards`` uses tensors that exist only with rows.
     """
     if tf.executing_eagerly():
         raise NoShadowError("the operations of a step are known in graphs only")
@@ -275,10 +278,10 @@ def _gradient(parts: Any, variable: Any) -> Any:
 
 @contextmanager
 def _metrics_by_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
-    """Make the metrics of the step within the block count rows, and ignore it without rows.
+    """Weight the metrics of the step within the block by rows, and keep them without rows.
 
-    Keras tracks the losses of single outputs with a weight of one per batch if it doesn't know the
-    batch size; these are weighted by rows.
+    If Keras doesn't know the batch size, it gives each batch a weight of one in the metrics for
+    losses of single outputs. These metrics are changed to weights by rows.
     """
     variables = list(model.metrics_variables)
     before = {id(variable): tf.identity(variable.value) for variable in variables}

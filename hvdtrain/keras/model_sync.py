@@ -42,8 +42,8 @@ _GRAPH = ("input_layers", "output_layers")
 def broadcast_model(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
     """Copy the chief's weights, optimizer state and metrics, and ``more`` variables, to all ranks.
 
-    Random seeds and gradients that wait for an update are left out, as they belong to the samples
-    of each rank.
+    Random seeds and accumulated gradients are not copied, because they belong to each rank's own
+    samples.
     """
     own = {id(v) for leaf in plain_optimizers_of(model) for v in accumulator_variables(leaf)}
     state = [variable for variable in optimizer_variables(model) if id(variable) not in own]
@@ -51,9 +51,10 @@ def broadcast_model(model: keras.Model, collectives: Engine, more: Sequence[Any]
 
 
 def broadcast_weights(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
-    """Copy the chief's weights, and ``more`` variables, to all ranks, except for random seeds.
+    """Copy the chief's weights, and ``more`` variables, to all ranks.
 
-    Variables that are equal already, as after the last ``fit``, are not sent.
+    Random seeds are not copied. Variables that are equal already, for example after an earlier
+    ``fit``, are not sent.
     """
     if collectives.size == 1:
         return
@@ -70,15 +71,15 @@ def broadcast_weights(model: keras.Model, collectives: Engine, more: Sequence[An
     for index in np.flatnonzero(differs):
         variable = variables[index]
         value = np.asarray(variable.numpy())
-        # By index, as names include counters of the process.
+        # Named by index, because names of variables include counters of the process.
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
 
 
 def check_equal(model: keras.Model, variables: Sequence[Any], collectives: Engine) -> None:
-    """Check that variables are equal on all ranks to the bit; collective.
+    """Check that variables are bitwise equal on all ranks. All ranks must call this.
 
     Raises:
-        ModelError: On every rank; names the first variable that differs.
+        ModelError: If a variable differs. All ranks raise it and name the first such variable.
     """
     digests = [_digest(variable).hex() for variable in variables]
     all_ranks = collectives.allgather_object(digests, name="weights after an epoch")
@@ -86,9 +87,9 @@ def check_equal(model: keras.Model, variables: Sequence[Any], collectives: Engin
         if len(set(of_ranks)) > 1:
             raise ModelError(
                 f"{variable.path} of the model {model.name!r} differs between ranks after an "
-                "epoch: train_step has changed it by gradients that were not averaged. Apply "
-                "gradients with optimizers that are attributes of the model, or of models and "
-                "layers in it, or average them with hvdtrain.DistributedGradientTape."
+                "epoch, because train_step has changed it with gradients that were not averaged. "
+                "Apply gradients with optimizers that are attributes of the model, or of models "
+                "and layers in it, or average them with hvdtrain.DistributedGradientTape."
             )
 
 
@@ -98,10 +99,10 @@ def _digest(variable: Any) -> bytes:
 
 
 def check_same_model(model: keras.Model, collectives: Engine) -> None:
-    """Check that models and optimizers are equal on all ranks; collective.
+    """Check that models and optimizers are equal on all ranks. All ranks must call this.
 
     Raises:
-        MismatchError: On every rank; names the first variables or settings that differ.
+        MismatchError: If they differ. All ranks raise it and name the first differences.
     """
     own = describe_model(model)
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
@@ -142,7 +143,7 @@ def describe_model(model: keras.Model) -> dict[str, str]:
         name = "optimizer" if number == 1 else f"optimizer {number}"
         described[name] = type(optimizer).__name__
         # A single optimizer is built by now, except on parameter servers, which need no state.
-        # Several are built when they are first applied, which some ranks may have done.
+        # Several optimizers are built when they are first applied. Some ranks may have done that.
         described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
         described |= _flatten(name, optimizer.get_config())
     described |= _flatten("loss", _config_of(model.loss, keras.saving.serialize_keras_object))
@@ -174,7 +175,7 @@ def _describe_layers(model: keras.Model) -> dict[str, str]:
             continue
         config = _config_of(layer, lambda layer: layer.get_config())
         if isinstance(config, Mapping) and isinstance(config.get("layers"), list):
-            # Its layers have their own entries.
+            # The layers of this model have their own entries.
             parts = [entry for entry in config["layers"] if isinstance(entry, Mapping)]
             graph: dict[str, Any] = {key: config.get(key) for key in _GRAPH}
             for number, entry in enumerate(parts):
@@ -199,7 +200,7 @@ def _config_of(value: Any, read: Any) -> Any:
 
 
 def _flatten(name: str, config: Any) -> dict[str, str]:
-    """Return the entries of a nested configuration by the names that lead to them."""
+    """Flatten a nested configuration: ``loss``, ``{"a": {"b": 1}}`` -> ``{"loss a b": "1"}``."""
     config = _to_json(config)
     if not isinstance(config, dict):
         return {name: json.dumps(config)}

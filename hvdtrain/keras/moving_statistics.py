@@ -1,15 +1,17 @@
 """Statistics that layers keep of their batches, such as BatchNormalization's, weighted by rows.
 
-One process moves a statistic by m = a m + (1 - a) sum(n_r x_r) / n, where a is the momentum and x_r
-the moment of the n_r rows that rank r has of a batch of n. N ranks do the same if rank r moves its
-statistic as follows, and the joint statistic is the average of all m_r, weighted by c_r:
+One process would update a statistic to m = a m + (1 - a) sum(n_r x_r) / n. Here a is the momentum,
+n the number of rows in the joint batch, and x_r the moment of the n_r rows of rank r. N ranks get
+the same result if rank r updates its own statistic m_r as follows, and the joint statistic is the
+average of all m_r, weighted by c_r:
 
     w_r = N n_r / n
     c_r = a c_r + (1 - a) w_r, initially 1
     m_r = m_r + (w_r / c_r) (1 - a) (x_r - m_r)
 
-With equal rows on all ranks w_r and c_r are 1. A rank without rows changes no statistic. The
-momentum of other layers' statistics is unknown: they move as the layer says, or not at all.
+If all ranks have equally many rows, w_r and c_r are 1. A rank without rows changes no statistic.
+For layers other than BatchNormalization the momentum is unknown, so a rank with rows updates their
+statistics as the layer itself does.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class MovingStatistics:
     def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
         self._model = model
         statistics = layer_statistics(model)
-        # Ids of variables that can't be averaged; a rank that made all steps has their value.
+        # Ids of variables that can't be averaged. The rank that made most steps has their value.
         self._complete = {id(v) for v in statistics if not tf.as_dtype(v.dtype).is_floating}
         known: dict[int, float] = {}
         for layer in flatten_layers(model):
@@ -58,12 +60,13 @@ class MovingStatistics:
         momenta = [known.get(id(v), _DEFAULT_MOMENTUM) for v in self._variables]
         self._momenta = sorted(set(momenta))
         self._places = {id(v): self._momenta.index(a) for v, a in zip(self._variables, momenta)}
-        # All c_r - 1 by momentum, as checkpoints without them restore zeros.
+        # c_r - 1 for each momentum, and not c_r, because a checkpoint without them restores zeros.
         self._surplus = keras.Variable(
             np.zeros(len(self._momenta), np.float32), trainable=False, name="row_weights"
         )
         set_untracked(model, _ROW_WEIGHTS, [self._surplus] if self._variables else [])
-        # Steps with rows since the last average, which decide whose complete values are used.
+        # Number of steps with rows since the last average. The rank with the most of them provides
+        # the values of the variables in _complete.
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_with_rows")
         set_untracked(model, _STEPS, [self._steps] if self._complete else [])
 
@@ -92,9 +95,10 @@ class MovingStatistics:
             variable.assign(tf.where(weight > 0, new, old))
 
     def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:
-        """Set the joint statistics, and the mean of ``more`` variables, on all ranks; collective.
+        """Set the joint statistics, and the mean of ``more`` variables, on all ranks.
 
-        Integers and synchronized statistics are copied from the rank with the most steps.
+        All ranks must call this. Integers and synchronized statistics are copied from the rank
+        that made the most steps.
         """
         if collectives.size == 1:
             return
@@ -134,5 +138,5 @@ def row_weights_of(model: keras.Model) -> list[Any]:
 
 
 def steps_with_rows_of(model: keras.Model) -> list[Any]:
-    """Return the variable that decides whose complete values are used, if there are some."""
+    """Return the variable that counts steps with rows, in a list; empty if none is needed."""
     return list(getattr(model, _STEPS, []))

@@ -44,12 +44,12 @@ _MARK = "_hvdtrain_reducer"
 
 
 class Weighting(NamedTuple):
-    """How an optimizer combines the gradients of one step with other ranks and steps.
+    """How an optimizer combines the gradients of one step with those of other ranks and steps.
 
     Attributes:
         factor: Multiplies the gradients before they are accumulated; 1 if None.
-        weight: The total weight that the gradients were multiplied by, for jobs that may lose
-            ranks; see ``GradientReducer.average``.
+        weight: The total weight that the gradients were multiplied by. If ranks are lost,
+            ``GradientReducer.average`` divides by the remaining weights.
         op: The reduction over the ranks.
     """
 
@@ -88,7 +88,7 @@ def _track_weights(optimizer: Any, dtype: str) -> None:
 
 
 class GradientAveragingMixin(GradientWeightMixin):
-    """Averages gradients over all ranks in a plain optimizer; saved as the plain class."""
+    """Makes a plain optimizer average gradients over all ranks; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
@@ -129,7 +129,7 @@ class GradientAveragingMixin(GradientWeightMixin):
 class FiniteCheckMixin:
     """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one.
 
-    A rank without rows, whose gradients will be multiplied by 0, is ignored.
+    A rank without rows is ignored, because its gradients will be multiplied by 0.
     """
 
     _hvdtrain_reducer: GradientReducer
@@ -163,9 +163,9 @@ class WeightedStepsMixin(GradientWeightMixin):
 
 
 class LocalUpdateMixin(WeightedStepsMixin):
-    """Updates a plain optimizer from this rank's gradients; saved as the plain class.
+    """Makes a plain optimizer update weights with this rank's own gradients.
 
-    Weights stay the same in a step without samples on this rank.
+    It is saved as the plain class. Weights don't change in a step without samples on this rank.
     """
 
     _hvdtrain_weight: tf.Tensor | None = None
@@ -202,16 +202,16 @@ def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reduc
 def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     """Make ``optimizer`` average its gradients, and return it.
 
-    Its class becomes a subclass of the same name and module, so that it is saved, and loaded
-    elsewhere, as the plain optimizer. A second call replaces only the reducer.
+    Its class becomes a subclass of the same name and module, so that the optimizer is saved and
+    loaded as a plain one. A second call replaces only the reducer.
 
     Raises:
-        ModelError: Not a Keras 3 optimizer, or its inner optimizers don't exist yet.
+        ModelError: If it is not a Keras 3 optimizer, or if its inner optimizers don't exist yet.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
             f"Expected a Keras 3 optimizer, got {type(optimizer).__name__}; replace optimizers of "
-            "tf_keras or keras.optimizers.legacy by ones of keras.optimizers."
+            "tf_keras or keras.optimizers.legacy with those of keras.optimizers."
         )
     check_inner_optimizers(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -254,7 +254,10 @@ def accumulator_variables(optimizer: Any) -> list[Any]:
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that update weights, within a loss scale or multi optimizer."""
+    """Return the optimizers that update weights.
+
+    These are the ones in a ``LossScaleOptimizer`` or ``MultiOptimizer``, or the optimizer itself.
+    """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     return _inner_optimizers(outer) or [outer]
 
@@ -292,13 +295,13 @@ def check_inner_optimizers(optimizer: Any) -> None:
     """Check that the optimizers of a ``MultiOptimizer`` exist.
 
     Raises:
-        ModelError: A function will create them when it is built.
+        ModelError: If they will only be created when the ``MultiOptimizer`` is built.
     """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(outer, "optimizers", None) == []:
         raise ModelError(
-            f"{type(outer).__name__} has no optimizers yet, as a function creates them when it is "
-            "built. Call optimizer.build(model.trainable_variables) before you distribute it."
+            f"{type(outer).__name__} has no optimizers yet, because a function creates them when "
+            "it is built. Call optimizer.build(model.trainable_variables) before you distribute it."
         )
 
 

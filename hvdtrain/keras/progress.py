@@ -29,7 +29,10 @@ _REDRAW_S = 0.1
 
 @dataclass(frozen=True)
 class LossSum:
-    """Steps, rows and the sum of their losses on this rank, from Keras' loss metric."""
+    """Numbers of steps and rows on this rank, and the sum of the rows' losses.
+
+    The values come from Keras' loss metric.
+    """
 
     steps: int = 0
     rows: float = 0.0
@@ -37,7 +40,7 @@ class LossSum:
 
     @classmethod
     def read(cls, model: keras.Model, steps: int) -> LossSum:
-        """Read the metric after ``steps`` of an epoch; waits for the device."""
+        """Read the metric after ``steps`` steps of an epoch. This waits for the device."""
         tracker = loss_tracker(model)  # a mean weighted by rows
         if tracker is None:
             return cls(steps)
@@ -53,17 +56,17 @@ class LossSum:
         return LossSum(self.steps - other.steps, self.rows - other.rows, self.total - other.total)
 
     def mean(self, logs: Any) -> float:
-        """Return the mean loss, or the loss in ``logs`` if a ``train_step`` keeps no metric."""
+        """Return the mean loss, or the loss in ``logs`` if ``train_step`` updates no metric."""
         return (
             self.total / self.rows if self.rows > 0 else float((logs or {}).get("loss", math.nan))
         )
 
 
 class ReportProgress(keras.callbacks.Callback):
-    """Reports the progress of ``fit`` to the launcher, which detects hanging ranks by it.
+    """Reports the progress of ``fit`` to the launcher, so that it can detect hanging ranks.
 
-    About once a second, as reading it waits for the device, the chief also reports its loss and the
-    number of samples: its own, times the number of ranks.
+    The chief also reports its loss, and the number of its samples times the number of ranks. It
+    does so only about once a second, because reading the loss waits for the device.
     """
 
     def __init__(self, epochs: EpochIterator) -> None:
@@ -73,7 +76,7 @@ class ReportProgress(keras.callbacks.Callback):
         self._compiled = False
         self._due_s = 0.0
         self._samples = 0.0
-        self._counted_step: int | None = None  # the samples are those up to this step
+        self._counted_step: int | None = None  # the step up to which samples are counted
         self._rows_per_step = 0.0
         self._loss = 0.0
         self._last = LossSum()
@@ -83,7 +86,7 @@ class ReportProgress(keras.callbacks.Callback):
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to read Keras' metric from zero."""
+        """Start from zero, because Keras resets its metric."""
         self._epoch = epoch
         self._last = LossSum()
         if self._compiled:
@@ -126,7 +129,10 @@ class ReportProgress(keras.callbacks.Callback):
         self._report_samples()
 
     def _report_samples(self) -> None:
-        """Report the samples so far; estimate those since the last reading by its rows per step."""
+        """Report the samples so far.
+
+        Samples since the last reading are estimated from the rows per step at that reading.
+        """
         if self._counted_step is not None:
             new_steps = self._epochs.step - self._counted_step
             self._samples += new_steps * self._rows_per_step * world.size()
@@ -134,7 +140,7 @@ class ReportProgress(keras.callbacks.Callback):
             report.learned(self._samples, self._loss)
 
     def _total_steps(self, epoch_step: int) -> int | None:
-        """Return the last step of ``fit``, unless it stops early; None if unknown."""
+        """Return the number of the last step if ``fit`` doesn't stop early; None if unknown."""
         steps = self._epochs.steps_per_epoch
         if steps is None or self.params is None:
             return None
@@ -157,10 +163,10 @@ class StepLog(keras.callbacks.Callback):
     - Steps are counted through all epochs, and through later calls of ``fit``.
     - A line shows the chief's average loss since the last line; the bar shows its average loss of
       the epoch so far.
-    - The number of examples is the chief's times the number of ranks. The time for validation and
-      between epochs is excluded.
-    - An epoch's results are equal to those in the history, and exact over all ranks after
-      ``hvdtrain.distribute``.
+    - The number of examples is the chief's number times the number of ranks. Time spent in
+      validation and between epochs does not count.
+    - An epoch's results are the same as in the history. After ``hvdtrain.distribute`` they cover
+      all ranks exactly.
 
     Pass ``verbose=0`` to ``fit`` to turn off Keras' own progress bar. Without ``hvdtrain.init()``
     the callback works for a single process.
@@ -169,7 +175,7 @@ class StepLog(keras.callbacks.Callback):
         every: The number of steps between lines.
 
     Raises:
-        ConfigurationError: ``every`` is not an integer above 0.
+        ConfigurationError: If ``every`` is not an integer above 0.
     """
 
     def __init__(self, every: int = 10) -> None:
@@ -220,7 +226,7 @@ class StepLog(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Print a line if it is due, and redraw the bar."""
         if not self._measures:
-            # Without the loss, as reading it would wait for the device.
+            # Without the loss, because reading it would wait for the device.
             self._last = LossSum(self._done(batch))
             return
         now_s = time.perf_counter()
@@ -270,7 +276,10 @@ class StepLog(keras.callbacks.Callback):
         return f"step {step}, loss = {loss:.2f} ({speed}{per_batch:.3f} sec/batch)"
 
     def _done(self, batch: int) -> int:
-        """Return the steps of this epoch; Keras counts a short last block as a full one."""
+        """Return the number of completed steps in this epoch.
+
+        Keras counts a short last block as a full one, so its count is corrected.
+        """
         done, total = batch + 1, (self.params or {}).get("steps") or 0
         # Not min(): an epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done

@@ -1,8 +1,8 @@
 """Random numbers of each rank.
 
-The global seed is equal on all ranks, as they must read their data in one order. Random numbers
-within layers and steps must differ: otherwise all ranks would drop the same units of their
-different samples. The chief draws the same numbers as a single process.
+The global seed is equal on all ranks, because they must read the data in the same order. Random
+numbers within layers and steps must differ between ranks. Otherwise all ranks would drop the same
+units, although their samples differ. The chief draws the same numbers as a single process.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ __all__ = [
 
 
 def draw_seed(collectives: Engine) -> int:
-    """Return a seed drawn by the chief; Python's generator is left as it was.
+    """Return a seed that the chief draws from Python's generator. All ranks must call this.
 
-    So a program that draws from it afterwards, as initializers do, behaves as on one process.
+    The generator's state is restored, so that later draws, such as those of initializers, are the
+    same as in a single process.
     """
     state = random.getstate()
     seed = random.getrandbits(31)
@@ -55,7 +56,7 @@ def seed_generators(model: keras.Model) -> list[Any]:
 
 
 def reseed_by_rank(model: keras.Model, collectives: Engine) -> None:
-    """Seed the generators of all layers differently on each rank; collective."""
+    """Seed the generators of all layers differently on each rank. All ranks must call this."""
     for generator in seed_generators(model):
         state = np.asarray(generator.state.numpy())
         shared = collectives.broadcast(state, name="seed")
@@ -87,7 +88,7 @@ class RankGenerator:
     def next(self, ordered: bool = True) -> Any:
         """Draw a seed, as ``keras.random.SeedGenerator`` does."""
         if self.shared is None:
-            # Made at its first use, as by Keras: from Python's generator, equal on every rank.
+            # Created on first use, as Keras does. Python's generator is equal on every rank.
             set_global_generator(None)
             with tf.init_scope():
                 self.shared = make_global_generator()
@@ -98,9 +99,10 @@ class RankGenerator:
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
     def repeat(self) -> None:
-        """Draw as often as the graphs traced so far.
+        """Make as many draws as the graphs that have been traced so far.
 
-        A function is traced again if its first trace makes the generator; the last trace counts.
+        If the first trace of a function creates the generator, the function is traced again. Then
+        only the last trace counts.
         """
         last = {graph.name: graph for graph, _ in self.draws}
         for graph, ordered in list(self.draws):
@@ -109,17 +111,21 @@ class RankGenerator:
 
 
 def draws_of_step() -> list[tuple[Any, bool]]:
-    """Return the ``draws`` of the current step; entries of dropped graphs must be deleted."""
+    """Return the ``draws`` of the current step, or an empty list.
+
+    The caller must delete the entries of graphs that it discards.
+    """
     generator = global_generator()
     return generator.draws if isinstance(generator, RankGenerator) else []
 
 
 @contextmanager
 def random_by_rank(member: int) -> Iterator[RankGenerator]:
-    """Draw the random numbers of this member in a ``train_step`` or in layers without a generator.
+    """Make random numbers differ between members within the block.
 
-    In a graph this includes ``tf.random``. Run eagerly, ``tf.random`` has one sequence of numbers
-    for the whole program and is not changed.
+    This affects ``train_step`` and layers without a generator of their own. In a graph it also
+    affects ``tf.random``. In eager execution ``tf.random`` has one sequence of numbers for the
+    whole program, and is not changed.
     """
     own = RankGenerator(global_generator(), member)
     set_global_generator(own)

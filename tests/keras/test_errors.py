@@ -25,9 +25,9 @@ def test_arguments_other_than_a_compiled_model_are_errors(world):
 def test_a_model_of_a_tf_distribute_strategy_is_an_error(world):
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         model = classifier()
-        with pytest.raises(ModelError, match=r"tf\.distribute, got a OneDeviceStrategy;"):
+        with pytest.raises(ModelError, match=r"tf\.distribute's OneDeviceStrategy;"):
             world.distribute(model)
-    with pytest.raises(ModelError, match=r"tf\.distribute, got a OneDeviceStrategy;"):
+    with pytest.raises(ModelError, match=r"tf\.distribute's OneDeviceStrategy;"):
         world.distribute(model)
 
 

@@ -302,7 +302,7 @@ def test_float8_scales_can_not_be_averaged(local_sgd):
     layers = [keras.Input((16,)), keras.layers.Dense(16, dtype="float8_from_float32")]
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
-    with pytest.raises(ModelError, match=r"can.t be averaged.* another --mode than local-sgd"):
+    with pytest.raises(ModelError, match=r"can.t be averaged.* a different --mode from local-sgd"):
         local_sgd(2).distribute(model)
 
 
