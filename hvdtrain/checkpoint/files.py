@@ -1,4 +1,4 @@
-"""Durable files and the manifest, which lists the size and the checksum of each of them."""
+"""Durable files, and the manifest that lists their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = (MODEL, RANKS, STATE)
 
 _FORMAT = 1
 _MANIFEST_BYTES = 64 * 1024
-# Large chunks: after each one this thread may wait 5 ms for Python's global lock.
+# Chunks are large because this thread may wait 5 ms for Python's global lock after each of them.
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 _WRITABLE = "Grant write permission, or choose another directory"
@@ -58,7 +58,7 @@ _REMEDIES = {
     errno.EIO: "Check the disk, or choose a directory on another one",
 }
 
-# File names to sizes in bytes and hexadecimal SHA-256 digests.
+# Maps each file name to the file's size in bytes and its hexadecimal SHA-256 digest.
 Manifest = Mapping[str, tuple[int, str]]
 
 
@@ -77,8 +77,8 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: The manifest is not valid, or belongs to another step.
-        CheckpointError: A newer version of hvdtrain wrote it.
+        DamagedError: If the manifest is not valid or belongs to a different step.
+        CheckpointError: If a newer version of hvdtrain wrote it.
     """
     text = read_regular(folder / MANIFEST, _MANIFEST_BYTES)
     try:
@@ -90,16 +90,18 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise DamagedError(f"{MANIFEST} lacks a format version")
     if version > _FORMAT:
         raise CheckpointError(
-            f"Checkpoint {folder} has format {version}; this version of hvdtrain supports up to "
-            f"{_FORMAT}. Update hvdtrain, or choose another directory."
+            f"Checkpoint {folder} has format {version}, but this version of hvdtrain supports "
+            f"formats up to {_FORMAT}. Update hvdtrain, or choose another directory."
         )
     if content.get("step") != step or type(content["step"]) is not int:
-        raise DamagedError(f"{MANIFEST} is of step {content.get('step')!r}, not {step}")
+        raise DamagedError(f"{MANIFEST} belongs to step {content.get('step')!r}, not {step}")
     files = content.get("files")
     try:
         return {name: (int(files[name]["bytes"]), files[name]["sha256"]) for name in FILES}
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise DamagedError(f"{MANIFEST} lacks size or checksum of {', '.join(FILES)}") from None
+        raise DamagedError(
+            f"{MANIFEST} lacks the size or checksum of {', '.join(FILES[:-1])} or {FILES[-1]}"
+        ) from None
 
 
 def size_and_digest(path: Path) -> tuple[int, str]:
@@ -119,7 +121,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Compare the file sizes with the manifest, without reading the files.
 
     Raises:
-        DamagedError: A file is missing or has another size.
+        DamagedError: If a file is missing or has a different size.
     """
     for name in FILES:
         size, expected = _regular_size(folder / name), manifest[name][0]
@@ -131,7 +133,7 @@ def check_contents(folder: Path, manifest: Manifest) -> None:
     """Compare the sizes and checksums of all files with the manifest.
 
     Raises:
-        DamagedError: A file differs.
+        DamagedError: If a file is missing or doesn't match the manifest.
     """
     check_sizes(folder, manifest)
     for name in FILES:
@@ -143,7 +145,7 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
     """Read a regular file of at most ``limit_bytes``.
 
     Raises:
-        DamagedError: The file is missing, larger, or not a regular file.
+        DamagedError: If the file is missing, larger than the limit, or not a regular file.
     """
     with _open_regular(path) as file:
         content = file.read(limit_bytes + 1)
@@ -153,7 +155,7 @@ def read_regular(path: Path, limit_bytes: int) -> bytes:
 
 
 def _open_regular(path: Path) -> io.FileIO:
-    """Open a file without following a link or waiting for the writer of a pipe."""
+    """Open a file, but don't follow a symbolic link or wait for the writer of a named pipe."""
     _regular_size(path)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(os.open(path, flags))
@@ -170,7 +172,7 @@ def _regular_size(path: Path) -> int:
 
 
 def describe_error(error: OSError) -> str:
-    """Return the system's message and a remedy, without the final full stop."""
+    """Return the system's error message and a remedy, without a full stop at the end."""
     remedy = _REMEDIES.get(error.errno or 0, "Fix the cause, or choose another directory")
     path = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""
     return f"{error.strerror or error}{path}. {remedy}"
@@ -182,7 +184,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems don't support fsync on folders; their servers flush entries.
+        # Some network file systems don't support fsync on folders. Their servers flush entries.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:

@@ -8,7 +8,8 @@
     .removing-step-00000120-1a2b3c4d    being removed
     .replaced-step-00000120             an older checkpoint, left by an earlier version of hvdtrain
 
-A complete folder is renamed once, to a name that is not in use: nothing is ever replaced.
+When a folder is complete, it is renamed to a name that is not in use, so no checkpoint is ever
+replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "remove_remains",
 ]
 
-# Time limit for reading a directory that another process changes at the same time.
+# Time limit in seconds for reading a directory that another process changes at the same time.
 RETRY_S = 30.0
 
 _STEP = re.compile(r"(\.replaced-)?step-(\d{8,})(?:-(\d+))?")
@@ -43,11 +44,14 @@ _REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
 
 
 class CheckpointFolder(NamedTuple):
-    """A folder with the name of a checkpoint; sorts by age.
+    """A folder with the name of a checkpoint. Sorting puts older checkpoints first.
 
     Attributes:
-        number: Counts the checkpoints of a step from 1; 0 if left by an earlier version.
-        inode: Distinguishes the folder from a later one of the same name.
+        step: The step of the checkpoint.
+        number: The number of the checkpoint among those of its step, from 1; 0 for a
+            ``.replaced-`` folder of an earlier version of hvdtrain.
+        path: The path of the folder.
+        inode: The inode number, which differs from that of a later folder with the same name.
     """
 
     step: int
@@ -57,16 +61,18 @@ class CheckpointFolder(NamedTuple):
 
 
 def find_complete(directory: Path) -> list[CheckpointFolder]:
-    """Return a consistent list of the folders with a manifest, the newest first.
+    """Return the folders that have a manifest, the newest first.
+
+    The directory is listed until it hasn't changed in between, so the list is consistent.
 
     Raises:
-        OSError: The directory can't be listed, or keeps changing.
+        OSError: If the directory can't be listed, or keeps changing.
     """
     deadline = time.monotonic() + RETRY_S
     listed = _list_folders(directory)
     while time.monotonic() < deadline:
         complete = [folder for folder in listed if _has_manifest(folder)]
-        # A folder that was removed meanwhile may have a successor that is not in the list.
+        # If another process has removed a folder since, the first list may lack its successor.
         previous, listed = listed, _list_folders(directory)
         if listed == previous:
             return complete
@@ -76,7 +82,7 @@ def find_complete(directory: Path) -> list[CheckpointFolder]:
 def busy_directory_error() -> OSError:
     """Return the error for a directory that changes faster than it can be read."""
     return TimeoutError(
-        errno.ETIMEDOUT, f"another process has kept changing them for {RETRY_S:.0f} s"
+        errno.ETIMEDOUT, f"another process kept changing them for {RETRY_S:.0f} s"
     )
 
 
@@ -104,15 +110,18 @@ def _name(step: int, number: int) -> str:
 
 
 def hidden_name(prefix: str, step: int) -> str:
-    """Return a new name that readers ignore; the prefix is "writing" or "removing"."""
+    """Return a new name that readers ignore.
+
+    The prefix is "writing" or "removing", for example ``.writing-step-00000120-1a2b3c4d``.
+    """
     return f".{prefix}-{_name(step, 1)}-{secrets.token_hex(4)}"
 
 
 def free_name(directory: Path, step: int) -> str:
-    """Return the name for a new checkpoint of a step, which sorts after all others of the step."""
+    """Return a name for a new checkpoint of this step that sorts after the existing ones."""
     numbers = [folder.number for folder in _list_folders(directory) if folder.step == step]
     number = max(numbers, default=0) + 1
-    # The name may belong to a file or to a link, for instance to a checkpoint moved elsewhere.
+    # A file or a link may have this name, for example a link to a checkpoint that was moved.
     while os.path.lexists(directory / _name(step, number)):
         number += 1
     return _name(step, number)
@@ -127,7 +136,10 @@ def _has_manifest(folder: CheckpointFolder) -> bool:
 
 
 def remove(folder: CheckpointFolder) -> None:
-    """Remove a checkpoint; it is renamed first, so that readers never see a part of it."""
+    """Remove a checkpoint.
+
+    The folder is renamed first, so that readers never see it with some of its files removed.
+    """
     hidden = folder.path.with_name(hidden_name("removing", folder.step))
     folder.path.rename(hidden)
     sync(hidden.parent)
@@ -137,7 +149,7 @@ def remove(folder: CheckpointFolder) -> None:
 def remove_remains(directory: Path) -> None:
     """Remove the folders that killed writers left behind."""
     remains = [path for path in directory.iterdir() if _REMAINS.fullmatch(path.name)]
-    # Earlier versions wrote under the final name; their remains lack a manifest.
+    # Earlier versions wrote to a folder with the final name. Their remains lack a manifest.
     remains += [folder.path for folder in _list_folders(directory) if not _has_manifest(folder)]
     for path in remains:
         shutil.rmtree(path, ignore_errors=True)

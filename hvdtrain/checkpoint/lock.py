@@ -1,7 +1,7 @@
 """A lock that lets one process at a time write into a checkpoint directory.
 
-The kernel holds the lock on the file ``.lock`` and releases it when the process ends, however it
-ends. The content of the file only serves the error message.
+The process locks the file ``.lock``. The kernel releases the lock when the process ends, even if it
+crashes. The content of the file is only used in error messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = ".lock"
 _POLL_S = 0.05
 _OWNER_BYTES = 4096
 
-# Errors of file systems without locks, for example Lustre mounted without `flock`.
+# The errors that file systems without locks return, for example Lustre mounted without `flock`.
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 _held: weakref.WeakValueDictionary[str, WriteLock] = weakref.WeakValueDictionary()
@@ -34,15 +34,18 @@ _watches_forks = False
 
 
 def acquire(directory: Path, timeout_s: float) -> WriteLock:
-    """Return the lock of a directory; the process shares it until its last user drops it.
+    """Return the lock of a directory.
+
+    All users in this process get the same lock. It is released when none of them refers to it.
 
     Args:
         directory: An existing directory.
-        timeout_s: Seconds to wait: the kernel may release the lock of a killed process late.
+        timeout_s: Seconds to wait if another process holds the lock, because the kernel may be slow
+            to release the lock of a killed process.
 
     Raises:
-        CheckpointError: Another process holds the lock.
-        OSError: The lock file can't be created.
+        CheckpointError: If another process holds the lock.
+        OSError: If the lock file can't be created.
     """
     global _watches_forks
     key = os.path.realpath(directory)
@@ -61,7 +64,7 @@ class WriteLock:
 
     Attributes:
         exclusive: Whether other processes are kept out; False if the file system lacks locks.
-        mutex: Serializes the threads of this process.
+        mutex: A lock between the threads of this process.
     """
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
@@ -71,7 +74,7 @@ class WriteLock:
         self.exclusive = self._acquire(time.monotonic() + timeout_s)
 
     def is_valid(self) -> bool:
-        """Return whether the locked file still is the directory's; users may remove it."""
+        """Return whether the locked file is still in the directory, because users may remove it."""
         try:
             return self._descriptor >= 0 and os.path.samestat(
                 os.stat(self._path), os.fstat(self._descriptor)
@@ -80,7 +83,7 @@ class WriteLock:
             return False
 
     def close(self) -> None:
-        """Close the file; the kernel releases the lock when no process has it open."""
+        """Close the file. The kernel releases the lock once every process has closed the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -110,7 +113,7 @@ class WriteLock:
 
     def _write_owner(self) -> None:
         content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-        with contextlib.suppress(OSError):  # on a full disk the lock works without it
+        with contextlib.suppress(OSError):  # on a full disk, the lock works without this content
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, content, 0)
 
@@ -127,7 +130,7 @@ class WriteLock:
 
 
 def _release_in_child() -> None:
-    """Close all locks in a forked child, which would keep them after its parent has ended."""
+    """Close all locks in a forked child, so that it doesn't hold them when its parent has ended."""
     global _guard
     _guard = threading.Lock()
     for lock in list(_held.values()):

@@ -26,15 +26,16 @@ __all__ = [
     "write_arrays",
 ]
 
-# JSON lacks infinity and NaN: they are written as {"$float": "inf"}.
+# JSON lacks infinity and NaN, so they are written as objects such as {"$float": "inf"}.
 _FLOAT = "$float"
 
-# The types that safetensors can read into NumPy and TensorFlow.
+# The types that safetensors can read into both NumPy and TensorFlow.
 _NATIVE = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "bfloat16", "complex64"),
 )
-# Other types are stored as native ones of their size; the file's metadata names them.
+# A value of another type is stored as a native type of the same size, or as two float64 numbers.
+# The file's metadata contains the original type.
 _METADATA_KEY = "hvdtrain.dtypes"
 _BYTE_SIZED = (
     "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
@@ -54,8 +55,9 @@ class Snapshot:
     """The complete state of a training after a step.
 
     Attributes:
-        step: Completed optimizer steps of the whole training; names the checkpoint.
-        state: JSON values, including infinity and NaN; tuples are read back as lists.
+        step: The number of completed optimizer steps of the whole training. The checkpoint is named
+            after it.
+        state: JSON values, including infinity and NaN. Tuples are read back as lists.
         model: Weights and optimizer variables by name.
         ranks: Arrays that differ between ranks, with names such as ``rank/3/seed``.
     """
@@ -70,7 +72,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """Return the content of state.json.
 
     Raises:
-        CheckpointError: A value can't be stored as JSON.
+        CheckpointError: If a value can't be stored as JSON.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"The state must be a dict, got {type(state).__name__}.")
@@ -78,7 +80,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
         text = json.dumps(_to_json(state, "state"), allow_nan=False, indent=1)
     except RecursionError:
         raise CheckpointError(
-            "The state is nested too deeply or contains itself; make it flatter."
+            "The state is nested too deeply or contains itself. Make it flatter."
         ) from None
     return text.encode("ascii") + b"\n"
 
@@ -87,7 +89,7 @@ def decode_state(text: bytes) -> dict[str, Any]:
     """Return the state that ``encode_state`` encoded.
 
     Raises:
-        ValueError: The text is not valid.
+        ValueError: If the text is not valid.
     """
     try:
         state = json.loads(text, object_hook=_from_json)
@@ -99,7 +101,8 @@ def decode_state(text: bytes) -> dict[str, Any]:
 
 
 def _to_json(value: Any, path: str) -> Any:
-    # Exact types: JSON would turn subclasses, such as NumPy's float64, into their bases.
+    # Types must match exactly, because JSON would turn subclasses, such as NumPy's float64, into
+    # their base classes.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -112,12 +115,12 @@ def _to_json(value: Any, path: str) -> Any:
             if type(key) is not str or key == _FLOAT:
                 raise CheckpointError(
                     f"Keys of {path} must be strings other than {_FLOAT!r}, got {key!r} of type "
-                    f"{type(key).__name__}; rename or convert it."
+                    f"{type(key).__name__}. Rename or convert it."
                 )
         return {key: _to_json(entry, f"{path}[{key!r}]") for key, entry in value.items()}
     raise CheckpointError(
         f"{path} must be None, bool, int, float, str, or a list or dict of these, got "
-        f"{kind.__module__}.{kind.__qualname__}; convert it, for example with float(), or store "
+        f"{kind.__module__}.{kind.__qualname__}. Convert it, for example with float(), or store "
         "arrays in the snapshot's model or ranks."
     )
 
@@ -130,7 +133,7 @@ def check_arrays(arrays: Mapping[str, np.ndarray], where: str) -> None:
     """Check that ``write_arrays`` can store the arrays.
 
     Raises:
-        CheckpointError: The name or the type of an array is not supported.
+        CheckpointError: If the name or the type of an array is not supported.
     """
     for name, array in arrays.items():
         is_text = type(name) is str and name.encode(errors="ignore").decode() == name
@@ -155,11 +158,11 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a safetensors file without copying contiguous ones.
 
     Raises:
-        OSError: The file can't be written.
+        OSError: If the file can't be written.
     """
     stored, dtypes = {}, {}
     for name, array in arrays.items():
-        # Not ascontiguousarray, which turns scalars into vectors.
+        # ascontiguousarray would turn scalars into vectors.
         array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
         if array.dtype.name in _STORED_AS:
             dtype, stored_dtype = _STORED_AS[array.dtype.name]
@@ -182,7 +185,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
             specs, path, metadata={_METADATA_KEY: json.dumps(dtypes)} if dtypes else None
         )
     except SafetensorError as error:
-        # The error number is only in the library's message.
+        # The exception contains the error number only in its text.
         match = re.search(r"\(os error (\d+)\)", str(error))
         if match is None:
             raise OSError(f"{path.name}: {error}") from error
@@ -194,11 +197,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays of a file that ``write_arrays`` wrote.
 
     Raises:
-        ValueError: The file is not valid.
-        OSError: The file can't be read.
+        ValueError: If the file is not valid.
+        OSError: If the file can't be read.
     """
     try:
-        # Not memory-mapped: a failing disk would send SIGBUS instead of raising an error.
+        # If the file were memory-mapped, a failing disk would cause SIGBUS instead of an exception.
         with safe_open(path, framework="np", backend="pread") as file:
             dtypes = json.loads((file.metadata() or {}).get(_METADATA_KEY, "{}"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

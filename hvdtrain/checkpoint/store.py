@@ -36,29 +36,32 @@ from hvdtrain.errors import CheckpointError, ConfigurationError
 
 __all__ = ["BackgroundWriter", "Store"]
 
-# The least number of attempts to read while a writer removes what is read, however slow they are.
+# Number of attempts to read, even if they take longer than ``RETRY_S``, while a writer removes the
+# checkpoints that are being read.
 _ATTEMPTS = 5
 
-# These errors mean that the checkpoint is damaged. After others, such as a missing permission, it
-# may be intact, and using an older one would lose steps.
+# These errors mean that the checkpoint is damaged. After other errors, such as a missing
+# permission, the checkpoint may be intact, and using an older one would lose steps.
 _DAMAGE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.EUCLEAN)
 
 
 class Store:
     """A directory of checkpoints.
 
-    Any number of processes may read. A process that has written holds the directory until its last
-    ``Store`` of the directory is deleted, or until it ends.
+    Any number of processes may read, but only one may write. A process that has written holds the
+    directory's lock until the process ends or all its ``Store`` objects for the directory are
+    deleted.
 
     Args:
-        directory: Path of the directory; created with its parents by the first ``write``.
+        directory: Path of the directory. The first ``write`` creates it and its parents.
         keep: The number of steps whose checkpoints are kept.
-        notice: Called with a message after a problem that doesn't stop the work.
+        notice: Called with a message when something goes wrong that doesn't prevent reading or
+            writing.
         lock_timeout_s: Seconds for which ``write`` waits for another process to release the
             directory.
 
     Raises:
-        ConfigurationError: ``keep`` is not a positive integer.
+        ConfigurationError: If ``keep`` is not a positive integer.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class Store:
     def write(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, flush it to the disk and return its folder.
 
-        Then older checkpoints are removed, except for the newest one of each of the last ``keep``
-        steps up to this one.
+        Then older checkpoints are removed. The newest checkpoint of each of the last ``keep`` steps
+        is kept, including the one just written.
 
         Raises:
-            CheckpointError: The snapshot can't be stored, the directory can't be written to, or
+            CheckpointError: If the snapshot can't be stored, the directory can't be written to, or
                 another process is writing there. Earlier checkpoints stay intact.
         """
         title = f"Checkpoint of step {snapshot.step}"
@@ -108,12 +111,12 @@ class Store:
         return folder
 
     def newest(self) -> Snapshot | None:
-        """Return the newest intact checkpoint, or None without any checkpoint.
+        """Return the newest intact checkpoint, or None if there are no checkpoints.
 
-        Damaged ones are reported through ``notice``.
+        Newer, damaged checkpoints are reported through ``notice``.
 
         Raises:
-            CheckpointError: All are damaged, or the directory can't be read.
+            CheckpointError: If all checkpoints are damaged, or the directory can't be read.
         """
         try:
             snapshot, problems = self._first_intact()
@@ -137,9 +140,9 @@ class Store:
         lock = acquire(self._directory, self._lock_timeout_s)
         if not lock.exclusive and lock is not self._lock:
             self._notice(
-                f"The file system of {self._directory} doesn't support locks: make sure that no "
-                "other job writes checkpoints there, and remove the remains of killed jobs "
-                "(.writing-…, .removing-…) yourself."
+                f"The file system of {self._directory} doesn't support locks. Make sure that no "
+                "other job writes checkpoints there. If a job was killed, remove the folders that "
+                "it left behind (.writing-…, .removing-…) yourself."
             )
         self._lock = lock
         return lock
@@ -154,7 +157,7 @@ class Store:
                 write_arrays(draft / name, arrays)
                 (draft / name).chmod(mode)  # safetensors lets only the owner read the file
                 files.sync(draft / name)
-            # Digests of the files, not of the arrays: safetensors has written them.
+            # Read the files back to hash them, because safetensors has written them.
             manifest = {name: files.size_and_digest(draft / name) for name in files.FILES}
             files.write_file(draft / MANIFEST, files.encode_manifest(snapshot.step, manifest))
             files.sync(draft)
@@ -167,11 +170,12 @@ class Store:
         return final
 
     def _prune(self, step: int) -> None:
-        """Remove old checkpoints, but none that could be the last intact one.
+        """Remove old checkpoints, but keep ``keep`` steps with a checkpoint that seems intact.
 
-        Only the newest checkpoint of a step counts, and only if its files have the right sizes and
-        this store has not found it damaged. Later steps neither count nor are removed: training
-        resumed before them, so they are damaged or belong to another training.
+        Only the newest such checkpoint of a step is kept. A checkpoint seems intact if its files
+        have the right sizes and this store has not found it damaged. Checkpoints of later steps are
+        ignored and kept. This training resumed from an earlier step, so they are damaged or come
+        from another training.
         """
         kept: set[int] = set()
         try:
@@ -207,7 +211,7 @@ class Store:
                     break
                 except DamagedError as error:
                     problems[folder] = f"{folder.path}: {error}"
-            # A checkpoint that seems damaged may have been removed, as newer ones were written.
+            # A checkpoint may only seem damaged because a writer has removed it since.
             if not problems or problems.keys() <= set(find_complete(self._directory)):
                 break
             if attempt >= _ATTEMPTS and time.monotonic() > deadline:
@@ -220,8 +224,8 @@ class BackgroundWriter:
     """A thread that writes one snapshot at a time while training continues.
 
     Args:
-        store: The directory to write to; used by the thread while ``busy``.
-        on_written: Called on the thread with the step of each checkpoint that is on the disk.
+        store: The store to write to. The thread uses it while ``busy``.
+        on_written: Called on the thread after each write, with the step of the checkpoint.
     """
 
     def __init__(self, store: Store, on_written: Callable[[int], None]) -> None:
@@ -234,11 +238,11 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written; its arrays must not change meanwhile."""
+        """Whether a snapshot is being written. Its arrays must not change meanwhile."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, snapshot: Snapshot) -> None:
-        """Start writing a snapshot, after the previous one is on the disk."""
+        """Wait until the previous snapshot is on the disk, then start writing this one."""
         self.wait()
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="hvdtrain checkpoint", daemon=True
@@ -246,7 +250,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is being written, or until the timeout."""
+        """Wait until the current write has finished, for at most ``timeout_s``."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -261,7 +265,7 @@ class BackgroundWriter:
             self._store.write(snapshot)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # would be lost in this thread
+        except Exception as error:  # it would go unnoticed in this thread
             self._error = CheckpointError(f"{type(error).__name__}: {error}")
         else:
             self.written_s.append(time.monotonic() - start)
@@ -269,7 +273,7 @@ class BackgroundWriter:
 
 
 def _check(snapshot: Snapshot) -> bytes:
-    """Check that a snapshot can be stored; return its encoded state."""
+    """Check that a snapshot can be stored, and return its encoded state."""
     if type(snapshot.step) is not int or snapshot.step < 0:
         raise CheckpointError(f"step must be a non-negative int, got {snapshot.step!r}.")
     check_arrays(snapshot.model, "model")
