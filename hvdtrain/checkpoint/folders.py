@@ -48,10 +48,10 @@ class CheckpointFolder(NamedTuple):
 
     Attributes:
         step: The step of the checkpoint.
-        number: The number of the checkpoint among those of its step, from 1; 0 for a
-            ``.replaced-`` folder of an earlier version of hvdtrain.
+        number: The number of the checkpoint within its step, from 1; 0 for a ``.replaced-`` folder
+            of an earlier version of hvdtrain.
         path: The path of the folder.
-        inode: The inode number, which differs from that of a later folder with the same name.
+        inode: The inode number. A later folder with the same name has a different one.
     """
 
     step: int
@@ -81,9 +81,7 @@ def find_complete(directory: Path) -> list[CheckpointFolder]:
 
 def busy_directory_error() -> OSError:
     """Return the error for a directory that changes faster than it can be read."""
-    return TimeoutError(
-        errno.ETIMEDOUT, f"another process kept changing them for {RETRY_S:.0f} s"
-    )
+    return TimeoutError(errno.ETIMEDOUT, f"another process kept changing them for {RETRY_S:.0f} s")
 
 
 def _list_folders(directory: Path) -> list[CheckpointFolder]:

@@ -111,7 +111,7 @@ class Store:
         return folder
 
     def newest(self) -> Snapshot | None:
-        """Return the newest intact checkpoint, or None if there are no checkpoints.
+        """Return the newest intact checkpoint, or None if the directory has no checkpoints.
 
         Newer, damaged checkpoints are reported through ``notice``.
 
