@@ -27,11 +27,11 @@ def callback_states(
     """Return the states of all callbacks that have one.
 
     A custom callback has a state if it has methods ``get_state() -> dict`` and ``set_state(dict)``.
-    Its values may be numbers, strings, None, arrays or lists of arrays.
+    The values of the state may be numbers, strings, None, arrays or lists of arrays.
 
     Returns:
-        The plain values, by the name of the class and, from its second callback on, a number; and
-        copies of the arrays.
+        A dictionary of each callback's plain values, and copies of all arrays. The keys are class
+        names. Further callbacks of the same class get a number, as in ``EarlyStopping 2``.
     """
     plain: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -47,7 +47,8 @@ def callback_states(
                 for index, array in enumerate(value):
                     arrays[f"{_ARRAYS}/{key}/{name}/{index}"] = np.array(array)
             else:
-                entry[name] = value.item() if hasattr(value, "item") else value  # NumPy scalars
+                # NumPy scalars become Python's.
+                entry[name] = value.item() if hasattr(value, "item") else value
     return plain, arrays
 
 
@@ -56,7 +57,11 @@ def restore_callbacks(
     plain: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, np.ndarray],
 ) -> list[str]:
-    """Restore the result of ``callback_states``; return the names of missing callbacks."""
+    """Restore the result of ``callback_states``.
+
+    Returns:
+        The names of the saved callbacks that are not among ``callbacks``.
+    """
     missing = dict.fromkeys(plain)
     for key, callback in _numbered(callbacks):
         if key not in missing:
@@ -83,7 +88,7 @@ def restore_callbacks(
 
 
 def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
-    """Return whether EarlyStopping ended training after ``epochs`` and would do so again."""
+    """Return whether EarlyStopping ended training after ``epochs`` epochs and would do so again."""
     return any(
         isinstance(callback, keras.callbacks.EarlyStopping)
         and 0 < callback.stopped_epoch == epochs - 1
@@ -93,7 +98,7 @@ def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
 
 
 def callback_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Select the arrays that ``callback_states`` returned."""
+    """Select the arrays of callbacks from the arrays of a checkpoint."""
     return {key: array for key, array in arrays.items() if key.startswith(f"{_ARRAYS}/")}
 
 

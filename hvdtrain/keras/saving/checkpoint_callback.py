@@ -28,11 +28,14 @@ logger = logging.getLogger(__package__)
 class Checkpoint(keras.callbacks.Callback):
     """Callback to save checkpoints of a training and to resume from the newest one.
 
-    The chief writes weights, optimizer, callbacks, the position in the data and the random states
-    of all ranks in the background. The other ranks need no access to the directory. The next
-    ``fit`` with the same directory resumes from the newest intact checkpoint, even within an epoch:
-    with the same number of ranks exactly as if it had not been interrupted, and with another number
-    on the samples of the epoch that are left. Use a separate directory for each ``fit``.
+    The chief writes the weights, the states of the optimizer and the callbacks, the position in the
+    data, and the random states of all ranks. It writes in the background, and the other ranks need
+    no access to the directory. Use a separate directory for each ``fit``.
+
+    The next ``fit`` with the same directory resumes from the newest intact checkpoint, even within
+    an epoch. With the same number of ranks, training continues exactly as if it had not been
+    interrupted. With a different number of ranks, it continues on the remaining samples of the
+    epoch.
 
     After SIGTERM, SIGUSR1 or SIGUSR2 on any rank, all ranks save a checkpoint after the same step
     and exit with code 75. Start the program again to resume.
@@ -45,16 +48,17 @@ class Checkpoint(keras.callbacks.Callback):
     Args:
         directory: Path of the checkpoint directory.
         every_steps: Number of steps between checkpoints.
-        every_s: Seconds between checkpoints. If neither is given, a checkpoint is saved at the end
-            of every epoch. The end of the training is always saved.
+        every_s: Seconds between checkpoints. If neither ``every_steps`` nor ``every_s`` is given, a
+            checkpoint is saved at the end of every epoch. A checkpoint is always saved at the end
+            of the training.
         keep: Number of steps whose checkpoints are kept.
-        export: Path of a ``.keras`` file to which the model is also saved, at the end of each epoch
-            after which a checkpoint is saved, and when training resumes from such a checkpoint.
+        export: Path of a ``.keras`` file to which the model is also saved. It is saved with every
+            checkpoint at the end of an epoch, and when training resumes from such a checkpoint.
         on_error: ``"warn"`` to log disk errors once and continue, or ``"raise"`` to raise them on
             every rank.
 
     Raises:
-        ConfigurationError: An argument is not valid.
+        ConfigurationError: If an argument is not valid.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _active_session(self) -> CheckpointSession:
         if self.session is None:
             raise ModelError(
-                "hvdtrain.Checkpoint needs a distributed model; call hvdtrain.init() and "
+                "hvdtrain.Checkpoint needs a distributed model. Call hvdtrain.init() and "
                 "hvdtrain.distribute(model) first, even for a single process."
             )
         return self.session
@@ -93,7 +97,7 @@ class Checkpoint(keras.callbacks.Callback):
         return int((self.params or {}).get("epochs", 1))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Set the first epoch of a resumed training."""
+        """Set the first epoch if training resumes from a checkpoint."""
         self._active_session.on_train_begin(self._epochs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -101,7 +105,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._active_session.on_batch_end(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restore the state within an epoch."""
+        """Restore the state if training resumes within this epoch."""
         self._active_session.on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -109,25 +113,25 @@ class Checkpoint(keras.callbacks.Callback):
         self._active_session.on_epoch_end(epoch, logs or {}, last=epoch + 1 >= self._epochs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Copy the state that a validation changes."""
+        """Copy the state that the validation changes."""
         if self.session is not None:
             self.session.on_test_begin()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save a checkpoint after a signal."""
+        """Save a checkpoint if a rank has received a signal."""
         if self.session is not None:
             self.session.on_test_batch_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for the last checkpoint."""
+        """Wait until the last checkpoint is on the disk."""
         self._active_session.on_train_end()
 
 
 def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
-    """Return the ``Checkpoint`` among callbacks, or None.
+    """Return the ``Checkpoint`` among the callbacks, or None if it is not used.
 
     Raises:
-        ModelError: There are several.
+        ModelError: If there is more than one.
     """
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     if len(checkpoints) > 1:
@@ -151,12 +155,13 @@ def begin_session(
     feedback: ErrorFeedback | None,
     join: Callable[[], None],
 ) -> CheckpointSession:
-    """Create the checkpoint session of a ``fit`` whose ranks step together; collective.
+    """Create the checkpoint session of a ``fit`` in which all ranks make the same steps.
 
-    See ``TrainingState`` and ``CheckpointSession`` for the arguments.
+    All ranks must call this. ``TrainingState`` and ``CheckpointSession`` describe the arguments.
 
     Raises:
-        CheckpointError: All checkpoints are damaged, or the newest one is of another model.
+        CheckpointError: If all checkpoints are damaged, or the newest one belongs to a different
+            model.
     """
     state = TrainingState(
         model,
@@ -168,7 +173,7 @@ def begin_session(
         feedback=feedback,
     )
     membership.renew()
-    # Other ranks use theirs only if they become the chief.
+    # Other ranks use their store only if they become the chief.
     store = open_store(options)
     checkpoint = find_checkpoint(store if membership.rank == 0 else None, state, collectives)
     return CheckpointSession(options, state, membership, store, checkpoint, averaging, join)

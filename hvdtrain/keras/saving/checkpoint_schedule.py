@@ -1,8 +1,9 @@
 """When to take a checkpoint: after steps, after seconds, and after signals.
 
-The ranks agree on steps, but not on seconds, for which the chief's clock decides, nor on signals,
-which may reach any rank. They therefore synchronize, but not after every step: each time the chief
-chooses the number of steps until the next time, so that about ``LOOK_S`` pass.
+All ranks know the number of steps. But only the chief's clock decides whether enough seconds have
+passed, and a signal may reach any rank. The ranks therefore synchronize, but not after every step.
+Each time, the chief chooses the number of steps until the next time, so that it comes after about
+``LOOK_S`` seconds.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["LOOK_S", "CheckpointOptions", "CheckpointSchedule", "PreemptionSignals"]
 
-# The longest delay of a signal, plus one step. Synchronizing takes about 0.01 % of it.
+# Seconds between synchronizations. A signal takes effect after at most this time plus one step.
+# Synchronizing takes about 0.01 % of the time.
 LOOK_S = 0.5
 MOST_STEPS = 10_000
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# Warnings before the time limit, which may be repeated.
+# Signals that warn before the job's time limit. They may be sent more than once.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The validated arguments of ``hvdtrain.Checkpoint``.
+    """The validated arguments of ``hvdtrain.Checkpoint``, which describes them.
 
     Raises:
-        ConfigurationError: An argument is not valid.
+        ConfigurationError: If an argument is not valid.
     """
 
     directory: str
@@ -62,7 +64,7 @@ def _is_count(value: object) -> bool:
 
 
 class CheckpointSchedule:
-    """The decisions when to synchronize and when to take a checkpoint.
+    """Decides when the ranks synchronize and when they take a checkpoint.
 
     Args:
         every_steps: Steps between checkpoints, or None.
@@ -77,10 +79,10 @@ class CheckpointSchedule:
         self.begin(0, 0.0)
 
     def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
-        """Start counting, on the chief.
+        """Start counting steps and seconds, which matters on the chief only.
 
         Args:
-            step: The step after which training begins, or this rank becomes the chief.
+            step: The last step before training begins, or before this rank becomes the chief.
             now_s: The current time.
             overdue: Whether to take a checkpoint as soon as possible.
         """
@@ -94,27 +96,35 @@ class CheckpointSchedule:
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, step: int, before: int) -> bool:
-        """Return whether a checkpoint is due after one of the steps ``before`` + 1 to ``step``."""
+        """Return whether ``every_steps`` makes a checkpoint due after ``step``.
+
+        A checkpoint that became due after an earlier step counts if that step comes after
+        ``before``.
+        """
         every = self.every_steps
         return every is not None and step // every > before // every
 
     def synchronizes(self, step: int, before: int) -> bool:
-        """Return whether the ranks synchronize after ``step``; the same on all of them."""
+        """Return whether the ranks synchronize after ``step``. All ranks get the same answer."""
         return step >= self.next_look or self.is_due(step, before)
 
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
-        """Return, on the chief, whether a checkpoint is due and has not been taken yet.
+        """Return whether a checkpoint is due and has not been taken yet. Only the chief calls this.
 
         Args:
             now_s: The current time.
-            due: Whether the current step makes it due.
+            due: Whether the current step makes a checkpoint due.
         """
         late = self.every_s is not None and now_s - self._taken_s >= self.every_s
         self._overdue = self._overdue or due or late
         return self._overdue
 
     def steps_ahead(self, step: int, now_s: float) -> int:
-        """Return, on the chief, the steps until the next synchronization, at the current pace."""
+        """Return the number of steps until the next synchronization. Only the chief calls this.
+
+        The number is chosen such that these steps take about ``LOOK_S`` seconds, or end when the
+        next checkpoint is due, if they take as long as the latest ones.
+        """
         step_s = (now_s - self._synchronized_s) / max(1, step - self._synchronized_step)
         self._synchronized_step, self._synchronized_s = step, now_s
         look_s = LOOK_S
@@ -123,21 +133,22 @@ class CheckpointSchedule:
         return int(min(max(look_s / max(step_s, 1e-6), 1), MOST_STEPS))
 
     def note_taken(self, now_s: float) -> None:
-        """Note, on the chief, that a checkpoint was taken."""
+        """Note that a checkpoint was taken. Only the chief calls this."""
         self._taken_s = now_s
         self._overdue = False
 
 
 class PreemptionSignals:
-    """Records signals between ``catch`` and ``release``, so that a step can be finished and saved.
+    """Records signals instead of ending the process, so that a step can be finished and saved.
 
-    Python allows signal handlers only in the main thread; in others, nothing is caught.
+    Signals are recorded between ``catch`` and ``release``. In threads other than the main thread,
+    nothing is recorded, because Python doesn't allow them to set signal handlers.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
         self.received = 0
-        """The number of the first signal received, or 0."""
+        """The number of the first signal received; 0 before that."""
 
     def catch(self) -> None:
         """Replace the signal handlers."""
@@ -145,10 +156,11 @@ class PreemptionSignals:
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
 
     def release(self, *, handled: bool) -> None:
-        """Restore the signal handlers, and send a signal again that was not handled.
+        """Restore the signal handlers. If the received signal was not handled, send it again.
 
-        If it was handled, the program is about to exit. Another warning, for instance from both
-        Slurm and the launcher, must not kill it before it has reported its exit.
+        If it was handled, the program is about to exit. A second SIGUSR1 or SIGUSR2 must not kill
+        the program before it has reported its exit. There may be a second one because both Slurm
+        and the launcher send them.
         """
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if previous is None else previous

@@ -1,4 +1,4 @@
-"""The checkpoints of one ``fit``: taking them and resuming from one."""
+"""Taking the checkpoints of one ``fit``, and resuming from one."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ __all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
-# After an error in fit, when the job is about to end.
+# Seconds to wait for the last write after an error in fit, because the job is about to end.
 CLOSE_TIMEOUT_S = 4.0
 
 
 class CheckpointSession:
-    """Takes the checkpoints of one ``fit``; every rank has one.
+    """Takes the checkpoints of one ``fit``. Every rank has a session.
 
     Args:
         options: The arguments of the ``Checkpoint`` callback.
-        state: The state of the model; its collectives connect the ranks that decide together.
+        state: The state of the model. Its collectives connect the ranks that decide together.
         membership: The current ranks.
-        store: The checkpoint directory; only the chief uses it.
-        checkpoint: The progress of the checkpoint to resume from and, on the chief, all of it; None
-            to start from the beginning.
-        averaging: Averages the weights, if they may differ between ranks. A checkpoint waits, if it
-            can, until they are equal, so that it doesn't change the training.
-        join: Makes the weights of all ranks equal; collective.
+        store: The checkpoint directory. Only the chief uses it.
+        checkpoint: The checkpoint to resume from, or None to start from the beginning. All ranks
+            pass its progress, and the chief also passes the whole checkpoint.
+        averaging: Averages the weights, if they may differ between ranks. If possible, a checkpoint
+            is delayed until the weights are equal, so that it doesn't change the training.
+        join: Makes the weights of all ranks equal. All ranks call it together.
     """
 
     # Set by ``running``.
@@ -77,7 +77,7 @@ class CheckpointSession:
         self._options = options
         self._state = state
         self._membership = membership
-        # Set until training has resumed.
+        # These two are set until training has resumed.
         self._saved = checkpoint[0] if checkpoint else None
         self._snapshot = checkpoint[1] if checkpoint else None
         self._averaging = averaging
@@ -85,16 +85,16 @@ class CheckpointSession:
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self.writer = BackgroundWriter(store, report.saved)
         self.paused_s: list[float] = []
-        """The seconds for which each checkpoint paused training; on the chief."""
-        self._warned_after: int | None = None  # the number of checkpoints written then
+        """The seconds for which each checkpoint paused training, measured on the chief only."""
+        self._warned_after: int | None = None  # number of checkpoints written before the warning
         self._signals = PreemptionSignals()
         self._preempted = False
         self._epoch = 0  # the current or next one
-        self._epoch_step = 0  # its completed steps
+        self._epoch_step = 0  # completed steps of this epoch
         self._logs: Mapping[str, Any] | None = None  # of an epoch that has just ended
         self._step_before = 0
-        self._waits = False  # for equal weights on all ranks
-        # In a validation: this rank's values before it, its steps, when to synchronize.
+        self._waits = False  # whether a checkpoint is delayed until all ranks have equal weights
+        # For validations: this rank's values before it, its steps, and when to synchronize in it.
         self._before_validation: Mapping[str, np.ndarray] | None = None
         self._validation_steps = 0
         self._validation_schedule = CheckpointSchedule(None, None)
@@ -105,14 +105,16 @@ class CheckpointSession:
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
-        """Resume the data, and let signals end training after a step instead of the process.
+        """Move the data to the checkpoint's position, and catch signals in the ``with`` block.
+
+        A caught signal doesn't end the process at once. Training ends after the current step.
 
         Args:
-            epochs: The iterator over the data; moved to the position of the checkpoint.
+            epochs: The iterator over the data, which is moved to the position of the checkpoint.
             seed: The seed of the data orders.
 
         Raises:
-            CheckpointError: The checkpoint belongs to another kind of data.
+            CheckpointError: If the checkpoint belongs to a different kind of data.
         """
         if self._saved is not None:
             move_data(epochs, self._saved, self._warn)
@@ -129,7 +131,10 @@ class CheckpointSession:
             self._signals.release(handled=self._preempted)
 
     def on_train_begin(self, epochs: int) -> None:
-        """Set the first epoch of a resumed training; restore the state if it starts with an epoch.
+        """Set the first epoch if training resumes from a checkpoint.
+
+        If training resumes at the beginning of an epoch, the state is also restored. Otherwise
+        ``on_epoch_begin`` restores it.
 
         Args:
             epochs: The argument of ``fit``.
@@ -164,7 +169,10 @@ class CheckpointSession:
             self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Restore a state within an epoch, after Keras and the callbacks have been set up."""
+        """Restore the state if training resumes within this epoch.
+
+        Earlier, Keras and the callbacks would overwrite it, because they were not set up yet.
+        """
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
         if self._saved is not None:
@@ -184,7 +192,7 @@ class CheckpointSession:
             self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
-        """Take a checkpoint at the end of training, and of other epochs if it is due."""
+        """Take a checkpoint at the end of training, and at the end of an epoch if one is due."""
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
         self._epoch, self._epoch_step, self._logs = epoch + 1, 0, logs
@@ -204,7 +212,7 @@ class CheckpointSession:
     def on_test_begin(self) -> None:
         """Copy this rank's own values, because a validation overwrites the metrics."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._state.callbacks)
-        # While averages replace the weights, no checkpoint can be taken.
+        # SwapEMAWeights replaces the weights by averages, so no checkpoint can be taken.
         if self._before_validation is None and not swaps:
             self._before_validation = self._state.copy_own()
             self._validation_steps = 0
@@ -212,9 +220,10 @@ class CheckpointSession:
             self._validation_schedule.begin(0, time.monotonic())
 
     def on_test_batch_end(self) -> None:
-        """After a signal to any rank, take a checkpoint of the last training step and exit.
+        """If a rank has received a signal, take a checkpoint of the last training step and exit.
 
-        The validation might last longer than the grace period. The resumed training repeats it.
+        The validation is not completed, because it might last longer than the grace period. When
+        training resumes, the validation is repeated.
         """
         before, schedule = self._before_validation, self._validation_schedule
         if before is None:
@@ -233,14 +242,14 @@ class CheckpointSession:
             self._end(int(number))
 
     def on_train_end(self) -> None:
-        """Wait for the last checkpoint."""
+        """Wait until the last checkpoint is on the disk."""
         if self._saved is not None:
             self._end_resuming(self._saved)
         self._save_together(self.writer.wait)
         self._synchronize()
 
     def _end_resuming(self, saved: TrainingProgress) -> None:
-        """Restore the history that ``fit`` returns, which Keras clears when training begins."""
+        """Restore the history that ``fit`` returns. Keras has cleared it when training began."""
         report.resumed(saved.step)
         history, logs = self._state.model.history, saved.history["logs"]
         history.history = {name: list(values) for name, values in logs.items()}
@@ -248,14 +257,17 @@ class CheckpointSession:
         self._saved = self._snapshot = None
 
     def _take_over(self, change: Change) -> None:
-        """Write checkpoints from now on, if this rank is the new chief."""
+        """If this rank is the new chief, let it write checkpoints from now on."""
         if self._membership.is_chief and change.lost_chief:
             # The last checkpoint of the lost chief may not have reached the disk.
             self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
             self._log(f"another rank now writes checkpoints to {self._options.directory}")
 
     def _take_if_asked(self, *, due: bool = False) -> None:
-        """Synchronize; take a checkpoint if it is due, and exit after a signal."""
+        """Synchronize with the other ranks.
+
+        Then take a checkpoint if one is due, and exit if a rank has received a signal.
+        """
         number, take = self._synchronize(due=due)
         if number or take:
             self._take()
@@ -263,7 +275,12 @@ class CheckpointSession:
             self._end(number)
 
     def _synchronize(self, *, due: bool = False) -> tuple[int, bool]:
-        """Agree with the other ranks on a signal, or 0, and whether to take a checkpoint now."""
+        """Agree with the other ranks on signals and checkpoints.
+
+        Returns:
+            The number of a signal that a rank has received, or 0, and whether to take a checkpoint
+            now.
+        """
         step = self._epochs.step
         message = np.zeros(4, np.int64)
         message[0] = self._signal()
@@ -291,7 +308,10 @@ class CheckpointSession:
         return int(number), take
 
     def _end(self, number: int) -> None:
-        """Exit after a signal, when the checkpoint is on disk; collective."""
+        """Wait until the checkpoint is on the disk, then exit because of a signal.
+
+        All ranks must call this.
+        """
         name = signal.Signals(number).name
         self._save_together(self.writer.wait)
         if self._membership.is_chief:
@@ -312,14 +332,18 @@ class CheckpointSession:
         return self._averaging is None or self._averaging.joined
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
-        """Copy the state, or this rank's ``earlier`` values, and start writing it; collective."""
+        """Copy the state and start writing it. All ranks must call this.
+
+        Args:
+            earlier: Values from ``TrainingState.copy_own`` to save instead of the current ones.
+        """
         start_s = time.monotonic()
         with report.during("checkpoint"):
             self._join()
             ranks = self._state.gather_own(earlier)
             while self._membership.renew():
                 ranks = self._state.gather_own(earlier)
-            # The copies that it writes are about to be overwritten.
+            # Wait for the previous write, because the copies that it reads will be overwritten.
             self._save_together(self.writer.wait)
             if self._membership.is_chief:
                 snapshot = take_snapshot(
@@ -339,7 +363,10 @@ class CheckpointSession:
             self._schedule.note_taken(now_s)
 
     def _save_for_good(self) -> None:
-        """Take a checkpoint and wait for it, again if the chief is lost meanwhile."""
+        """Take a checkpoint and wait until it is on the disk.
+
+        If the chief is lost meanwhile, start again.
+        """
         while True:
             self._take()
             self._save_together(self.writer.wait)
@@ -347,7 +374,7 @@ class CheckpointSession:
                 return
 
     def _export(self) -> None:
-        """Save the model as a ``.keras`` file, if ``export`` is set; collective."""
+        """Save the model as a ``.keras`` file if ``export`` is set. All ranks must call this."""
         path = self._options.export
 
         def export() -> None:
@@ -360,7 +387,10 @@ class CheckpointSession:
         self._save_together(export)
 
     def _save_together(self, save: Callable[[], object]) -> None:
-        """Run ``save`` on the chief while the other ranks wait without a time-out; collective."""
+        """Run ``save`` on the chief while the other ranks wait without a time-out.
+
+        All ranks must call this.
+        """
         with report.during("checkpoint"):
             if self._membership.is_chief:
                 self._save(save)
@@ -368,37 +398,40 @@ class CheckpointSession:
                 self._state.collectives.barrier(name="the chief saves")
 
     def _warn_once(self, error: CheckpointError | str) -> None:
-        """Log a warning once until another checkpoint is written; disks stay full for long."""
+        """Log a warning, unless one was logged since the last checkpoint was written.
+
+        A disk may stay full for a long time, and every attempt to save would log the same warning.
+        """
         written = len(self.writer.written_s)
         if self._warned_after != written:
             self._warned_after = written
             logger.warning("no checkpoint could be saved; training continues: %s", error)
 
-    # Overridden where each rank makes its own steps.
+    # A subclass for modes in which each rank makes its own steps overrides these methods.
 
     def _save(self, save: Callable[[], object]) -> None:
-        """Run ``save``, on the chief."""
+        """Run ``save``. Only the chief calls this."""
         save()
 
     def _restore(self, saved: TrainingProgress) -> None:
-        """Restore the model and the callbacks; collective."""
+        """Restore the model and the callbacks. All ranks must call this."""
         restore_training(saved, self._snapshot, self._state, self._warn)
 
     def _stopped_early(self, epochs: int) -> bool:
-        """Return whether EarlyStopping of any rank ended training; collective."""
+        """Return whether EarlyStopping on any rank ended training. All ranks must call this."""
         stopped = np.array(stopped_early(self._state.callbacks, epochs))
         return bool(self._state.collectives.allreduce(stopped, "max", name="stopped early"))
 
     def _signal(self) -> int:
-        """Return the number of a signal, or 0."""
+        """Return the number of the signal that this rank has received, or 0."""
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """Return the positions of the other ranks, before the chief copies the model."""
+        """Return the positions of the other ranks. The chief calls this just before a snapshot."""
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints until the other ranks have ended, or ``stop`` them."""
+        """Take checkpoints until the other ranks have ended. If ``stop``, end them first."""
 
     def _warn(self, text: str) -> None:
         self._log(text, logging.WARNING)
@@ -409,7 +442,7 @@ class CheckpointSession:
 
 
 def _export_model(model: keras.Model, path: str) -> None:
-    """Save the model and replace the file atomically."""
+    """Save the model. An existing file is replaced atomically."""
     target = Path(path)
     temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
     try:

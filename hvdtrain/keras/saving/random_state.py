@@ -1,8 +1,8 @@
-"""The global random states of this process: of Python, NumPy, TensorFlow and Keras.
+"""The global random states of Python, NumPy, TensorFlow and Keras in this process.
 
-Random states of layers, such as dropout, are variables of the model. The state of
-``tf.random.uniform`` and similar functions within a ``tf.function`` can't be saved, because only
-the running graph has it.
+The random states of layers, such as dropout, are not included because they are variables of the
+model. The state of ``tf.random.uniform`` and similar functions within a ``tf.function`` can't be
+saved, because only the running graph has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _UNSET = -1
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """Return the random states as arrays with the same names, shapes and dtypes on every rank."""
+    """Return the random states as arrays.
+
+    The names, shapes and dtypes are the same on every rank.
+    """
     seed, operations = random_seed.current() or (_UNSET, random.Random(0).getstate())
     generator = global_generator()  # None until keras.random is used
     return {
@@ -42,7 +45,7 @@ def random_state() -> dict[str, np.ndarray]:
 
 def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
     """Restore the result of ``random_state``."""
-    # Keras first, as creating its generator draws from Python's.
+    # Keras comes first, because creating its generator draws from Python's generator.
     if state["keras"][0] == _UNSET:
         set_global_generator(None)
     else:
@@ -56,7 +59,7 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 
 def _pack_python(state: Any) -> np.ndarray:
-    """Pack the version, the words and the spare Gaussian number as uint64."""
+    """Return the version, the words and the spare Gaussian number in an array of uint64."""
     version, words, gauss = state
     bits = np.array([np.nan if gauss is None else gauss], np.float64).view(np.uint64)
     return np.concatenate([np.array([version, *words], np.uint64), bits])
@@ -69,7 +72,10 @@ def _unpack_python(packed: np.ndarray) -> Any:
 
 
 def _pack_numpy(state: Any) -> np.ndarray:
-    """Pack the key, the position and the spare Gaussian; zeros for another bit generator."""
+    """Return the key, the position and the spare Gaussian number in an array of uint64.
+
+    Bit generators other than MT19937 are not supported: for them, the array contains zeros.
+    """
     if state["bit_generator"] != "MT19937":
         return np.zeros(627, np.uint64)
     rest = np.array([state["state"]["pos"], state["has_gauss"]], np.uint64)

@@ -1,4 +1,4 @@
-"""The progress of a training, taking snapshots of it, and resuming from one."""
+"""The progress of a training, and functions to take snapshots and to resume from one."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _CHIEF_LOST = "The rank that read the checkpoint was lost. Start the job again."
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """The position of a rank, if not all ranks are at the same step.
+    """The position of a rank, used if not all ranks are at the same step.
 
     Attributes:
-        epoch: The current or next epoch, from 0.
+        epoch: The current epoch, or the next one between epochs. The first epoch is 0.
         place: The place in the data.
         samples: The number of samples that the rank has trained on.
     """
@@ -71,8 +71,9 @@ class WorkerPosition:
         Args:
             numbers: The result of ``to_numbers``.
             ranks: The number of ranks.
-            begins: The positions where passes of this rank started, by epoch. The places that are
-                still missed are the last ones of these.
+            begins: The position where the pass of each epoch started on this rank. ``numbers``
+                contains only how many places are still missed, which are the last ones of the
+                missed places of this position.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None
@@ -101,19 +102,22 @@ class TrainingProgress:
     """The JSON part of a checkpoint: the state of a training without its arrays.
 
     Attributes:
-        step: Completed steps of the training.
-        epoch: The current or next epoch, from 0.
+        step: The number of completed steps of the training.
+        epoch: The current epoch, or the next one between epochs. The first epoch is 0.
         place: The place in the data.
-        unit: What positions count, "samples" or "batches".
+        unit: The unit of positions: "samples" or "batches".
         seed: The seed of the data orders that hvdtrain chooses.
         tensorflow_seed: TensorFlow's global seed, which determines the order of ``tf.data``.
         presharded: Whether each rank has different data.
         samples: The number of samples that all ranks have trained on.
-        callbacks: The state of each callback, by its class.
-        history: The result of ``fit`` so far: "epoch", a list, and "logs", lists by name.
-        others: The positions of the ranks after the chief; empty if they equal the chief's.
-        begins: The positions where passes started, if not at the beginning, for ``others``.
-        each: Units that a rank takes in a step; 0 if unknown.
+        callbacks: The state of each callback, by its class name.
+        history: The history that ``fit`` returns, so far. "epoch" is a list of epochs, and "logs"
+            maps each name to a list of values.
+        others: The positions of the ranks after the chief, or an empty sequence if they are at the
+            chief's position.
+        begins: The positions where passes started, except for passes that started at the beginning
+            of the data. They are needed to interpret ``others``.
+        each: The number of units that a rank takes in a step; 0 if unknown.
         built: For each optimizer, the indices of the variables that it was built with.
     """
 
@@ -146,10 +150,10 @@ class TrainingProgress:
         """Return the progress that ``to_json`` converted.
 
         Raises:
-            CheckpointError: An entry is missing or not valid.
+            CheckpointError: If an entry is missing or not valid.
         """
         try:
-            # Checkpoints of earlier versions lack these.
+            # Checkpoints of earlier versions lack these entries.
             values = {"others": (), "begins": (), "each": 0, "built": (), **values}
             known = {entry.name: values[entry.name] for entry in dataclasses.fields(cls)}
             for name in ("step", "epoch", "seed", "samples", "each"):
@@ -161,8 +165,8 @@ class TrainingProgress:
             return cls(**known)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise CheckpointError(
-                f"The checkpoint's state.json is not valid ({type(error).__name__}: {error}); it "
-                "was written by another version of hvdtrain or edited."
+                f"The checkpoint's state.json is not valid ({type(error).__name__}: {error}). It "
+                "was edited, or written by a different version of hvdtrain."
             ) from None
 
     @property
@@ -182,10 +186,17 @@ def take_snapshot(
     logs: Mapping[str, Any] | None,
     seed: int,
 ) -> Snapshot:
-    """Copy the state of a training; the next call overwrites the copies.
+    """Return a copy of the training's state. The next call overwrites its arrays.
 
-    ``ranks`` is a result of ``TrainingState.gather_own``, and ``logs`` belongs to an epoch that has
-    just ended. The other arguments become attributes of ``TrainingProgress``.
+    Args:
+        state: The state of the model.
+        epochs: The iterator over the data.
+        ranks: The result of ``TrainingState.gather_own``.
+        others: The positions of the other ranks, as in ``TrainingProgress``.
+        epoch: The current or next epoch, as in ``TrainingProgress``.
+        epoch_step: The number of completed steps of this epoch.
+        logs: The logs of an epoch that has just ended, or None.
+        seed: The seed of the data orders.
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
@@ -212,7 +223,7 @@ def take_snapshot(
 
 
 def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the history including the ``logs`` of an epoch, which Keras records later."""
+    """Return the history including the ``logs`` of this epoch, because Keras adds them later."""
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:
         epochs.append(epoch)
@@ -230,14 +241,19 @@ def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) ->
 def find_checkpoint(
     store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
-    """Look for a checkpoint in the chief's ``store``, None on other ranks; collective.
+    """Return the newest checkpoint in the chief's store. All ranks must call this.
+
+    Args:
+        store: The store on the chief, or None on other ranks.
+        state: The state of the model.
+        collectives: The connection between the ranks.
 
     Returns:
-        The progress and, on the chief, the whole checkpoint; None without any checkpoint.
+        The progress and, on the chief only, the whole checkpoint. None if the store is empty.
 
     Raises:
-        CheckpointError: All checkpoints are damaged, or the newest one is of another model; raised
-            on every rank.
+        CheckpointError: If all checkpoints are damaged, or the newest one belongs to a different
+            model. Every rank raises this error.
     """
     snapshot = None
     answer: dict[str, Any] = {}
@@ -270,20 +286,20 @@ def move_data(
     """Move the data to the position of a checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint was taken within an epoch of another kind of data.
+        CheckpointError: If the checkpoint was taken within an epoch of a different kind of data.
     """
     data = epochs.sharded
     if progress.place.position is not None and progress.unit != data.unit:
         raise CheckpointError(
-            f"The checkpoint was taken within a pass over {progress.unit}, got data that is "
-            f"divided by {data.unit}. Resume with the same kind of input, or start over in another "
-            "directory."
+            f"The checkpoint was taken within a pass over data that is divided into "
+            f"{progress.unit}, got data that is divided into {data.unit}. Resume with the same "
+            "kind of input, or start over in another directory."
         )
     seed = random_seed.current_seed()
     if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
         warn(
             f"the tf.data pipeline shuffles, but TensorFlow's global seed was "
-            f"{progress.tensorflow_seed} and is {seed} now. The rest of the epoch has another "
+            f"{progress.tensorflow_seed} and is {seed} now. The rest of the epoch has a different "
             "order, so some samples are used twice and others not at all. Call "
             "keras.utils.set_random_seed(1) at the start of the program to resume exactly"
         )
@@ -296,7 +312,7 @@ def restore_training(
     state: TrainingState,
     warn: Callable[[str], None],
 ) -> None:
-    """Restore the model and the callbacks from the chief's snapshot; collective."""
+    """Restore the model and the callbacks from the chief's snapshot. All ranks must call this."""
     ranks, collectives = progress.place.ranks, state.collectives
     state.restore_shared(None if snapshot is None else snapshot.model)
     for optimizer in optimizers_of(state.model):
@@ -308,7 +324,7 @@ def restore_training(
             "the residuals of compressed gradients in the checkpoint are ignored, because "
             "gradients are sent uncompressed. Use the same --compression as before to apply them"
         )
-    # Last, because the calls above may draw random numbers.
+    # Restore random states last, because the calls above may draw random numbers.
     state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
     if not collectives.allreduce(np.array(snapshot is not None), "max", name="restored"):
         raise RanksLostError(_CHIEF_LOST)
@@ -320,7 +336,7 @@ def restore_saved_callbacks(
     state: TrainingState,
     warn: Callable[[str], None],
 ) -> None:
-    """Restore the callbacks, and warn of saved ones that are missing."""
+    """Restore the callbacks, and warn about saved callbacks that ``fit`` doesn't have."""
     for name in restore_callbacks(state.callbacks, progress.callbacks, arrays):
         warn(f"the checkpoint contains callback {name}, but fit doesn't; its state is ignored")
 
@@ -328,7 +344,7 @@ def restore_saved_callbacks(
 def broadcast_arrays(
     arrays: Mapping[str, np.ndarray] | None, collectives: Engine
 ) -> dict[str, np.ndarray]:
-    """Return the chief's arrays on all ranks; the others pass None."""
+    """Return the chief's arrays on all ranks. Other ranks than the chief pass None."""
     own = arrays or {}
     kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
     kinds = collectives.broadcast_object(kinds, name="arrays of a checkpoint")

@@ -1,13 +1,15 @@
 """The state of a training as arrays: values that all ranks share, and each rank's own values.
 
-Weights and the optimizer are equal on all ranks, so the chief's are saved. Own values are saved for
-every rank: random states, layer statistics of the rank's batches (equal only at the end of an
-epoch), metrics, accumulated gradients, states of recurrent layers, the number of samples, and
-residuals of compressed gradients. With ``--mode local-sgd`` they include the rank's optimizer. The
-chief's optimizer is then also saved as a shared value, for resuming in another mode.
+The weights and the optimizer are shared values, which are equal on all ranks, so only the chief's
+are saved. Own values are saved for every rank: random states, layer statistics of the rank's
+batches (equal only at the end of an epoch), metrics, accumulated gradients, states of recurrent
+layers, the number of samples, and residuals of compressed gradients. With ``--mode local-sgd`` the
+own values include the rank's optimizer. The chief's optimizer is then also saved as a shared value,
+so that training can resume in a different mode.
 
-If the number of ranks changes, there is a rule for each kind of own values: sums go to the chief,
-averages to all ranks, and random states to the ranks that had one. Recurrent states are reset,
+If the number of ranks changes, each kind of own values has a rule. Counts such as the number of
+samples are summed, and the chief gets the sum. Gradients and statistics are averaged, and all ranks
+get the average. Each rank keeps its own random state if it had one. Recurrent states are reset,
 because their samples are now on other ranks.
 """
 
@@ -40,7 +42,8 @@ from hvdtrain.private_api.keras import iterations_of, learning_rate_of
 
 __all__ = ["TrainingState", "unsent_of"]
 
-# How to convert each kind of own values to another number of ranks; see _rule for other kinds.
+# How to convert each kind of own values to a different number of ranks. _rule handles the kinds
+# that are not listed here.
 _Rule = Literal["sum", "average", "chief", "seed", "reset"]
 _RULES: dict[str, _Rule] = {
     "seeds": "seed",
@@ -55,7 +58,7 @@ _RULES: dict[str, _Rule] = {
 _RANDOM = "random/"
 _OPTIMIZER = "optimizer/"
 _OUTER = "outer/"
-_OTHER_MODEL = "The checkpoint is of another model or optimizer"
+_OTHER_MODEL = "The checkpoint belongs to a different model or optimizer"
 _REMEDY = "Resume with the model that was saved, or start over in another directory."
 
 
@@ -65,11 +68,11 @@ class TrainingState:
     Args:
         model: The model, distributed and built.
         collectives: The connection between the ranks.
-        samples: The number of samples that this rank has trained on.
+        samples: A variable with the number of samples that this rank has trained on.
         callbacks: The callbacks of ``fit``.
         own_optimizers: Whether each rank updates its own weights.
-        outer: Variables of the outer optimizer, equal on all ranks.
-        feedback: The residuals of compressed gradients.
+        outer: The variables of local SGD's outer optimizer, which are equal on all ranks.
+        feedback: The residuals of compressed gradients, or None if gradients aren't compressed.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class TrainingState:
         self._buffers: dict[str, np.ndarray] = {}
 
     def shared(self) -> dict[str, np.ndarray]:
-        """Return copies of the shared values; the next call overwrites them."""
+        """Return copies of the shared values. The next call overwrites these copies."""
         copies = {}
         for place, variable in self._shared_variables().items():
             key = f"{place}/{variable.path}"
@@ -106,17 +109,21 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Return copies of the own values that updates don't change, for ``gather_own``."""
+        """Return copies of this rank's own values, except for values that only updates change.
+
+        ``gather_own`` accepts the result as ``earlier``.
+        """
         values = self._own_values(accumulated=False, optimizers=False)
         return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Gather each rank's own values on the chief, as ``rank/<r>/<name>``; collective.
+        """Return all ranks' own values on the chief, as ``rank/<r>/<name>``.
 
-        Call it before the metrics are reset. Values of a rank that is lost meanwhile are missing.
+        All ranks must call this before the metrics are reset. If a rank is lost meanwhile, its
+        values are missing. On other ranks than the chief the result is empty.
 
         Args:
-            earlier: Values from ``copy_own``, which replace the current ones.
+            earlier: Values from ``copy_own`` to use instead of the current ones.
         """
         values = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
         collectives = self.collectives
@@ -133,7 +140,7 @@ class TrainingState:
         """Check that a result of ``shared`` belongs to this model and optimizer.
 
         Raises:
-            CheckpointError: A variable differs.
+            CheckpointError: If a variable is missing or additional, or its dtype or shape differs.
         """
         remaining = self._by_place(saved)
         for place, variable in self._shared_variables().items():
@@ -165,10 +172,10 @@ class TrainingState:
         return self._feedback is not None
 
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
-        """Restore weights and optimizer on all ranks; collective.
+        """Restore the weights and the optimizer on all ranks. All ranks must call this.
 
         Args:
-            saved: A result of ``shared`` on the chief, None on other ranks.
+            saved: On the chief, a result of ``shared``. On other ranks, None.
         """
         if saved is not None:
             arrays = self._by_place(saved)
@@ -178,11 +185,11 @@ class TrainingState:
         broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
-        """Restore each rank's own values; collective.
+        """Restore each rank's own values. All ranks must call this.
 
         Args:
-            saved: A result of ``gather_own`` on the chief, None on other ranks.
-            ranks: The number of ranks that it comes from.
+            saved: On the chief, a result of ``gather_own``. On other ranks, None.
+            ranks: The number of ranks that ``saved`` was gathered from.
         """
         template = self._own_values(accumulated=True)
         collectives = self.collectives
@@ -205,13 +212,20 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Restore this rank's own values from all ranks' values, without communication."""
+        """Restore this rank's own values from all ranks' values, without communication.
+
+        Args:
+            saved: A result of ``gather_own``.
+            ranks: The number of ranks that ``saved`` was gathered from.
+            rank: This rank.
+            size: The current number of ranks.
+        """
         template = self._own_values(accumulated=True)
         self._assign_own(self._part(saved, template, ranks, rank, size))
 
     @property
     def accumulates(self) -> bool:
-        """Whether the next update has accumulated gradients."""
+        """Whether gradients have been accumulated since the last update."""
         return any(
             (steps := optimizer.gradient_accumulation_steps)
             and int(iterations_of(optimizer).numpy()) % steps
@@ -226,14 +240,17 @@ class TrainingState:
             restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
-        """Return shared variables by kind and number, because names may change."""
+        """Return the shared variables with keys such as ``weights/0003``.
+
+        The keys contain numbers, because the names of variables may change.
+        """
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = optimizer_variables(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select the arrays of this mode, by kind and number."""
+        """Select the arrays that this mode uses, with the keys of ``_shared_variables``."""
         kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
         return {
             "/".join(key.split("/")[:2]): array
@@ -242,12 +259,12 @@ class TrainingState:
         }
 
     def _own_variables(self, *, accumulated: bool, optimizers: bool) -> dict[str, Any]:
-        """Return the variables that differ between ranks, by kind and number.
+        """Return the variables that differ between ranks, with keys such as ``metrics/0003``.
 
         Args:
             accumulated: Whether to include accumulated gradients.
-            optimizers: Whether to include variables that only updates change: residuals, and
-                optimizers if each rank updates its own weights.
+            optimizers: Whether to include variables that only updates change. These are the
+                residuals and, if each rank updates its own weights, the optimizers.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -266,7 +283,7 @@ class TrainingState:
             variables.update(self._feedback.arrays(model.trainable_variables))
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
-            # Learning rates are equal, and may depend on the number of ranks.
+            # Learning rates are shared: they are equal, and may depend on the number of ranks.
             shared = [
                 v for leaf in leaves for v in (*accumulator_variables(leaf), learning_rate_of(leaf))
             ]
@@ -274,7 +291,7 @@ class TrainingState:
         return variables
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
-        """Return this rank's own values, for the same arguments as ``_own_variables``."""
+        """Return this rank's own values. ``_own_variables`` describes the arguments."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
@@ -288,15 +305,18 @@ class TrainingState:
         rank: int,
         size: int,
     ) -> dict[str, np.ndarray]:
-        """Return the values for one of ``size`` ranks, from the values of ``ranks`` ranks."""
+        """Return the values of rank ``rank`` among ``size``, from those saved by ``ranks`` ranks.
+
+        The result has the keys of ``template``, which contains this rank's current values.
+        """
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
             values = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
             if not values and key.startswith(_OPTIMIZER):
-                part[key] = like  # saved in another mode: the shared one is restored
+                part[key] = like  # saved in a different mode, so the shared optimizer is restored
             elif not values or (key.startswith(_RANDOM) and rank >= len(values)):
-                # Nothing was accumulated, or a new rank, which keeps its random state.
+                # Nothing was accumulated, or this rank is new and keeps its random state.
                 part[key] = np.zeros_like(like)
             elif len(values) == size:
                 part[key] = values[rank]
@@ -337,7 +357,7 @@ def _rule(key: str, variable: Any) -> _Rule:
 
 
 def _share(values: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """Return the value for ``rank`` from the values of another number of ranks."""
+    """Return the value for ``rank`` from the values of a different number of ranks."""
     first = values[0]
     if rule == "sum":
         total = np.sum(values, axis=0, dtype=first.dtype)

@@ -411,7 +411,7 @@ def test_signals_while_another_worker_validates_or_waits(launch):
     for what in ("exported", "saved"):
         assert [entry["counts"] for entry in reports(done, what)] == [[3.0]] * len(ENDINGS)
     assert [entry["samples"] for entry in reports(done, "saved")] == [3 * 97] * len(ENDINGS)
-    for case, text in (("another model", "of another model"), ("damaged", "is intact")):
+    for case, text in (("another model", "a different model"), ("damaged", "is intact")):
         assert [text in entry["text"] for entry in reports(done, case)] == [True] * 3
 
 
