@@ -1,9 +1,9 @@
 """Input of training loops, divided among ranks.
 
 ``shard_input`` takes the input of ``fit``, ``evaluate`` or ``predict`` and returns one rank's share
-for Keras' own loop. All ranks have the same number of steps, every sample is used exactly once, and
-joint step ``k`` of N ranks consists of the samples of step ``k`` in a single process with N times
-the batch size.
+for Keras' own loop. All ranks have the same number of steps, and every sample is used exactly once.
+In step ``k``, N ranks together use the samples that a single process with N times the batch size
+would use in its step ``k``. Such a step of all ranks is called a joint step.
 """
 
 from hvdtrain.keras.data.input_kinds import shard_input

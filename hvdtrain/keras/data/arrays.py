@@ -1,4 +1,4 @@
-"""Arrays in memory, which are the same on every rank; each rank gathers its rows by index."""
+"""Arrays in memory. They are the same on every rank, and each rank gathers its rows by index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAMPLED_ROWS = 64
 
 
 class ShardedArrays(ShardedInput):
-    """One rank's share of nested arrays, tensors, pandas or SciPy data of equal length."""
+    """One rank's share of arrays, tensors, pandas or SciPy data, which may be nested."""
 
     unit = "samples"
 
@@ -59,7 +59,7 @@ class ShardedArrays(ShardedInput):
         self._epoch = 0
 
     def report(self) -> InputReport:
-        """Report types and shapes, and digests of some rows."""
+        """Report the types and shapes, and digests of some rows."""
         rows, plan = self._rows, self.plan
         if rows == 0 and not plan.presharded:
             raise DataError("The input arrays are empty; pass at least one row.")
@@ -84,10 +84,10 @@ class ShardedArrays(ShardedInput):
         )
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the joint steps in a pass, and forget all passes."""
+        """Set the number of joint steps in a pass, and forget all passes."""
         super().set_steps(steps)
-        # Passes of the same size share a dataset, which reads the position when it is iterated:
-        # making a dataset takes as long as some steps of a small model.
+        # Passes of the same size share a dataset, because making a dataset takes as long as some
+        # steps of a small model. The dataset reads the position when it is iterated.
         self._position = Position(epoch=0)
         self._pass_size: tuple[int, int] | None = None
         self._pass: tf.data.Dataset | None = None
@@ -122,18 +122,19 @@ class ShardedArrays(ShardedInput):
     def _make(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
     ) -> tf.data.Dataset:
-        """Make the shares of a pass.
+        """Make a dataset with this rank's shares of a pass.
 
         Args:
-            position_of_pass: Called when the pass starts; returns its position.
+            position_of_pass: Returns the position of the pass. Called when the pass starts.
             rows: The number of samples that are left at that position.
-            steps: Joint steps; those after the end of this rank's data have rows = 0.
+            steps: The number of joint steps. Steps after the end of this rank's data have rows = 0.
         """
 
         @tf.autograph.experimental.do_not_convert
         def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> Share:
             if self.plan.collectives.survives_losses:
-                # Makes shapes unknown: after a loss the last batch may have another size.
+                # Make the shapes unknown, because the last batch may have a different size after a
+                # rank is lost.
                 indices = tf.raw_ops.PlaceholderWithDefault(input=indices, shape=[None])
             batch = keras.tree.pack_sequence_as(self._batch, self._gather(indices))
             return Share(batch, rows, joint_rows)
@@ -145,7 +146,7 @@ class ShardedArrays(ShardedInput):
             else:
                 dataset = self._empty_steps(steps)
             options = tf.data.Options()
-            # As in Keras: optimizing would serialize the graph with the captured arrays.
+            # Don't optimize, as in Keras. It would serialize the graph with the captured arrays.
             options.experimental_optimization.apply_default_optimizations = False
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
             return without_autotuning(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
@@ -153,7 +154,7 @@ class ShardedArrays(ShardedInput):
     def _indices(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
     ) -> tf.data.Dataset:
-        """Make elements (indices, rows, joint_rows); the arguments are as for ``_make``."""
+        """Make a dataset of (indices, rows, joint_rows). ``_make`` describes the arguments."""
         plan, each = self.plan, self.each
         full_steps, rest = divmod(rows, each * plan.shards)
         start, stop = split_evenly(rest, plan.shards)[plan.shard]
@@ -201,7 +202,7 @@ class ShardedArrays(ShardedInput):
         return tf.data.Dataset.range(1).map(start_pass).flat_map(steps_of_pass)
 
     def _empty_steps(self, steps: int) -> tf.data.Dataset:
-        """Make steps with rows = 0, for a rank without data."""
+        """Make a dataset of steps with rows = 0, for a rank without data."""
         leaves = batch_structure.present_leaves(self._gather(tf.zeros([0], tf.int64)))
         blanks = [batch_structure.blank_value(tf.type_spec_from_value(leaf)) for leaf in leaves]
         batch = batch_structure.replace_leaves(self._batch, blanks)

@@ -1,8 +1,8 @@
 """Streams of batches: Python generators, torch ``DataLoader`` and Grain datasets.
 
 Every rank reads the whole stream and keeps one batch of each joint step. With ``presharded=True``
-each rank reads a different stream. If its length is unknown, the ranks agree before each block of
-steps of ``fit`` whether any of them has a batch left; the others compute with rows = 0.
+each rank reads a different stream. If their lengths are unknown, the ranks agree before each block
+of steps of ``fit`` whether any rank has a batch left. Ranks without a batch compute with rows = 0.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Batch = Any  # as Keras passes it to a step
 
 _NOTICE = (
     "Every rank reads all batches of the %s and keeps its part of them. If making batches is the "
-    "bottleneck, let each rank make different ones and pass presharded=True, or use a PyDataset."
+    "bottleneck, let each rank make different batches and pass presharded=True, or use a PyDataset."
 )
 _READ_ONCE = (
-    "A generator can be read once: create one for each fit, evaluate or predict, or use a "
+    "A generator can be read only once. Create one for each fit, evaluate or predict, or use a "
     "PyDataset."
 )
 
@@ -56,9 +56,10 @@ class _Step(NamedTuple):
     """A joint step as this rank reads it.
 
     Attributes:
-        batch: This rank's batch; None if the stream ended before it.
-        joint_rows: Rows of all batches of the step.
-        digest: Digest of the stream so far, uint8 of shape (8,); None if it isn't compared.
+        batch: This rank's batch; None if the stream ended before this batch.
+        joint_rows: The number of rows in all batches of the step.
+        digest: The digest of the stream up to this step, uint8 of shape (8,); None if the ranks
+            don't compare their streams.
     """
 
     batch: Batch | None
@@ -67,7 +68,10 @@ class _Step(NamedTuple):
 
 
 class ShardedStream(ShardedInput):
-    """One rank's share of a stream. Generators can be read once; other streams in each pass."""
+    """One rank's share of a stream.
+
+    A generator is read only once, even in several passes. Other streams start again in each pass.
+    """
 
     def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
         super().__init__(plan)
@@ -89,12 +93,12 @@ class ShardedStream(ShardedInput):
         self._specs = private_keras.batch_specs([present_leaves(batch) for batch in examined])
 
     def report(self) -> InputReport:
-        """Report types and shapes of the batches, and a digest of the first one."""
+        """Report the types and shapes of the batches, and a digest of the first batch."""
         plan = self.plan
         if plan.collectives.survives_losses:
             raise DataError(
                 f"A {self._kind} can't be used in an elastic job (--elastic), because its batches "
-                "can't be read again after a rank was lost. Use arrays, a tf.data.Dataset or a "
+                "can't be read again when a rank is lost. Use arrays, a tf.data.Dataset or a "
                 "PyDataset, or --max-restarts instead of --elastic."
             )
         if plan.presharded and plan.steps is None and not plan.trains and self.units is None:
@@ -123,7 +127,7 @@ class ShardedStream(ShardedInput):
         """Set the joint steps in a pass, and forget all passes."""
         super().set_steps(steps)
         self._queue: _Queue | None = None
-        self._agreed_steps = 0  # in this pass, by all ranks
+        self._agreed_steps = 0  # steps of this pass that all ranks have agreed on
         self._steps_read = 0
         self._digest: Any = None
 
@@ -161,11 +165,11 @@ class ShardedStream(ShardedInput):
         """Make a dataset of shares.
 
         Args:
-            start: Returns the steps that an iterator of the dataset takes.
+            start: Returns the queue from which an iterator of the dataset takes steps.
             limit: Returns the number of elements, which may grow while they are read.
             steps: The number of elements, if it is known.
         """
-        # Otherwise the stream ends in the same step on all ranks.
+        # Without padding, the stream ends in the same step on all ranks.
         pads = self.plan.presharded or self.steps is not None
 
         def elements() -> Iterator[tuple[Any, ...]]:
@@ -187,7 +191,8 @@ class ShardedStream(ShardedInput):
                 yield (*present_leaves(batch), np.int32(rows), np.int32(joint_rows))
                 count += 1
 
-        # Not prefetched: a step that the ranks haven't agreed on yet would look like the end.
+        # Don't prefetch, because a step that the ranks haven't agreed on yet would look like the
+        # end of the data.
         return batch_structure.to_dataset(elements, self._example, self._specs, steps)
 
     def _joint_steps(self, start: int) -> Iterator[_Step]:
@@ -216,7 +221,10 @@ class ShardedStream(ShardedInput):
         return (batch_structure.standardize(b, class_weight, source) for b in self._batches)
 
     def agree_on_steps(self, block: int) -> int:
-        """Return for how many of the next ``block`` steps a rank has a batch; collective."""
+        """Return for how many of the next ``block`` steps at least one rank has a batch.
+
+        All ranks must call this.
+        """
         assert self._queue is not None
         steps = self._joint_maximum(self._queue.available(block))
         self._agreed_steps += steps
@@ -228,13 +236,16 @@ class ShardedStream(ShardedInput):
         return int(self.plan.collectives.allreduce(np.array(count), "max", name="batches left"))
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Read and drop the earlier passes, which advances the random state behind their order."""
+        """Read and drop the batches of earlier passes.
+
+        This advances the random state that determines the order of the batches.
+        """
         if not self._read_once:
             for _ in range(passes):
                 collections.deque(self._batches, maxlen=0)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Check that a generator has not ended."""
+        """Check that a generator has a batch left on at least one rank."""
         if self._queue is None or not self._read_once:
             return
         if not self._joint_maximum(self._queue.available(1)):
@@ -244,7 +255,7 @@ class ShardedStream(ShardedInput):
             )
 
     def verify(self) -> None:
-        """Compare the batches that were read so far."""
+        """Compare the batches that the ranks have read so far."""
         if not self.plan.compares:
             return
         content = None if self._digest is None else self._digest.numpy().tobytes().hex()
@@ -253,7 +264,7 @@ class ShardedStream(ShardedInput):
         raise_if_different(gathered, remedies=REMEDIES)
 
     def on_epoch_end(self) -> None:
-        """Compare the batches, and don't use the user's generator until the next epoch."""
+        """Compare the batches, and stop reading the user's generator until the next epoch."""
         self.verify()
         if self._queue is not None:
             self._queue.settle()
@@ -264,7 +275,7 @@ def _rows(batch: Batch) -> int:
 
 
 class _Queue:
-    """Steps that were read but not yet taken; the next one is prepared on a thread."""
+    """Steps that were read but not taken yet. A thread prepares the next step."""
 
     def __init__(self, steps: Iterator[_Step]) -> None:
         self._steps = steps
@@ -273,13 +284,13 @@ class _Queue:
         self._next: Future[_Step | None] | None = None
 
     def available(self, limit: int) -> int:
-        """Return the number of steps that are left, up to ``limit``."""
+        """Return the number of steps left, but not more than ``limit``."""
         while len(self._waiting) < limit and self._read():
             pass
         return min(len(self._waiting), limit)
 
     def take(self) -> _Step | None:
-        """Remove and return the next step; None at the end."""
+        """Remove and return the next step, or return None at the end of the stream."""
         if not self.available(1):
             return None
         step = self._waiting.pop(0)

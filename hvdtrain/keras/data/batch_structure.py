@@ -1,4 +1,7 @@
-"""Batches as nested structures of tensors: naming, counting, comparing and conversion."""
+"""Functions for batches, which are nested structures of tensors.
+
+A leaf is a tensor of a batch, or None.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch: x, y and sample_weight, or others for custom steps."""
+    """Return the parts of a batch: x, y and sample_weight, or others for a custom train step."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
@@ -58,7 +61,7 @@ def present_leaves(batch: Any) -> list[Any]:
 
 
 def replace_leaves(batch: Any, leaves: Iterable[Any]) -> Any:
-    """Return the structure of a batch with other leaves, in the order of ``present_leaves``."""
+    """Return a batch with the same structure, in which ``leaves`` replace ``present_leaves``."""
     rest = iter(leaves)
     return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
@@ -74,7 +77,7 @@ def leaf_names(batch: Any) -> list[str]:
 
 
 def count_rows(leaf: Any) -> tf.Tensor:
-    """Return the rows of a dense, ragged or sparse leaf as an int32 scalar."""
+    """Return the number of rows of a dense, ragged or sparse leaf as an int32 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):
@@ -91,7 +94,7 @@ def describe_row(spec: tf.TypeSpec) -> str:
 
 
 def signature(batch_spec: Any) -> dict[str, str]:
-    """Map the name of each leaf to the type and shape of a row."""
+    """Map the name of each leaf to a description of its rows, as ``describe_row`` returns it."""
     leaves = keras.tree.flatten(batch_spec)
     return {
         name: "None" if is_absent(leaf) else describe_row(leaf)
@@ -100,9 +103,10 @@ def signature(batch_spec: Any) -> dict[str, str]:
 
 
 def identifying_leaves(batch: Any) -> list[Any]:
-    """Return the leaves that identify a batch: targets and weights, or inputs without them.
+    """Return the leaves that must be equal for two batches to be the same.
 
-    Random augmentation may make the inputs differ between ranks.
+    These are the targets and sample weights. Inputs are compared only if a batch has neither of
+    them, because random augmentation may make inputs differ between ranks.
     """
     inputs, *targets = batch_parts(batch)
     return present_leaves(targets) or present_leaves(inputs)
@@ -121,7 +125,7 @@ def digest(leaves: Sequence[Any]) -> tf.Tensor:
 
 
 def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Return the digest of a stream after one more batch, from the digests of both."""
+    """Return the digest of a stream after one more batch, from the two digests."""
     return _hash(tf.concat([stream, batch], axis=0))
 
 
@@ -131,10 +135,10 @@ def _hash(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def blank_value(spec: tf.TypeSpec) -> Any:
-    """Return a value of a spec, with size 1 for each unknown dimension.
+    """Return a tensor of zeros that matches a spec, with size 1 for each unknown dimension.
 
     Raises:
-        DataError: The kind of spec is not supported.
+        DataError: If the kind of spec is not supported.
     """
     if isinstance(spec, tf.RaggedTensorSpec):
         rows = spec.shape[0] or 1
@@ -152,22 +156,22 @@ def blank_value(spec: tf.TypeSpec) -> Any:
         return tf.zeros(shape, spec.dtype)
     raise DataError(
         f"Components of a dataset must be dense, ragged or sparse tensors, got "
-        f"{type(spec).__name__} ({spec}); convert it with Dataset.map, or shard the dataset and "
+        f"{type(spec).__name__} ({spec}); convert them with Dataset.map, or shard the dataset and "
         "pass presharded=True."
     )
 
 
 def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | None = None) -> Any:
-    """Convert a batch from Python code as Keras does: to a dict or a tuple, without lists.
+    """Convert a batch from Python code into a dict or a tuple without lists, as Keras does.
 
     Args:
         batch: The batch.
         class_weight: The argument of ``fit``.
-        source: The name of the code that made the batch, for errors.
+        source: The name of the code that made the batch, for error messages.
         max_parts: The largest number of parts that Keras accepts.
 
     Raises:
-        ValueError: Keras doesn't accept the batch.
+        ValueError: If Keras doesn't accept the batch.
     """
     batch = keras.tree.map_structure(private_keras.host_array, batch)
     if hasattr(batch, "dtype"):
@@ -192,10 +196,11 @@ def to_dataset(
     specs: Sequence[tf.TypeSpec],
     steps: int | None,
 ) -> tf.data.Dataset:
-    """Return a dataset of shares from a generator function; it doesn't prefetch.
+    """Return a dataset of shares from a generator function. The dataset doesn't prefetch.
 
     Args:
-        elements: Yields for each step the leaves of a batch, ``rows`` and ``joint_rows``.
+        elements: A function that yields a tuple for each step: the leaves of a batch, followed by
+            ``rows`` and ``joint_rows``.
         example: A batch with the right structure.
         specs: The spec of each leaf.
         steps: The number of steps, if it is known.

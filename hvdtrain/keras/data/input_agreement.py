@@ -1,4 +1,4 @@
-"""The comparison of the ranks' inputs; a difference is an error on every rank."""
+"""The comparison of the ranks' inputs. If they differ, every rank raises an error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["REMEDIES", "InputReport", "agree", "compare", "raise_if_different"]
 REMEDIES = (
     "If the data is shuffled or random, use the same seed on all ranks: "
     "keras.utils.set_random_seed(1) at the start of the program, Dataset.shuffle(..., seed=1), "
-    "torch.manual_seed(1). Otherwise pass the same data and arguments on every rank; or, if every "
-    "rank has different data, pass presharded=True to hvdtrain.distribute."
+    "torch.manual_seed(1). Otherwise pass the same data and arguments on every rank. If every rank "
+    "is meant to have different data, pass presharded=True to hvdtrain.distribute."
 )
 _PRESHARDED_REMEDIES = (
     "With presharded=True, batches must have the same structure on all ranks, and all ranks must "
@@ -32,10 +32,12 @@ class InputReport:
     Attributes:
         structure: Names and values that must be equal on all ranks.
         content: Names and values that must be equal if all ranks pass the same data.
-        steps: Joint steps in a pass over this rank's data; None if unknown or infinite.
+        steps: The number of joint steps in a pass over this rank's data; None if unknown or
+            infinite.
         endless: Whether the data is infinite.
-        written_files: Files that are written while reading; each rank must write other ones.
-        error: Why the input can't be used; None if it can.
+        written_files: The files that are written while the data is read. Each rank must write
+            different files.
+        error: The reason why the input can't be used; None if it can be used.
     """
 
     structure: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class InputReport:
 
 
 def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:
-    """Exchange the reports of all ranks and ``compare`` them; collective."""
+    """Exchange the reports of all ranks and ``compare`` them. All ranks must call this."""
     gathered = collectives.allgather_object(
         dataclasses.asdict(report), name="input of the training loop"
     )
@@ -58,10 +60,11 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
     """Compare the reports of all ranks.
 
     Returns:
-        The joint steps in a pass, of the rank with the most data; None if unknown or infinite.
+        The number of joint steps in a pass over the data of the rank with the most data; None if
+        unknown or infinite.
 
     Raises:
-        DataError: The inputs differ, or can't be used on a rank.
+        DataError: If the inputs differ, or if a rank can't use its input.
     """
     failed = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error]
     if failed:
@@ -80,7 +83,7 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
     unknown = [rank for rank, report in enumerate(reports) if report.steps is None]
     if unknown:
         raise DataError(
-            f"With presharded=True the number of batches must be known, but is not on "
+            f"With presharded=True the number of batches must be known, but is unknown on "
             f"{_ranks(unknown)}. Use dataset.apply(tf.data.experimental.assert_cardinality(n)), or "
             "Dataset.repeat() on every rank together with steps_per_epoch."
         )
@@ -99,20 +102,20 @@ def _check_written_files(reports: Sequence[InputReport]) -> None:
         if len(ranks) > 1:
             raise DataError(
                 f"The file of Dataset.cache must differ between ranks, got {path} on "
-                f'{_ranks(ranks)}; use a file per rank, .cache(f"{path}-{{hvdtrain.rank()}}"), '
-                "or cache in memory, .cache()."
+                f"{_ranks(ranks)}. Use a file per rank: "
+                f'.cache(f"{path}-{{hvdtrain.rank()}}"). Or cache in memory: .cache().'
             )
 
 
 def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> None:
-    """Raise an error that lists the differences between ranks; do nothing without differences.
+    """Raise an error that lists the differences between ranks, or return if nothing differs.
 
     Args:
-        facts: For each rank, names and values.
-        remedies: Advice for the user, which ends the message.
+        facts: The names and values of each rank.
+        remedies: Advice for the user, added at the end of the message.
 
     Raises:
-        DataError: The values differ.
+        DataError: If the values differ.
     """
     names = dict.fromkeys(name for entry in facts for name in entry)
     phrases = []
@@ -121,7 +124,7 @@ def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> Non
         for rank, entry in enumerate(facts):
             ranks_by_value.setdefault(str(entry.get(name, "missing")), []).append(rank)
         if len(ranks_by_value) > 1:
-            # The most common value first, so that exceptions stand out.
+            # The most common value comes first, so that exceptions stand out.
             groups = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
             values = [f"{value} on {_ranks(ranks)}" for value, ranks in groups[:_MAX_SHOWN]]
             if len(groups) > _MAX_SHOWN:
@@ -135,7 +138,7 @@ def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> Non
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return for example ``rank 3``, or ``ranks 0, 1, 2 and 9 more``."""
+    """Return a text such as ``rank 3`` or ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

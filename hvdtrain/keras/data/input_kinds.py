@@ -1,4 +1,4 @@
-"""``shard_input``, which creates the right ``ShardedInput`` for an input."""
+"""``shard_input``, which creates the ``ShardedInput`` for each kind of input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["shard_input"]
 def shard_input(
     x: Any, y: Any = None, sample_weight: Any = None, *, plan: ShardPlan
 ) -> ShardedInput:
-    """Return this rank's share of an input; collective.
+    """Return this rank's share of an input. All ranks must call this.
 
     Args:
         x: Arrays, a batched ``tf.data.Dataset``, a ``PyDataset``, a generator, a torch
@@ -31,15 +31,16 @@ def shard_input(
         plan: How to divide the input.
 
     Raises:
-        DataError: The input can't be used, or differs between ranks; raised on every rank.
-        ValueError: Keras doesn't accept the input; the other ranks raise a ``DataError``.
+        DataError: If the input can't be used, or differs between ranks. Every rank raises it.
+        ValueError: If Keras doesn't accept this rank's input. If Keras accepts the input of other
+            ranks, they raise a ``DataError``.
     """
     failure: Exception | None = None
     try:
         sharded = _create(x, y, sample_weight, plan)
         report = sharded.report()
     except Exception as error:
-        # The other ranks wait for this rank's report: send them the reason.
+        # The other ranks are waiting for this rank's report, so send them the reason.
         failure, report = error, InputReport(error=f"{type(error).__name__}: {error}")
     try:
         steps = agree(plan.collectives, report, presharded=plan.presharded)

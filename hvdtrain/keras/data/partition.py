@@ -3,12 +3,12 @@
 For ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 
 - All ranks compute the same order of the samples from the seed and the epoch.
-- Joint step ``k`` takes the next ``batch_size * size`` samples of that order, and rank ``r`` the
-  ``r``-th part of them: N ranks train like one process with N times the batch size.
-- The last joint step may be smaller; its samples are divided as evenly as possible.
+- Each joint step takes the next ``batch_size * size`` samples of that order, and rank ``r`` gets
+  the ``r``-th part of them. N ranks therefore train like one process with N times the batch size.
+- The last joint step may be smaller. Its samples are divided as evenly as possible.
 
-A position is therefore independent of the number of ranks. Batches are partitioned by the same
-rule; a rank takes one of them in each step.
+A position therefore doesn't depend on the number of ranks. The batches of other inputs are
+partitioned by the same rule. A rank takes one batch in each step.
 """
 
 from __future__ import annotations
@@ -42,19 +42,21 @@ Shuffle = bool | Literal["batch"]
 class Position:
     """A position in a pass over the data.
 
-    The pass continues with the ``missed`` units, followed by its order from ``start`` on. A unit
-    is a sample of arrays, or a batch of any other input.
+    A unit is a sample if the input consists of arrays, and a batch otherwise. The pass continues
+    with the ``missed`` units. Then it continues in its order with place ``start``.
 
     Attributes:
-        epoch: The epoch whose order the pass has; for a ``tf.data`` pipeline, the number of passes
-            that were started before.
-        start: Units of the order that are done or in ``missed``.
-        missed: Ascending places in the order, below ``start``, of units that lost ranks took.
-        joint_batch: Units in a full joint step when the pass was started, which determines the
-            order with ``shuffle="batch"``; None before the pass starts.
+        epoch: The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is
+            the number of passes that were started before.
+        start: The first place in the order that was not taken yet. All units before it are done,
+            except for the ``missed`` units.
+        missed: The places before ``start``, in ascending order, whose units were taken by ranks
+            that were lost.
+        joint_batch: The number of units in a full joint step when the pass was started, which
+            determines the order with ``shuffle="batch"``; None before the pass starts.
 
     Raises:
-        DataError: The values are not valid.
+        DataError: If the values are not valid.
     """
 
     epoch: int
@@ -75,7 +77,7 @@ class Position:
             )
 
     def after(self, units: int) -> Position:
-        """Return the position after ``units`` more units."""
+        """Return the position after the next ``units`` units."""
         done = min(units, len(self.missed))
         return dataclasses.replace(self, start=self.start + units - done, missed=self.missed[done:])
 
@@ -88,20 +90,20 @@ class Position:
         """Return this position with more missed places.
 
         Raises:
-            DataError: A place is not below ``start``.
+            DataError: If a place is not below ``start``.
         """
         return dataclasses.replace(self, missed=tuple(sorted({*self.missed, *places})))
 
     def left_of(self, units: int) -> int:
-        """Return the number of units that are left of a pass of ``units``."""
+        """Return the number of units left at this position in a pass of ``units`` units."""
         return bisect.bisect_left(self.missed, units) + max(0, units - self.start)
 
     @classmethod
     def from_json(cls, value: Any) -> Position:
-        """Return the position that ``dataclasses.asdict`` converted into ``value``.
+        """Return the position that ``dataclasses.asdict`` has converted into ``value``.
 
         Raises:
-            DataError: The value is not a valid position.
+            DataError: If the value is not a valid position.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if (
@@ -134,7 +136,7 @@ def epoch_order(
         rows: The number of samples.
         shuffle: True to shuffle all samples; ``"batch"`` to shuffle the samples within each joint
             batch; False to keep the given order.
-        joint_batch: Samples in a full joint step.
+        joint_batch: The number of samples in a full joint step.
         seed: A non-negative integer that is the same on all ranks.
         epoch: The number of the epoch, from 0.
 
@@ -164,8 +166,8 @@ class JointSteps:
     """The joint steps of the rest of a pass, and each rank's share of them.
 
     Attributes:
-        units: The number of units left; None if it is unknown or infinite.
-        each: Units that a rank takes in a full step.
+        units: The number of units left; None if unknown or infinite.
+        each: The number of units that a rank takes in a full step.
         size: The number of ranks.
     """
 
@@ -179,11 +181,14 @@ class JointSteps:
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
     def units_in(self, first_step: int, steps: int) -> int:
-        """Return the units in ``steps`` joint steps; without a known length all steps are full."""
+        """Return the number of units in ``steps`` joint steps, starting with ``first_step``.
+
+        If the length is unknown, all steps are assumed to be full.
+        """
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:
-        """Return the units of ``rank`` in ``step``, counted from the start of these steps."""
+        """Return the units of ``rank`` in ``step``, numbered from the start of these steps."""
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
@@ -201,9 +206,9 @@ def rank_share(
     """Return one rank's share of an epoch's order.
 
     Returns:
-        The samples of the full joint steps, of shape (steps, batch_size), and of the last, partial
-        step. If this rank has no share of a partial step, the latter contains one sample to
-        compute with, which must not count.
+        The rank's samples in the full joint steps, of shape (steps, batch_size), and its samples in
+        the last, partial step. If the rank's share of the partial step is empty, the second array
+        contains one sample to compute with, whose result must be ignored.
     """
     joint_batch = batch_size * size
     steps, rest = divmod(len(order), joint_batch)

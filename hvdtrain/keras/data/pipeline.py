@@ -1,12 +1,14 @@
 """The structure of ``tf.data`` pipelines, and passes over them in a reproducible order.
 
-A pipeline with ``shuffle(seed=...)`` draws the order of a pass from a generator when an iterator is
-created, which advances the generator. The order therefore depends on the number of earlier passes:
-a process that resumes with pass ``e`` first starts ``e`` others, as cheaply as possible.
+A new iterator of a pipeline with ``shuffle(seed=...)`` draws the order of its pass from a random
+generator, which advances the generator. The order therefore depends on the number of earlier
+passes. A process that resumes with pass ``e`` first starts the ``e`` earlier passes, as cheaply as
+possible.
 
-A second iterator for the same pass would draw the next order. To start a pass again, the state of
-its first iterator is saved before its first element. Restoring it in another iterator of the same
-dataset restores the order and the generator, so that the next pass is right as well.
+A second iterator for the same pass would draw the next order. To be able to start a pass again, the
+state of its first iterator is saved before the first element is read. Restoring that state in a new
+iterator of the same dataset restores the order. It also restores the generator, so that the next
+pass has the right order as well.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _IGNORE_EXTERNAL_STATE = 1  # tf.data's ExternalStatePolicy: nothing leaves the 
 _UNORDERED = {"deterministic": b"false", "sloppy": True}
 _COUNT = "_hvdtrain_passes_begun"
 
-# Datasets whose iterators create the iterators of their inputs immediately.
+# Kinds of datasets above a shuffle, by when they create the iterator of their input and so draw the
+# order. The iterators of these datasets create it immediately.
 _KINDS_AT_ONCE = (
     "_AssertCardinalityDataset _BatchDataset _DenseToRaggedDataset _FilterDataset _FlatMapDataset "
     "_IgnoreErrorsDataset _InterleaveDataset _MapDataset _OptionsDataset _PaddedBatchDataset "
@@ -45,9 +48,9 @@ _KINDS_AT_ONCE = (
     "_TakeWhileDataset _UnbatchDataset _UniqueDataset _WindowDataset _ZipDataset"
 )
 _DRAW_AT_ONCE = frozenset(_KINDS_AT_ONCE.split())
-# With their first element.
+# They create it when their first element is read.
 _DRAW_AT_FIRST = frozenset({"_ShuffleDataset"})
-# Later, or not in every pass; their saved state tells which.
+# They create it later, or not in every pass. The saved state of an iterator includes that.
 _DRAW_LATER = frozenset({"CacheDataset", "_CacheDataset", "_RepeatDataset"})
 
 _undecorated = tf.autograph.experimental.do_not_convert
@@ -77,8 +80,8 @@ def _graph_nodes(dataset: Any) -> Any:
 def cache_files(dataset: Any) -> list[str]:
     """Return the files that ``Dataset.cache`` would write.
 
-    Existing files, which are only read, and file names that a function of the pipeline computes
-    are not included.
+    Existing files are not included, because they are only read. File names that a function of the
+    pipeline computes are not included either, because they are unknown.
     """
     names = set()
     for part in _all_parts(dataset):
@@ -100,7 +103,10 @@ def _cached_by_operations(nodes: Iterable[Any]) -> set[str]:
 
 
 def unordered_operations(dataset: Any) -> list[str]:
-    """Return the operations with ``deterministic=False``, which overrides ``tf.data.Options``."""
+    """Return the operations with ``deterministic=False``.
+
+    This argument takes precedence over ``tf.data.Options``.
+    """
     operations = set()
     for part in _all_parts(dataset):
         kind = type(part).__name__
@@ -124,14 +130,17 @@ def _is_unordered(node: Any) -> bool:
 
 
 def shuffles(dataset: Any) -> bool:
-    """Return whether a visible part of the dataset shuffles."""
+    """Return whether the dataset shuffles, as far as its parts can be inspected."""
     return any(type(part).__name__ == "_ShuffleDataset" for part in _all_parts(dataset))
 
 
 def _reshuffling_paths(dataset: Any, above: frozenset[str] = frozenset()) -> list[frozenset[str]]:
-    """Return, for each part that may change the order in each pass, the kinds of datasets above it.
+    """Find the parts of a dataset that may change the order from pass to pass.
 
-    Parts that can't be inspected count as changing.
+    A part that can't be inspected is included, and "unknown" is added to its result.
+
+    Returns:
+        For each such part, the kinds of the datasets that read from it, directly or indirectly.
     """
     kind = type(dataset).__name__
     through = above | {kind}
@@ -147,7 +156,7 @@ def _reshuffling_paths(dataset: Any, above: frozenset[str] = frozenset()) -> lis
 
 def _is_unknown(dataset: Any, kind: str) -> bool:
     if kind == "_VariantDataset":
-        # Dataset.enumerate uses one to count; any other may hide a pipeline.
+        # Dataset.enumerate uses such a dataset to count. Any other may hide a pipeline.
         return not _only_counts(dataset)
     return reshuffles(dataset) or any(t.dtype == tf.variant for t in captured_tensors(dataset))
 
@@ -162,14 +171,15 @@ def _only_counts(dataset: Any) -> bool:
 class PipelinePasses:
     """The passes of one training over a user's dataset.
 
-    The number of passes is stored with the dataset, like its generators: another ``fit`` with the
-    same dataset continues with the next order, as in Keras.
+    The number of passes is stored in the dataset, because its random generators advance with every
+    pass. Another ``fit`` with the same dataset continues with the next order, as in Keras.
 
     Attributes:
         changes: Whether the order may change from pass to pass.
         at_once: Whether creating an iterator is enough to draw the next order.
-        at_first: Whether reading one element is enough; otherwise the pass must be read to its end.
-        repeatable: Whether a saved iterator determines the order of its pass.
+        at_first: Whether reading one element is enough to draw the next order. Otherwise the pass
+            must be read to its end.
+        repeatable: Whether the saved state of an iterator determines the order of its pass.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -179,8 +189,8 @@ class PipelinePasses:
         self.at_once = all(above <= _DRAW_AT_ONCE for above in paths)
         self.at_first = all(above <= _DRAW_AT_ONCE | _DRAW_AT_FIRST for above in paths)
         self.repeatable = all(above <= _DRAW_AT_ONCE | _DRAW_LATER for above in paths)
-        self._epoch: int | None = None  # of the last pass that was started
-        self._started_after: int | None = None  # the number of passes after it
+        self._epoch: int | None = None  # the epoch of the last pass that was started
+        self._started_after: int | None = None  # the number of passes started up to that pass
         self._saved: Any = None
 
     @property
@@ -192,18 +202,18 @@ class PipelinePasses:
         setattr(self._dataset, _COUNT, count)
 
     def catch_up(self, passes: int) -> None:
-        """Make the next pass number ``passes`` over this dataset, from 0.
+        """Advance the dataset as if ``passes`` passes over it had been started.
 
         Raises:
-            DataError: The pass was already started, or can't be reached.
+            DataError: If more passes were started already, or if this state can't be reached.
         """
         if not self.changes:
             return
         if passes < self._started:
             raise DataError(
-                f"Training must resume with pass {passes} over a tf.data pipeline with another "
-                f"order in each pass, got one that has started {self._started} in this process; "
-                "create the dataset again, or resume in a new process."
+                f"Training must resume with pass {passes} over a tf.data pipeline that has a "
+                f"different order in each pass, but {self._started} passes were already started in "
+                "this process. Create the dataset again, or resume in a new process."
             )
         endless = self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         if passes > self._started and endless and not self.at_first:
@@ -222,16 +232,17 @@ class PipelinePasses:
         self._started = passes
 
     def begin(self, epoch: int, *, within: bool, repeatable: bool) -> tf.data.Dataset:
-        """Return the elements of a pass from its start, to be iterated once.
+        """Return the elements of a pass from its start. They can be iterated once.
 
         Args:
-            epoch: Identifies the pass: the same epoch is the same pass, a later one the next.
-            within: Whether the pass continues in its middle. Without ``catch_up``, each earlier
-                epoch then counts as a pass.
-            repeatable: Whether the pass may be started again.
+            epoch: The epoch of the pass. The epoch of the latest pass starts that pass again, and a
+                later epoch starts the next pass.
+            within: Whether training continues within the pass. If ``catch_up`` was not called, one
+                pass for each earlier epoch is then counted.
+            repeatable: Whether it must be possible to start the pass again.
 
         Raises:
-            DataError: The pipeline can't return to the order of this pass.
+            DataError: If the pipeline can't return to the order of this pass.
         """
         if not self.changes:
             return self._dataset
@@ -241,7 +252,7 @@ class PipelinePasses:
         ):
             raise DataError(
                 f"The pass of epoch {epoch} over the tf.data pipeline can't be started again, "
-                "because the pipeline has another order in each pass. Use "
+                "because the pipeline has a different order in each pass. Use "
                 "Dataset.shuffle(..., reshuffle_each_iteration=False); or shuffle only once and "
                 "not within a function; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
                 "shuffles."
@@ -267,7 +278,7 @@ class PipelinePasses:
 
 
 def _remaining_elements(iterator: Any) -> tf.data.Dataset:
-    """Return a dataset of the rest of an iterator, which reads it within the graph."""
+    """Return a dataset with the remaining elements of an iterator."""
     ticks = tf.data.Dataset.range(1).repeat()
     elements = ticks.map(_undecorated(lambda _: iterator.get_next_as_optional()))
     elements = elements.take_while(_undecorated(lambda element: element.has_value()))

@@ -1,4 +1,4 @@
-"""``keras.utils.PyDataset``: each rank asks the user's object for its own batches only."""
+"""``keras.utils.PyDataset``. Each rank asks the user's object for its own batches only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def report(self) -> InputReport:
-        """Report the number, types and shapes of the batches, and a digest of the first one."""
+        """Report the number, types and shapes of the batches, and a digest of the first batch."""
         plan = self.plan
         self._read_length(limits=True)
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
@@ -73,7 +73,10 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def _read_length(self, *, limits: bool) -> None:
-        """Read the number of batches; as in Keras, it may limit the steps of later epochs."""
+        """Read the number of batches.
+
+        If ``limits``, later epochs have at most this number of batches, as in Keras.
+        """
         length = self._dataset.num_batches
         if length is None and not self.plan.steps:
             raise DataError(
@@ -105,7 +108,7 @@ class ShardedPyDataset(ShardedInput):
         plan, units = self.plan, self.units
         self._epoch = epoch
         if not plan.trains:
-            # As Keras, which resets the data for each evaluation.
+            # Keras also resets the data for each evaluation.
             self._read_length(limits=True)
             self._dataset.on_epoch_end()
         self._dataset.on_epoch_begin()
@@ -113,7 +116,7 @@ class ShardedPyDataset(ShardedInput):
         if plan.trains and plan.steps and self.units != units:
             raise DataError(
                 f"The length of the PyDataset must not change if steps_per_epoch is given, got "
-                f"{self.units} batches in epoch {epoch} after {units}; omit steps_per_epoch."
+                f"{self.units} batches in epoch {epoch} and {units} before; omit steps_per_epoch."
             )
         report = self._report_length()
         if self._may_reorder and plan.compares:
@@ -147,7 +150,10 @@ class ShardedPyDataset(ShardedInput):
         return dataset.prefetch(1)
 
     def _indices(self, position: Position, steps: int | None) -> tuple[Iterable[int], float]:
-        """Return the index of this rank's batch in each step, and how many of the steps count."""
+        """Return the index of this rank's batch in each step, and the number of steps that count.
+
+        In the steps after these, the batch is only used to compute with rows = 0.
+        """
         rank, size = self.plan.shard, self.plan.shards
         if self._length is None or steps is None:
             endless = itertools.chain(position.missed, itertools.count(position.start))
@@ -181,9 +187,10 @@ def _batch_of_worker(index: int) -> Any:
 
 
 def _fetch(dataset: keras.utils.PyDataset, indices: Iterable[int]) -> Iterator[Any]:
-    """Yield the batches at ``indices``, prepared by the workers of the dataset.
+    """Yield the batches at ``indices``, which the dataset's workers prepare.
 
-    As in Keras, each pass starts new workers: processes must see the changes of the user's hooks.
+    Each pass starts new workers, as in Keras, because worker processes must see the changes that
+    the user's hooks have made.
     """
     workers, processes = dataset.workers, dataset.use_multiprocessing
     if workers <= (0 if processes else 1):

@@ -1,4 +1,4 @@
-"""The base class of all inputs, what a pass over them yields, and how they are sharded."""
+"""The base class of all kinds of input, and classes for the plan, the shares and the passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.keras.data.partition import JointSteps, Position, Shuffle, joint_s
 __all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "without_autotuning"]
 
 JOINT_ROWS_UNKNOWN = -1
-"""``joint_rows`` of an element if only communication can determine it."""
+"""The value of ``joint_rows`` if a rank can't determine it without communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class ShardPlan:
         size: The number of ranks.
         seed: A non-negative integer that determines the order of the data on all ranks.
         collectives: The connection between the ranks.
-        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; a
-            whole pass by default.
-        batch_size: Rows per rank and step of arrays; chosen by Keras by default.
+        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; None
+            for a whole pass.
+        batch_size: The number of rows per rank and step, for arrays only; None for Keras' default.
         shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
         class_weight: The argument of ``fit``.
         presharded: Whether each rank passes different data and uses all of it. Ranks with less
@@ -53,7 +53,7 @@ class ShardPlan:
 
     @property
     def shards(self) -> int:
-        """The number of parts that this rank's data is divided into."""
+        """The number of parts into which this rank's data is divided."""
         return 1 if self.presharded else self.size
 
     @property
@@ -72,9 +72,9 @@ class Share(NamedTuple):
 
     Attributes:
         batch: A batch as Keras passes it to a step in a single process.
-        rows: int32 scalar, the rows of ``batch`` that count: all of them, or 0 if the data of this
-            rank has ended and ``batch`` only has the right structure.
-        joint_rows: int32 scalar, the sum of ``rows`` over all ranks; -1 or None if unknown.
+        rows: The number of rows of ``batch`` that count, as an int32 scalar. Either all rows count,
+            or none if this rank's data has ended and ``batch`` only has the right structure.
+        joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar; -1 or None if unknown.
     """
 
     batch: Any
@@ -88,10 +88,10 @@ class Pass:
 
     Attributes:
         steps: The number of joint steps left; None if unknown or infinite.
-        position: Where the pass starts.
+        position: The position where this rest of the pass starts.
         joint: The partition of the remaining units.
-        presharded: Whether the units are in this rank's data only.
-        make: Creates ``dataset``.
+        presharded: Whether only this rank has its data.
+        make: A function that creates ``dataset``.
     """
 
     steps: int | None
@@ -102,10 +102,12 @@ class Pass:
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """The shares of the remaining steps, to be iterated once; reading it starts the pass.
+        """The shares of the remaining steps, which can be iterated once.
+
+        The first access to this attribute starts the pass.
 
         Raises:
-            DataError: A pipeline can't repeat the order of the pass.
+            DataError: If a pipeline can't repeat the order of the pass.
         """
         return self.make()
 
@@ -114,10 +116,10 @@ class Pass:
         return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
-        """Return the units of ``rank`` in a joint step, counted from the start of this pass.
+        """Return the units of ``rank`` in a joint step, numbered from the start of this rest.
 
         Raises:
-            DataError: The units are in that rank's data only.
+            DataError: If only that rank has its data.
         """
         if self.presharded:
             raise DataError(
@@ -127,23 +129,25 @@ class Pass:
 
 
 class ShardedInput:
-    """One rank's share of an input; each kind of input has a subclass.
+    """One rank's share of an input. Each kind of input has a subclass.
 
-    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both: a
-    ``tf.data`` pipeline that shuffles counts the passes. All ranks must call ``agree_on_steps``,
-    ``on_epoch_begin``, ``verify`` and ``on_epoch_end`` together.
+    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both,
+    because a ``tf.data`` pipeline that shuffles counts the passes. All ranks must call
+    ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and ``on_epoch_end`` together.
 
     Attributes:
         plan: How the input is divided.
-        unit: What positions count, "samples" or "batches".
-        each: Units that a rank takes in a full step.
-        units: Units in a pass over this rank's data; None if unknown or infinite.
-        steps: Joint steps in a pass, the cardinality of ``dataset``; None if unknown or infinite.
-            May change in each epoch of a ``PyDataset``, and ``dataset`` with it.
-        joint_rows_known: Whether elements contain ``joint_rows``.
+        unit: The unit of positions: "samples" or "batches".
+        each: The number of units that a rank takes in a full step.
+        units: The number of units in a pass over this rank's data; None if unknown or infinite.
+        steps: The number of joint steps in a pass, which is the cardinality of ``dataset``; None if
+            unknown or infinite. With a ``PyDataset``, ``steps`` and ``dataset`` may change in each
+            epoch.
+        joint_rows_known: Whether shares contain ``joint_rows``.
         notice: A recommendation to log once, or None.
         presharded: Whether each rank has different data.
-        repeatable: Whether a pass can be started again; otherwise reading its dataset raises.
+        repeatable: Whether a pass can be started again. If not, reading the dataset of a repeated
+            pass raises an error.
         follows_global_seed: Whether the order of a pass depends on TensorFlow's global seed.
     """
 
@@ -164,12 +168,15 @@ class ShardedInput:
         """Inspect the input without communication.
 
         Raises:
-            DataError: The input can't be used.
+            DataError: If the input can't be used.
         """
         raise NotImplementedError
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the joint steps in a pass, which the ranks have agreed on, and forget all passes."""
+        """Set the number of joint steps in a pass, and forget all passes.
+
+        The ranks must have agreed on this number.
+        """
         self.steps = steps
         self.__dict__.pop("dataset", None)
 
@@ -189,22 +196,23 @@ class ShardedInput:
     def begin(
         self, position: Position, *, ranks: int | None = None, repeatable: bool = False
     ) -> Pass:
-        """Start a pass at ``position``, after ``on_epoch_begin``; doesn't communicate.
+        """Start a pass at ``position``, without communication.
 
-        Earlier passes must not be read any more.
+        Call this after ``on_epoch_begin``. Earlier passes must not be read any more.
 
         Args:
-            position: The position, the same on all ranks.
+            position: The position, which must be the same on all ranks.
             ranks: The number of ranks when the position was reached, if it may have changed.
-            repeatable: Whether this pass may be started again, which is slower for pipelines that
-                shuffle.
+            repeatable: Whether it must be possible to start this pass again. This makes pipelines
+                that shuffle slower.
 
         Raises:
-            DataError: The data is shorter, or presharded and the number of ranks has changed.
+            DataError: If the data ends before ``position``, or if the data is presharded and the
+                number of ranks has changed.
         """
         plan, units = self.plan, self.units
         if plan.presharded:
-            # Of the rank with the most data.
+            # The units of the rank with the most data.
             units = None if self.steps is None else self.steps * self.each
             self._check_ranks(plan.size if ranks is None else ranks, plan.size)
             if position.missed:
@@ -230,10 +238,10 @@ class ShardedInput:
         )
 
     def reshard(self, *, rank: int, size: int) -> ShardedInput:
-        """Return this input divided among ``size`` ranks; doesn't communicate.
+        """Return this input divided among ``size`` ranks, without communication.
 
         Raises:
-            DataError: The data is presharded and the number of ranks has changed.
+            DataError: If the data is presharded and the number of ranks has changed.
         """
         plan = self.plan
         if (plan.rank, plan.size) == (rank, size):
@@ -253,40 +261,41 @@ class ShardedInput:
         if before != now:
             raise DataError(
                 f"The number of ranks was {before}, got {now}. With presharded=True each rank has "
-                f"different data, which can't be redistributed: start {before} ranks, or pass all "
+                f"different data, which can't be redistributed. Start {before} ranks, or pass all "
                 "data on every rank without presharded."
             )
 
     def agree_on_steps(self, block: int) -> int:
-        """Return how many of the next ``block`` steps exist, if a pass has an unknown length."""
+        """Return how many of the next ``block`` steps exist in a pass of unknown length."""
         return block
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Bring the data to the state after earlier epochs, before a resumed training continues.
+        """Advance the data as if the earlier epochs had been trained in this process.
 
         Args:
             epochs: The number of completed epochs.
-            passes: The number of completed passes; smaller if a pass takes several epochs.
+            passes: The number of completed passes. It is smaller than ``epochs`` if a pass takes
+                several epochs.
 
         Raises:
-            DataError: The data was already read further.
+            DataError: If the data has already been read past this point.
         """
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Set the epoch whose order the next pass has."""
 
     def verify(self) -> None:
-        """Check after the first step of an epoch that all ranks read the same data.
+        """Check that all ranks read the same data. Called after the first step of an epoch.
 
         Raises:
-            DataError: They don't; raised on every rank.
+            DataError: If the data differs. Every rank raises it.
         """
 
     def on_epoch_end(self) -> None:
-        """Check at the end of an epoch that all ranks have read the same data.
+        """Check that all ranks have read the same data. Called at the end of an epoch.
 
         Raises:
-            DataError: They haven't; raised on every rank.
+            DataError: If the data differs. Every rank raises it.
         """
         self.verify()
 
@@ -294,11 +303,12 @@ class ShardedInput:
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset with a fixed order and without autotuning.
 
-    Deleting an iterator joins the thread that tunes it. TensorFlow wakes that thread before it
-    marks the iterator as cancelled (``CancellationManager::StartCancelWithStatus``), so that the
-    thread often sleeps for another period, of 10 ms to a minute, by which ``fit`` would end later.
-    Without autotuning, ``num_parallel_calls=AUTOTUNE`` uses up to 16 threads, and prefetching
-    still adapts. A pipeline that sets any of ``options.autotune`` keeps its settings.
+    Autotuning would delay the end of ``fit``. When an iterator is deleted, TensorFlow waits for the
+    thread that tunes it. TensorFlow wakes that thread before it marks the iterator as cancelled
+    (``CancellationManager::StartCancelWithStatus``), so the thread often sleeps for another period
+    of 10 ms to a minute. Without autotuning, ``num_parallel_calls=AUTOTUNE`` uses up to 16 threads,
+    and prefetching still adapts. A pipeline that sets any of ``options.autotune`` keeps its
+    settings.
     """
     options = tf.data.Options()
     options.deterministic = True

@@ -1,8 +1,8 @@
-"""``tf.data`` pipelines: every rank runs the whole pipeline and keeps every N-th batch.
+"""``tf.data`` pipelines. Every rank runs the whole pipeline and keeps every N-th batch.
 
-Joint step ``k`` of N ranks consists of the batches ``kN`` to ``kN + N - 1``; rank ``r`` computes
-with the ``r``-th of them. This works for any pipeline, and since every rank counts the rows of all
-batches, without communication.
+Joint step ``k`` of N ranks consists of the batches ``kN`` to ``kN + N - 1``. Rank ``r`` computes
+with batch ``kN + r``. This works for any pipeline. It needs no communication, because every rank
+counts the rows of all batches.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ _PASSES = "_hvdtrain_whole_passes"
 
 
 class _StreamRecord:
-    """Digests of the batches that a pass has read, up to its first step and up to its last one."""
+    """Digests of the batches that a pass has read.
+
+    Attributes:
+        first: The digest of the first joint step, or None before that step.
+        whole: The digest of the whole pass, or None before its last step.
+    """
 
     def __init__(self) -> None:
         self.first: str | None = None
         self.whole: str | None = None
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
-        """Note the digest of the stream so far; called in the first and in the last step."""
+        """Note the digest of the stream so far. Called in the first and in the last step."""
         text = stream.tobytes().hex()
         if step == 0:
             self.first, self.whole = text, None
@@ -110,12 +115,13 @@ class ShardedPipeline(ShardedInput):
         )
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the joint steps in a pass, and forget all passes."""
+        """Set the number of joint steps in a pass, and forget all passes."""
         super().set_steps(steps)
         self._record = _StreamRecord()
 
     def _whole_pass(self) -> tf.data.Dataset:
-        # Kept with the user's dataset: making it takes most of the time of another fit.
+        # Keep the result in the user's dataset, because making it takes most of the time of a
+        # second fit.
         plan, steps = self.plan, self.steps
         key = (plan.rank, plan.size, plan.presharded, plan.trains, steps)
         cached = plan.class_weight is None
@@ -147,7 +153,7 @@ class ShardedPipeline(ShardedInput):
         self._passes.catch_up(passes)
 
     def verify(self) -> None:
-        """Compare the first joint step, and the whole pass if it is complete."""
+        """Compare the first joint step and, if all ranks have completed it, the whole pass."""
         if not self.plan.compares:
             return
         gathered = self.plan.collectives.allgather_object(
@@ -155,7 +161,7 @@ class ShardedPipeline(ShardedInput):
             name="content of the tf.data pipeline",
         )
         facts = [{"the first joint step (fingerprint)": entry["first"]} for entry in gathered]
-        # A rank that hasn't fetched its last step yet can't compare it.
+        # A rank that hasn't fetched its last step yet has no digest of the whole pass.
         if all(entry["whole"] for entry in gathered):
             for fact, entry in zip(facts, gathered):
                 fact["a whole pass (fingerprint)"] = entry["whole"]
@@ -176,12 +182,13 @@ class ShardedPipeline(ShardedInput):
         steps: int | None,
         record: _StreamRecord,
     ) -> tf.data.Dataset:
-        """Make the shares of a pass.
+        """Make a dataset with this rank's shares of a pass.
 
         Args:
-            dataset: The user's elements.
-            batches: Their number; None if unknown or infinite.
-            steps: Joint steps, if known; those after the end of this rank's data have rows = 0.
+            dataset: The user's batches.
+            batches: The number of batches; None if unknown or infinite.
+            steps: The number of joint steps, if it is known. Steps after the end of this rank's
+                data have rows = 0.
             record: Receives the digests of the batches.
         """
         plan = self.plan
@@ -199,7 +206,7 @@ class ShardedPipeline(ShardedInput):
                     rank=plan.shard,
                     size=plan.shards,
                     blanks=_components([batch_structure.blank_value(spec) for spec in specs]),
-                    # The first end mark completes the last step with batches.
+                    # One more end mark, because the first one emits the last step with batches.
                     ends=padding + (batches != 0),
                     padded=batches == 0,
                 )
@@ -209,7 +216,7 @@ class ShardedPipeline(ShardedInput):
             return without_autotuning(dataset).prefetch(tf.data.AUTOTUNE)
 
     def _single_batch(self, *element: Any) -> Share:
-        """Return the share of a step that consists of one batch of this rank."""
+        """Return the share of a step if this rank uses all batches of its data."""
         components, rows, _, _ = self._prepare(*element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
         return Share(self._pack(components), rows, unknown if self.plan.presharded else rows)
@@ -220,7 +227,10 @@ class ShardedPipeline(ShardedInput):
         return batch_structure.replace_leaves(self._spec, leaves)
 
     def _prepare(self, *element: Any) -> tuple[Any, ...]:
-        """Return the components of a batch, its rows, its digest, and True (no end mark)."""
+        """Return the components, the number of rows and the digest of a batch, and True.
+
+        True means that the element is a batch and not an end mark.
+        """
         # tf.data passes the entries of a tuple as arguments, even if there is a single one.
         batch = element if type(self._spec) is tuple else element[0]
         leaves = batch_structure.present_leaves(batch)
@@ -263,25 +273,29 @@ def _join_steps(
     ends: int,
     padded: bool,
 ) -> tf.data.Dataset:
-    """Convert a stream of batches into joint steps with this rank's batch of each.
+    """Convert a stream of batches into joint steps that contain this rank's batch.
 
     Elements (components, rows, digest, True) become (True, components, rows, joint_rows, step,
-    last, digest). A joint step is emitted together with the next batch or the end, so that the last
-    one is known; only one batch is held.
+    last, digest). A joint step is emitted when the next batch or the end is read, because only then
+    it is known whether this step is the last one. Only one batch is held.
 
     Args:
-        dataset: One element per batch; False instead of True marks an end.
+        dataset: A dataset with one element per batch. An element with False instead of True marks
+            the end.
         rank: This rank.
         size: The number of ranks.
-        blanks: Components to compute with in steps without a batch for this rank.
-        ends: End marks to append. Each emits a joint step, after the first one with rows = 0.
-        padded: Whether to emit these steps even without any batches.
+        blanks: The components to compute with if there are no batches.
+        ends: The number of end marks to append. The first one emits the last joint step with
+            batches. Each further end mark emits a joint step with rows = 0.
+        padded: Whether end marks emit steps even if there are no batches. In this case, the first
+            one also emits a step with rows = 0.
     """
     no_digest = tf.zeros([8], tf.uint8)
     zero = tf.constant(0, tf.int32)
     end = tf.data.Dataset.from_tensors((blanks, zero, no_digest, False))
     dataset = dataset.concatenate(end.repeat(ends))
-    # Batches in the joint step, this rank's batch, its rows, joint rows, steps emitted, digest.
+    # The state contains the number of batches in the current joint step, this rank's batch, its
+    # rows, the joint rows, the number of steps emitted, and the digest of the stream.
     state = (zero, blanks, zero, zero, tf.constant(0, tf.int64), no_digest)
     advance = _advance(rank, size, padded, dataset.element_spec)
     dataset = dataset.scan(state, _undecorated(lambda *arguments: advance(*arguments)))
@@ -290,7 +304,10 @@ def _join_steps(
 
 @functools.lru_cache(maxsize=32)
 def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
-    """Return the function of ``Dataset.scan``; cached, as tracing it takes a tenth of a second."""
+    """Return the function for ``Dataset.scan``.
+
+    The function is cached because tracing it takes a tenth of a second.
+    """
     counter, steps = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
     components, _, stream, _ = element_spec
     state_spec = (counter, components, counter, counter, steps, stream)
@@ -302,7 +319,7 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
         ready = tf.where(is_batch, full, (count > 0) | (step > 0) | padded)
         emitted = (ready, held, rows, joint_rows, step, ~is_batch, stream)
         place = tf.where(full, 0, count)
-        # Until this rank's batch arrives, hold the previous one to compute with.
+        # Until this rank's batch arrives, hold an earlier batch to compute with.
         held = tf.cond(is_batch & (place <= rank), lambda: components, lambda: held)
         rows = tf.where(tf.equal(place, rank), batch_rows, tf.where(tf.equal(place, 0), 0, rows))
         joint_rows = tf.where(full, 0, joint_rows) + batch_rows
@@ -320,7 +337,10 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
 
 
 def _skip_done(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
-    """Return the batches that are left; missed ones come first, because their places are lower."""
+    """Return the batches that are left at ``position``.
+
+    The missed batches come first, because their places are lower.
+    """
     missed = tf.constant(position.missed, tf.int64)
 
     def is_left(place: tf.Tensor, *_: Any) -> tf.Tensor:
@@ -331,7 +351,7 @@ def _skip_done(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
 
 
 def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
-    """Return the dense tensors of leaves; ``Dataset.scan`` doesn't support ragged ones."""
+    """Return the dense tensors of leaves, because ``Dataset.scan`` doesn't support ragged ones."""
     return tuple(tf.nest.flatten(leaves, expand_composites=True))
 
 

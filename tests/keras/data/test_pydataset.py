@@ -275,5 +275,5 @@ def test_another_length_on_a_rank_is_an_error() -> None:
 
 def test_the_length_must_not_change_in_a_pass_over_several_epochs() -> None:
     for result in _two_epochs(lambda _: Changing(0, 20, 8), trains=True, steps=1):
-        with pytest.raises(DataError, match="got 4 batches in epoch 1 after 10"):
+        with pytest.raises(DataError, match="got 4 batches in epoch 1 and 10 before"):
             raise result
