@@ -269,7 +269,7 @@ def test_presharded_data_is_used_once_and_resumes_at_any_position(
 
 def test_presharded_data_needs_the_same_number_of_ranks() -> None:
     share = shard_on_ranks(2, _arrays, batch_size=4, presharded=True)[0]
-    with pytest.raises(DataError, match=r"was 3, got 2\. .*presharded=True.*start 3 ranks"):
+    with pytest.raises(DataError, match=r"was 3, got 2\. .*presharded=True.*Start 3 ranks"):
         share.begin(Position(epoch=0), ranks=3)
     with pytest.raises(DataError, match="was 2, got 1"):
         share.reshard(rank=0, size=1)
