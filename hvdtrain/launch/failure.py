@@ -208,9 +208,13 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
         at_fault = {host for problem in problems for host in problem.hosts}
         messages.append("\n".join(map(format_problem, problems)))
         return messages, [host for host in hosts if host in at_fault]
+    plugin = next(filter(None, map(_SRUN_PLUGIN.match, record.starter_output)), None)
     messages.append(
         "every host needs this Python and the program at the same paths, and must be reachable "
         "from here; 'hvdtrain check' tests that"
+        if plugin is None
+        else f"this Slurm has no plug-in --mpi={plugin[1]}; set SLURM_MPI_TYPE to another one of "
+        "srun --mpi=list, or name the hosts with -H to start through mpirun and ssh"
     )
     if lines := _output(record):
         messages.append(
@@ -235,6 +239,7 @@ _SSH = re.compile(r"ssh: |\S+: Permission denied \(|Host key verification failed
 # Open MPI's lines about the host where it was started.
 _LOCAL_LINE = re.compile(r"\[|\s*Local host:")
 _SHELL_NOT_FOUND = re.compile(r"sh: .*: (No such file or directory|not found)$")
+_SRUN_PLUGIN = re.compile(r"srun: error: Invalid MPI type '(.*?)'")
 _SRUN_NOT_FOUND = re.compile(r"slurmstepd.*: error: (execve\(\): .*)")
 # A task exits with ENOENT if its program does not exist.
 _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 2$")

@@ -190,6 +190,13 @@ def test_lost_hosts() -> None:
     assert outcome_of(seen={}, starter_output=["an unknown error"]).lost_hosts == ()
 
 
+def test_a_missing_plugin_of_slurm_has_its_own_remedy() -> None:
+    error = "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types"
+    _, remedy, output = outcome_of(seen={}, starter="srun", starter_output=[error]).messages
+    assert "no plug-in --mpi=pmix; set SLURM_MPI_TYPE" in remedy
+    assert error in output
+
+
 def test_repeated_output_of_mpirun_is_shown_once_and_cut() -> None:
     output = ["no route there"]
     for host in range(50):
