@@ -1,6 +1,6 @@
 """The program that ``hvdtrain check`` runs on all ranks: a short, timed allreduce.
 
-It does without TensorFlow, whose import would take most of the time.
+It does not use TensorFlow, because importing TensorFlow would take most of the time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ __all__ = ["format_allreduce", "main"]
 
 NBYTES = 4_000_000
 REPETITIONS = 3
-# Starting MPI may hang.
+# The program ends after this time, because starting MPI may hang.
 TIMEOUT_S = 90.0
 
 
 def main() -> None:
-    """Run the allreduce; the chief prints the first argument, and the times if sums are correct."""
+    """Run the allreduce on all ranks.
+
+    The chief prints one line: the first argument, and the times if all sums are correct.
+    """
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     topology = read_topology(os.environ)
     engine = create(topology, read_settings(os.environ))
     if engine.size > 1:
-        # Ends MPI with this process, and the other ranks if it fails.
+        # They end MPI when this process ends, and the other ranks if it fails.
         exit_hooks.install(engine, report.failed)
     ranks = engine.size
     small, large = np.ones(1, np.float32), np.ones(NBYTES // 4, np.float32)
@@ -56,7 +59,7 @@ def main() -> None:
 
 
 def format_allreduce(engine: str, ranks: int, nbytes: int, best_s: float, latency_s: float) -> str:
-    """Format the time for ``nbytes``, the bandwidths, and the time for four bytes."""
+    """Format the time and the bandwidths for ``nbytes``, and the time for four bytes."""
     return (
         f"allreduce over {ranks} ranks ({engine}): {nbytes / 1e6:.1f} MB in "
         f"{format_seconds(best_s)}, {nbytes / best_s / 1e9:.2f} GB/s "

@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "format_report", "run"]
 logger = logging.getLogger(__package__)
 
 READY, NOT_READY = 0, 1
-# Without -np, this host is checked for the smallest job that communicates.
+# Without -np, the check assumes the smallest job whose ranks communicate.
 DEFAULT_RANKS = 2
 
 _HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-allreduce", action="store_true", help="skip the allreduce over all ranks"
     )
     parser.add_argument(
-        "--on", choices=("kubernetes",), help="check a namespace of a cluster instead of hosts"
+        "--on", choices=("kubernetes",), help="check a Kubernetes namespace instead of hosts"
     )
     add_pod_options(parser.add_argument_group("with --on kubernetes, as for hvdtrain submit"))
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.on or arguments.pod_words:
         return _check_namespace(arguments)
     method, hosts = _hosts(arguments, os.environ)
-    # Hosts without ranks are checked, too.
+    # Hosts without ranks are also checked.
     ranks = dict.fromkeys((host.name for host in hosts), 0)
     ranks |= Counter(entry.host for entry in place(hosts, arguments.num_proc))
     user = ssh_user(host for host in hosts if not is_this_host(host.name))
@@ -95,7 +95,7 @@ def _check_namespace(arguments: argparse.Namespace) -> int:
     if arguments.hosts is not None or arguments.hostfile is not None:
         flag = "--hostfile" if arguments.hosts is None else "-H"
         raise ConfigurationError(
-            f"{flag} names hosts, but --on kubernetes checks a namespace; pass one of them."
+            f"{flag} names hosts, but --on kubernetes checks a namespace; pass only one of the two."
         )
     return _conclude(check_namespace(arguments.pod_words or (), arguments.num_proc))
 
@@ -177,7 +177,10 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
 
 
 def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
-    """Return the versions that the launcher and all hosts share, after a name for the hosts."""
+    """Return the versions that are the same on the launcher and all hosts, as one line.
+
+    For example: ``all hosts: Python 3.11.7, hvdtrain 0.1.0``.
+    """
     facts = [facts for _, facts in answered([launcher, *answers])]
     shared = []
     for title, version in VERSIONS.items():

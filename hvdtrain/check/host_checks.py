@@ -1,6 +1,7 @@
-"""The checks of ``hvdtrain check``: from the hosts' answers to problems.
+"""The checks of ``hvdtrain check``, which find problems in the hosts' answers.
 
-Each check takes the answers of the launcher and of all hosts, and yields problems.
+Each check is a function. It takes the answers of the launcher and of all hosts, and yields
+problems.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hvdtrain.text import format_list, plural
 
 __all__ = ["MPI", "VERSIONS", "find_problems"]
 
-# Free space in /dev/shm that the ranks of a host need for full speed.
+# The free space in /dev/shm that a host's ranks need for full speed.
 SHM_EXPECTED_BYTES = 200_000_000
 MAX_CLOCK_OFFSET_S = 1.0
 
@@ -54,7 +55,7 @@ def _error(hosts: Iterable[str], summary: str, expected: str, remedy: str) -> Pr
 
 
 def _hosts_by(answers: Sequence[Answer], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """Group the hosts that answered by a value."""
+    """Group the hosts by the value of a fact, leaving out hosts that did not answer."""
     groups: dict[str, list[str]] = {}
     for host, facts in answered(answers):
         groups.setdefault(value(facts), []).append(host)
@@ -118,19 +119,19 @@ def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
             "keep the program there identical and put checkpoints on a file system that all hosts "
             "share; or start in a shared directory",
         )
-    # Only the launcher writes to it.
+    # The launcher's fact is only empty if it could not write to the working directory.
     if launcher.facts is not None and not launcher.facts.folder:
         yield _warning(
             (),
-            "the working directory is not writable; whether hosts share it is unknown",
+            "the working directory is not writable, so it is unknown whether hosts share it",
             "a directory that all hosts share, for checkpoints and logs",
-            "start in a directory of your own",
+            "start in a directory that you can write to",
         )
 
 
 def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every host resolves every other's name, and not to a loopback address."""
-    # A name that the launcher can't resolve either has been reported as a failure.
+    """Check that every host resolves the names of all others, and not to a loopback address."""
+    # If the launcher can't resolve a name either, that has been reported as a failure.
     reported = {
         answer.host
         for answer in answers
@@ -164,14 +165,14 @@ def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
 
 
 def _check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that each machine has one name."""
+    """Check that each machine is listed under one name only."""
     for machine, hosts in _hosts_by(answers, lambda facts: facts.machine).items():
         if machine and len(hosts) > 1:
             yield _warning(
                 hosts,
                 "these names belong to the same machine",
-                "each machine once",
-                f"name it once, with all its slots, as in -H {hosts[0]}:{len(hosts)}",
+                "each machine is listed once",
+                f"list it once, with all its slots, as in -H {hosts[0]}:{len(hosts)}",
             )
 
 
@@ -182,14 +183,14 @@ def _check_connections(launcher: Answer, answers: Sequence[Answer]) -> Iterator[
             yield _error(
                 [host],
                 f"it can't connect to the launcher over TCP ({facts.back_error})",
-                "ranks connect to the launcher and to each other, at any port",
-                "allow the hosts of the cluster in the firewall of this host, or start from one of "
-                "them",
+                "ranks can connect to the launcher and to each other at any port",
+                "allow the cluster's hosts in this host's firewall, or start from one of the "
+                "cluster's hosts",
             )
 
 
 def _check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that shared memory has space, and that InfiniBand may lock memory."""
+    """Check that shared memory has space, and that locked memory is unlimited for InfiniBand."""
     for answer in answers:
         free = answer.facts.shm_free_bytes if answer.facts else None
         if free is not None and free < SHM_EXPECTED_BYTES and answer.ranks > 1:
@@ -197,8 +198,8 @@ def _check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
             yield _warning(
                 [answer.host],
                 f"/dev/shm has {format_bytes(free)} free of {format_bytes(total or 0)}",
-                f"{format_bytes(SHM_EXPECTED_BYTES)} for full speed; with less, ranks of a host "
-                "exchange smaller chunks or messages",
+                f"{format_bytes(SHM_EXPECTED_BYTES)} for full speed; with less, a host's ranks "
+                "exchange data in smaller chunks or by messages",
                 "remove unused files there, or enlarge it: mount -o remount,size=1G /dev/shm; for "
                 "a container: docker run --shm-size=1g",
             )
@@ -211,14 +212,14 @@ def _check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
         yield _warning(
             locked,
             "InfiniBand is present, but locked memory is limited (ulimit -l)",
-            "no limit, as InfiniBand sends from locked memory",
+            "no limit, because InfiniBand sends from locked memory",
             "in /etc/security/limits.conf: * - memlock unlimited; under Slurm "
             "LimitMEMLOCK=infinity in slurmd.service; then log in again",
         )
 
 
 def _check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that clocks agree, as logs and file times are compared."""
+    """Check that clocks agree. This matters when logs and file times are compared."""
     for answer in answers:
         if answer.facts is None:
             continue
@@ -228,7 +229,7 @@ def _check_clock(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
             yield _warning(
                 [answer.host],
                 f"its clock is {abs(offset_s):.1f} s {side} the launcher's",
-                f"at most {MAX_CLOCK_OFFSET_S:g} s, as logs and file times are compared",
+                f"at most {MAX_CLOCK_OFFSET_S:g} s, because logs and file times are compared",
                 "synchronize it with NTP: timedatectl set-ntp true, or chronyc makestep",
             )
 
@@ -250,7 +251,7 @@ def _check_load(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
             yield _warning(
                 [answer.host],
                 f"it is busy: its load is {facts.load:.1f} on {plural(facts.cores, 'core')}",
-                "an idle host, as all ranks wait for the slowest",
+                "an idle host, because all ranks wait for the slowest",
                 "find the processes with top, or leave the host out",
             )
 
@@ -271,7 +272,7 @@ def _check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
 
 
 def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that GPUs work, suffice for the ranks, and are alike."""
+    """Check that GPUs work, that each rank can have one, and that they are identical."""
     for host, facts in answered(answers):
         if facts.gpu_error:
             yield _error(
@@ -295,7 +296,7 @@ def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
         yield _warning(
             (host for host, _ in answered(answers)),
             f"GPUs differ: {_groups_text(groups)}",
-            "identical GPUs and drivers, as all ranks wait for the slowest",
+            "identical GPUs and drivers, because all ranks wait for the slowest",
             "train on identical hosts, and install the same driver",
         )
 
@@ -308,7 +309,7 @@ def find_problems(
     python: str,
     use_gpus: bool = True,
 ) -> list[Problem]:
-    """Compare the hosts with the launcher and with each other; return errors, then warnings.
+    """Return the problems that all checks find, errors first.
 
     Args:
         launcher: The launcher's own answer.

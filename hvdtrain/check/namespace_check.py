@@ -1,7 +1,7 @@
-"""The check whether a Kubernetes namespace would accept a job.
+"""Checks whether a Kubernetes namespace would accept a job.
 
-The API server validates the objects of the job in a dry run, with its quotas, limits and admission
-policies, and creates nothing. Whether nodes have room for the pods is not predicted.
+In a dry run, the API server validates the job's objects against quotas, limits and admission
+policies without creating them. The check can't tell whether the nodes have room for the pods.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdtrain.text import format_table
 
 __all__ = ["check_namespace"]
 
-# The smallest job that communicates.
+# The smallest job whose ranks communicate.
 DEFAULT_RANKS = 2
 _NAME = "hvdtrain-check"
 _PACKAGES = ("kubernetes", "cryptography")
@@ -41,8 +41,8 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
     """Check a namespace, print a report, and return the problems.
 
     Args:
-        options: The options as ``add_pod_options`` stores them.
-        ranks: Number of ranks of the job.
+        options: The pod options, in the form in which ``add_pod_options`` collects them.
+        ranks: Number of ranks of the job; None for the default.
 
     Raises:
         ConfigurationError: If an option is invalid.
@@ -63,8 +63,8 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
             problem = Problem(
                 summary=str(error),
                 expected="a cluster that answers, according to kubectl's configuration and context",
-                remedy="make kubectl get pods work here; kubectl config get-contexts lists the "
-                "contexts for --context; KUBECONFIG selects the configuration file",
+                remedy="make sure that kubectl get pods works here; kubectl config get-contexts "
+                "lists the contexts for --context; KUBECONFIG selects the configuration file",
             )
             rows.append(_Row("cluster", "no answer", [problem]))
     problems = [problem for row in rows for problem in row.problems]
@@ -76,8 +76,8 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
 
 
 def _planned_job(options: Sequence[str], ranks: int) -> PodJob:
-    """Return a job with these pod options, with a default image."""
-    # The last of repeated options counts.
+    """Return a job with these pod options and, unless they name an image, a made-up image."""
+    # If an option is repeated, its last value is used.
     backend = Backend("kubernetes", (f"--image={_NAME}", *options))
     spec = JobSpec(options=(), program=("true",), folder="", backend=backend)
     shared = read_pod_options(backend.options).shared_paths()
@@ -97,7 +97,7 @@ def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
         missing = Problem(
             summary=f"namespace {api.namespace} does not exist",
             expected="an existing namespace, from --namespace or kubectl's context",
-            remedy=f"choose one of kubectl get namespaces, or kubectl create namespace "
+            remedy="choose one from kubectl get namespaces, or create it: kubectl create namespace "
             f"{api.namespace}",
         )
         yield _Row(f"namespace {api.namespace}", "missing", [missing])
@@ -129,12 +129,12 @@ def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
 
 
 def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
-    """Check the user's rights to submit, watch and stop a job."""
+    """Check the user's permissions to submit, watch and stop a job."""
     owner = resource_of(objects[0])
     needed = [("create", *resource_of(one)) for one in objects]
     needed += [(verb, *owner) for verb in ("get", "patch", "delete")]
     needed += [("get", "pods", ""), ("list", "pods", ""), ("get", "pods/log", "")]
-    # Users can only grant the launcher's account rights that they have.
+    # Users can only grant permissions to the launcher's account that they have themselves.
     for rule in (rule for one in objects for rule in one.get("rules") or ()):
         needed += [
             (verb, resource, group)
@@ -146,15 +146,15 @@ def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
     missing = [right for right in needed if not api.may(*right)]
     result = f"{len(needed) - len(missing)} of {len(needed)}"
     if not missing:
-        return _Row("rights", result)
+        return _Row("permissions", result)
     problem = Problem(
         summary=f"you may not {rights_text(missing)} in namespace {api.namespace}",
-        expected="the rights to create, watch and delete all objects of a job",
-        remedy="ask for the rights of the role admin: kubectl create rolebinding NAME "
+        expected="permissions to create, watch and delete all objects of a job",
+        remedy="ask for the permissions of the role admin: kubectl create rolebinding NAME "
         f"--clusterrole=admin --user=YOU -n {api.namespace}; with --service-account NAME, no "
-        "rights to roles are needed",
+        "permissions for roles are needed",
     )
-    return _Row("rights", result, [problem])
+    return _Row("permissions", result, [problem])
 
 
 def _dry_run(api: ClusterApi, objects: Sequence[Object]) -> _Row:
@@ -168,7 +168,7 @@ def _dry_run(api: ClusterApi, objects: Sequence[Object]) -> _Row:
             problem = Problem(
                 summary=str(error),
                 expected="objects that comply with the namespace's quotas, limits and policies",
-                remedy="change what the message names with --resources, -np or --template",
+                remedy="change the rejected setting with --resources, -np or --template",
                 # Some webhooks have side effects and refuse dry runs.
                 is_error="does not support dry run" not in str(error),
             )
@@ -182,15 +182,15 @@ def _existing(api: ClusterApi, resource: str, name: str, existing: Object | None
         problem = Problem(
             summary=f"{name} does not exist among {resource} in namespace {api.namespace}",
             expected="all objects that the job refers to",
-            remedy=f"choose one of kubectl -n {api.namespace} get {resource}",
+            remedy=f"choose one from kubectl -n {api.namespace} get {resource}",
         )
         return _Row(title, "missing", [problem])
     modes = (existing.get("spec") or {}).get("accessModes") or ()
     if resource == "persistentvolumeclaims" and "ReadWriteMany" not in modes:
         problem = Problem(
             summary=f"claim {name} is {', '.join(modes)}",
-            expected="ReadWriteMany, as launcher and workers use it at the same time",
-            remedy="use a claim of a storage class for several nodes, such as NFS, CephFS or "
+            expected="ReadWriteMany, because the launcher and the workers use it at the same time",
+            remedy="use a claim whose storage class supports several nodes, such as NFS, CephFS or "
             "Lustre",
             is_error=False,
         )
@@ -206,7 +206,7 @@ def _pods(objects: Sequence[Object]) -> list[Object]:
             continue
         spec = dict(template["spec"])
         if spec.get("serviceAccountName") == _NAME:
-            # A pod needs an existing account, and the job's own is not created yet.
+            # A pod needs an existing account, but the job's own account is not created yet.
             del spec["serviceAccountName"]
         metadata = {**template.get("metadata", {}), "generateName": f"{_NAME}-"}
         pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})

@@ -1,4 +1,4 @@
-"""Simultaneous probes of all hosts, and an allreduce over all ranks."""
+"""Probes all hosts at the same time, and measures an allreduce over all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hvdtrain.remote.remote_probe import (
 
 __all__ = ["allreduce_problem", "measure_allreduce", "probe_hosts"]
 
-# A probe ends after 16 s.
+# A probe takes at most 16 s; the rest is for ssh or srun.
 ANSWER_TIMEOUT_S = 40.0
 END_TIMEOUT_S = 2.0
 MAX_PROBES = 64
@@ -61,7 +61,7 @@ def probe_hosts(
     """Probe this host and all ``hosts`` at the same time.
 
     Args:
-        hosts: Number of ranks by host.
+        hosts: Number of ranks per host.
         environ: Environment of the commands.
         method: How to start a program on a host.
         ssh: Options of ssh.
@@ -73,7 +73,8 @@ def probe_hosts(
     environ = {**environ, "LC_ALL": "C"}
     with (
         _token_file() as (token_file, token),
-        # Hosts connect to it like agents of ranks. The kernel accepts up to the backlog.
+        # Hosts connect to this socket to test the way back. Nothing accepts the connections, but
+        # the kernel completes as many as the backlog allows.
         socket.create_server(("", 0), backlog=1024) as listener,
     ):
         request = ProbeRequest(
@@ -133,7 +134,7 @@ def measure_allreduce(
         return Problem(
             summary=str(error),
             expected="a launcher that starts ranks on all hosts",
-            remedy="see the message above",
+            remedy="follow the message above",
         )
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
@@ -145,12 +146,12 @@ def measure_allreduce(
     return Problem(
         summary=f"an allreduce over {ranks} ranks returned wrong sums",
         expected="the correct sum on every rank",
-        remedy="find the faulty host by leaving out one at a time: hvdtrain check -H a,b",
+        remedy="find the faulty host by leaving out one host at a time: hvdtrain check -H a,b",
     )
 
 
 def allreduce_problem(code: int, stderr: str, answers: Sequence[Answer]) -> Problem:
-    """Return the problem of a failed allreduce, by its exit code and messages."""
+    """Return the problem for an allreduce that failed with this exit code and these messages."""
     lines = [line.removeprefix("hvdtrain run: ") for line in stderr.strip().splitlines()]
     messages = "".join(f"\n    {line}" for line in lines[-_MAX_LINES:])
     outcome = "timed out" if code == ExitCode.HANG else f"failed (exit code {code})"
@@ -180,7 +181,10 @@ def _probe(
     environ: Mapping[str, str],
     ssh: Sequence[str],
 ) -> Answer:
-    """Run the probe on a host, with the launcher's addresses on routes to ``destinations``."""
+    """Run the probe on a host.
+
+    The probe connects to the launcher's addresses on the routes to ``destinations``.
+    """
     request = dataclasses.replace(request, addresses=tuple(own_addresses(destinations)))
     text = json.dumps(dataclasses.asdict(request))
     program = (sys.executable, "-P", "-m", "hvdtrain.remote.host_probe", text)
@@ -203,7 +207,7 @@ def _probe(
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, str, str]:
-    """Return a command's exit code, or None after a time-out, and its output."""
+    """Run a command and return its exit code (None after a time-out), stdout and stderr."""
     process = subprocess.Popen(
         argv,
         env=dict(environ),
@@ -231,7 +235,10 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, s
 
 @contextlib.contextmanager
 def _token_file() -> Iterator[tuple[str, str]]:
-    """Provide a file in the working directory and its content; no name if it isn't writable."""
+    """Yield the name and the content of a temporary file in the working directory.
+
+    The name is empty if the directory isn't writable.
+    """
     token = secrets.token_hex(16)
     path = Path(f".hvdtrain-check-{secrets.token_hex(8)}")
     try:

@@ -1,1 +1,1 @@
-"""Access to other hosts: probes, their problems, and remedies."""
+"""Probes of other hosts, and the problems and remedies that follow from them."""

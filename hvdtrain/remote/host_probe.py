@@ -32,7 +32,7 @@ from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library, run_cap
 
 __all__ = ["MARK", "HostFacts", "ProbeRequest", "installed_versions", "main", "read_facts"]
 
-# Starts the line with the facts, as profiles of login shells may print other lines.
+# The line with the facts starts with this, because login shells may print other lines.
 MARK = "hvdtrain-check "
 
 GPU_TIMEOUT_S = 15.0
@@ -56,12 +56,13 @@ class ProbeRequest:
     """The launcher's request to a probe.
 
     Attributes:
-        names: Names of all hosts, to be resolved.
+        names: Names of all hosts, which the probe resolves.
         folder: The launcher's working directory.
-        token_file: A file that the launcher wrote there; empty if it could not.
+        token_file: Name of a file that the launcher wrote to its working directory; empty if the
+            directory isn't writable.
         token: Content of that file.
         addresses: Addresses of the launcher on its route to this host.
-        port: Port on which the launcher listens; 0 if it doesn't.
+        port: Port on which the launcher listens; 0 if it does not listen.
     """
 
     names: tuple[str, ...] = ()
@@ -74,18 +75,18 @@ class ProbeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Facts about a host; unknown ones are None or empty.
+    """Facts about a host. Unknown facts are None or empty.
 
     Attributes:
-        machine: Identifies the machine independently of its names.
+        machine: Unique ID of the machine, whatever its hostnames are.
         started_s: The host's clock at the start of the probe.
         ended_s: The host's clock at the end of the probe.
         python: Version of Python.
-        versions: Versions of the installed packages by name.
+        versions: Versions of the installed packages, keyed by name.
         mpi: Name and version of the MPI library that mpi4py loads.
-        mpi_error: Why mpi4py can't load a library.
-        folder: The launcher's working directory here: ``same``, ``other`` (not shared) or
-            ``absent``.
+        mpi_error: Why mpi4py can't load an MPI library.
+        folder: Whether this host has the launcher's working directory: ``same`` (it is shared),
+            ``other`` (a different directory has this path) or ``absent``.
         gpus: Model and driver of each GPU.
         gpu_error: Why nvidia-smi failed.
         memlock_bytes: Limit for locked memory; -1 if unlimited.
@@ -96,10 +97,10 @@ class HostFacts:
         back_error: Why the launcher can't be reached over TCP.
         local_address: This host's address in a connection to the launcher.
         interface: Network interface of that address.
-        speed_mbit: Speed of the interface.
+        speed_mbit: Speed of the interface in Mbit/s.
         cores: Number of available cores.
         load: Load average of the last minute.
-        errors: Why parts of the probe failed, by part.
+        errors: Why parts of the probe failed, keyed by the name of the part.
     """
 
     machine: str = ""
@@ -127,13 +128,13 @@ class HostFacts:
 
 
 def _from_json(kind: type[Any], text: str) -> Any:
-    """Return a dataclass from JSON, without fields that only another version of hvdtrain has."""
+    """Create a dataclass instance from JSON, ignoring fields of other versions of hvdtrain."""
     known = {entry.name for entry in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
 def read_facts(output: str) -> HostFacts | None:
-    """Return the facts in the output of a probe, if any."""
+    """Return the facts in the output of a probe; None if there are none."""
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:
@@ -146,7 +147,7 @@ def read_facts(output: str) -> HostFacts | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts of the probe in parallel and print the facts."""
     started_s = time.time()
-    # Ctrl-C must end the process although Python would wait for threads, which may hang.
+    # Ctrl-C must end the process at once: Python's own handler waits for threads, which may hang.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
     request = _from_json(ProbeRequest, argv[0] if argv else "{}")
@@ -162,16 +163,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors[name] = f"{type(error).__name__}: {error}"
         else:
             facts.update(part.result())
-    # The launcher may be gone.
+    # The launcher may have ended.
     with contextlib.suppress(OSError):
         print(MARK + json.dumps({**facts, "errors": errors, "ended_s": time.time()}), flush=True)
         sys.stderr.flush()
-    # A hanging thread, such as on a dead file server, must not keep the process.
+    # A thread that hangs, for example on a dead file server, must not keep the process alive.
     os._exit(0)
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of hvdtrain, TensorFlow, Keras and mpi4py, as far as installed."""
+    """Return the versions of those of hvdtrain, TensorFlow, Keras and mpi4py that are installed."""
     import importlib.metadata
 
     from hvdtrain.version import __version__
@@ -239,7 +240,7 @@ def _memory(request: ProbeRequest) -> dict[str, Any]:
 
 
 def _names(request: ProbeRequest) -> dict[str, Any]:
-    """Resolve all names; slow ones count as unknown."""
+    """Resolve all host names. Names that take too long have no addresses."""
     pool = ThreadPoolExecutor(MAX_LOOKUPS)
     lookups = {name: pool.submit(_addresses, name) for name in request.names}
     wait(lookups.values(), timeout=NAMES_TIMEOUT_S)
@@ -255,7 +256,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _way_back(request: ProbeRequest) -> dict[str, Any]:
-    """Connect to the launcher, as the agents of ranks do, and note the network interface."""
+    """Connect to the launcher, as ranks' agents do, and return which interface that uses."""
     failures = []
     for address in request.addresses if request.port else ():
         try:

@@ -1,4 +1,4 @@
-"""Problems of hosts and their remedies."""
+"""Problems with hosts, and their remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _TEST = "then test with: ssh -o BatchMode=yes {host} true"
-# Summary and remedy of each failure; {run} runs the launcher's Python on the host.
+# Summary and remedy of each failure. {run} is the command for the launcher's Python on the host.
 _FAILURES: dict[FailureKind, tuple[str, str]] = {
     "unknown name": (
         "its name can't be resolved",
@@ -35,7 +35,7 @@ _FAILURES: dict[FailureKind, tuple[str, str]] = {
     ),
     "timed out": (
         "it did not answer in time",
-        f"check that it is up (ping -c1 {{host}}) and no firewall blocks port 22; {_TEST}",
+        f"check that it is up (ping -c1 {{host}}) and that no firewall blocks port 22; {_TEST}",
     ),
     "no route": (
         "no network route leads to it",
@@ -57,13 +57,13 @@ _FAILURES: dict[FailureKind, tuple[str, str]] = {
     ),
     "srun failed": (
         "srun can't start a step there",
-        "scontrol show node {host} (State and Reason); until it is fixed, exclude it with sbatch "
-        "--exclude={host}",
+        "see State and Reason in scontrol show node {host}; until the host is fixed, exclude it "
+        "with sbatch --exclude={host}",
     ),
     "no Python": (
         "the launcher's Python can't be started there",
         "put the environment on a file system that all hosts share, or install it there: python3 "
-        "-m venv {environment}; then the same packages",
+        "-m venv {environment}; then install the same packages",
     ),
     "no hvdtrain": (
         "the launcher's Python starts there, but can't import hvdtrain",
@@ -90,9 +90,9 @@ class Problem:
     Attributes:
         summary: The observed state.
         expected: The required state.
-        remedy: How to fix it, with a command if possible.
-        hosts: The affected hosts; empty if it doesn't concern hosts.
-        is_error: Whether it prevents training; otherwise it is a warning.
+        remedy: How to fix the problem, with a command if possible.
+        hosts: The affected hosts; empty if the problem does not concern particular hosts.
+        is_error: Whether the problem prevents training. Otherwise it is a warning.
     """
 
     summary: str
@@ -112,7 +112,11 @@ def format_problem(problem: Problem) -> str:
 
 
 def problem_state(problems: Collection[Problem]) -> str:
-    """Return the state of something with these problems: ok, warning or problem."""
+    """Return the state of a host or another item that has these problems.
+
+    It is ``problem`` if one of them is an error, ``warning`` if all are warnings, and ``ok`` if
+    there are none.
+    """
     if any(problem.is_error for problem in problems):
         return "problem"
     return "warning" if problems else "ok"
@@ -140,7 +144,7 @@ def failure_problems(
             messages.setdefault(answer.failure.kind, answer.failure.message)
     for kind, names in hosts.items():
         message = messages[kind]
-        # ssh's message has the user of the login, which may differ from the current user.
+        # ssh's message contains the login's user name, which may differ from the current user's.
         login = re.search(rf"\S+@{re.escape(names[0])}(?=: Permission denied)", message)
         host = login[0] if login else names[0]
         start = {"local": "", "ssh": f"ssh {host} ", "srun": f"srun -N1 -w {host} "}[method]

@@ -1,4 +1,4 @@
-"""Commands that run the probe on other hosts, and the interpretation of their failures."""
+"""Commands that run the probe on other hosts, and the meaning of their output and exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ANSWER_TIMEOUT_S = 20.0
 STEP_S = 0.05
 ATTEMPTS = 2
 
-# Patterns of ssh's messages in the C locale; the first match counts.
+# Patterns for ssh's messages in the C locale. The first pattern that matches a message is used.
 _SSH_MESSAGES: tuple[tuple[str, FailureKind], ...] = (
     (r"Could not resolve hostname", "unknown name"),
     (r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED", "host key"),
@@ -67,7 +67,7 @@ class Failure:
 
     Attributes:
         kind: The kind of failure, which determines the remedy.
-        message: The decisive line of ssh, srun or Python.
+        message: The line of ssh's, srun's or Python's output that shows the cause.
     """
 
     kind: FailureKind
@@ -80,9 +80,9 @@ class Answer:
 
     Attributes:
         host: Name of the host, as the user wrote it; empty for the launcher itself.
-        ranks: Number of ranks planned for it.
-        facts: Facts about the host, if it answered.
-        failure: Reason why it did not answer.
+        ranks: Number of ranks planned for the host.
+        facts: Facts about the host; None if it did not answer.
+        failure: Reason why the host did not answer; None if it answered.
         asked_s: The launcher's clock at the request.
         answered_s: The launcher's clock at the answer.
     """
@@ -96,9 +96,9 @@ class Answer:
 
 
 def clock_offset_s(answer: Answer) -> tuple[float, float]:
-    """Return how far a host's clock is ahead of the launcher's, and the maximum error.
+    """Return how many seconds a host's clock is ahead of the launcher's, and the maximum error.
 
-    Like NTP, this assumes that request and answer travel equally long (RFC 5905, section 8).
+    Like NTP (RFC 5905, section 8), this assumes that request and answer take equally long.
     """
     assert answer.facts is not None
     ahead_s = answer.facts.started_s - answer.asked_s
@@ -116,7 +116,7 @@ def ssh_probe(
     variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
     return (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}"),
-        # A shared connection would stay open and hold on to the output.
+        # A shared connection would stay open and keep the output pipe open.
         *("-o", "ControlMaster=no", *options, "--", host),
         shlex.join(["env", *variables, *program]),
     )
@@ -132,7 +132,10 @@ def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_answer(method: Method, code: int | None, stdout: str, stderr: str) -> HostFacts | Failure:
-    """Return the facts from a probe's output, or its failure; ``code`` is None after a time-out."""
+    """Return the facts in a probe's output, or why the probe failed.
+
+    The exit ``code`` is None if the probe timed out.
+    """
     facts = read_facts(stdout)
     if facts is not None:
         return facts
@@ -147,7 +150,7 @@ def read_answer(method: Method, code: int | None, stdout: str, stderr: str) -> H
         if missing is not None:
             return Failure(kind="no Python", message=missing[0])
         kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
-        # srun's first error is the cause of the others.
+        # srun's first error is the cause of its other errors.
         errors = [line for line in lines if "error" in line]
         return Failure(kind=kind, message=(errors or [*lines, "no message"])[0])
     if method == "ssh" and code == _SSH_FAILED:
@@ -162,7 +165,7 @@ def read_answer(method: Method, code: int | None, stdout: str, stderr: str) -> H
 
 
 def ssh_failure(line: str) -> FailureKind | None:
-    """Return the kind of failure in a line of ssh's output, if any."""
+    """Return the kind of failure that a line of ssh's output reports; None if it reports none."""
     for pattern, kind in _SSH_MESSAGES:
         if re.search(pattern, line):
             return kind
@@ -176,9 +179,10 @@ def unreachable(
     ssh: Sequence[str] = (),
     give_up: Callable[[], bool],
 ) -> list[str]:
-    """Return the hosts that ssh can't reach in two attempts, as a busy host may miss one.
+    """Return the hosts that ssh can't reach.
 
-    Once ``give_up`` returns true, no host counts as unreachable.
+    Each host is tried twice, because a busy host may miss one attempt. If ``give_up()`` returns
+    True, stop and return an empty list.
     """
     silent = [host for host in hosts if not is_this_host(host)]
     for _ in range(ATTEMPTS):

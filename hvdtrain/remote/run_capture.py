@@ -1,4 +1,4 @@
-"""Runs of programs that should answer immediately, such as ``mpirun --version``."""
+"""Runs programs that should answer immediately, such as ``mpirun --version``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def run_capture(
     Args:
         argv: The program and its arguments.
         timeout_s: Maximum run time in seconds.
-        environ: Its environment; this process's if None.
-        remedy: A sentence that ends the error message.
+        environ: The program's environment; None for this process's environment.
+        remedy: A sentence to append to the error message.
 
     Raises:
         LaunchError: If the program can't be started or did not end in time.
     """
-    # Leave out programs of several lines after python -c.
+    # The message leaves out the code after python -c if it has several lines.
     command = " ".join(argv) if "\n" not in "".join(argv) else argv[0]
     try:
         return subprocess.run(
@@ -61,10 +61,10 @@ def run_capture(
 def find_mpi_library(environ: Mapping[str, str] | None = None) -> str:
     """Return the name and version of the MPI library, such as ``Open MPI v5.0.11``.
 
-    Another process loads the library, as it may hang or end its process.
+    A child process loads the library, because that may hang or end the process.
 
     Raises:
-        LaunchError: If mpi4py can't load a library, or not in time.
+        LaunchError: If mpi4py can't load a library, or if loading takes too long.
     """
     argv = [sys.executable, "-P", "-c", _MPI_PROGRAM]
     try:

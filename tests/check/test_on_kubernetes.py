@@ -68,7 +68,7 @@ def test_a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
     assert states(done) == {
         "cluster": "ok",
         "namespace fit": "ok",
-        "rights": "ok",
+        "permissions": "ok",
         "objects": "ok",
         "persistentvolumeclaims data": "ok",
     }
