@@ -20,7 +20,7 @@ DONE, EDITS_REMAIN = 0, 1
 _EPILOG = """\
 examples:
   hvdtrain migrate train.py            show the changes and the remaining edits
-  hvdtrain migrate --write *.py        change the files, and keep train.py.orig
+  hvdtrain migrate --write *.py        change the files, and keep originals as train.py.orig
 
 exit codes: 0 no edits remain, 1 edits remain, 2 invalid arguments or files.
 """
@@ -84,7 +84,7 @@ def _read(path: Path) -> bytes:
 
 
 def _original(path: Path) -> Path:
-    """Return the path of the backup, which is next to the target of a link."""
+    """Return the path of the backup. For a symbolic link, it is next to the link's target."""
     return Path(os.path.realpath(path) + ".orig")
 
 
@@ -92,7 +92,7 @@ def _write(path: Path, script: Migration) -> None:
     """Replace a file atomically, and keep the original.
 
     Raises:
-        ConfigurationError: If the file can't be written; it is unchanged.
+        ConfigurationError: If the file can't be written. The file is then unchanged.
     """
     target = os.path.realpath(path)
     try:
@@ -108,5 +108,5 @@ def _write(path: Path, script: Migration) -> None:
             os.replace(copies[1], target)
     except OSError as error:
         raise ConfigurationError(
-            f"{path} can't be written: {error.strerror}. It is unchanged."
+            f"{path} can't be written: {error.strerror}. The file is unchanged."
         ) from None

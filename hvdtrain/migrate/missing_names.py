@@ -1,14 +1,14 @@
 """Names in Horovod scripts that are missing in hvdtrain, TensorFlow 2 or Keras 3, with advice.
 
-The tests compare Horovod's names with docs/horovod-names.md, and the others with the installed
-TensorFlow and Keras.
+The tests compare Horovod's names with docs/horovod-names.md. They compare TensorFlow's and Keras'
+names with the installed packages.
 """
 
 from __future__ import annotations
 
 __all__ = ["MISSING", "advice_on"]
 
-# Modules of Horovod that hvdtrain offers; the table has the names that they lack.
+# Modules of Horovod that hvdtrain offers. The table lists names that hvdtrain's versions lack.
 _OFFERED = ("__version__", "keras", "tensorflow")
 _PROBLEMS = {
     "horovod": "is not offered by hvdtrain",
@@ -17,10 +17,10 @@ _PROBLEMS = {
 }
 _SESSION = "remove it: hvdtrain.init() binds the GPU, and TensorFlow 2 needs no session"
 
-# Package, names in it, and advice on them and on all names within them. `keras` also stands for
-# `tensorflow.keras`.
+# Each row: a package, names in it, and advice on these names and on all names inside them. `keras`
+# also stands for `tensorflow.keras`.
 _TABLE = (
-    ("horovod", "mxnet torch", "hvdtrain trains Keras models on TensorFlow alone"),
+    ("horovod", "mxnet torch", "hvdtrain trains Keras models on TensorFlow only"),
     ("horovod", "ray run runner spark", "start the script with hvdtrain run, mpirun or srun"),
     (
         "horovod.tensorflow",
@@ -66,7 +66,10 @@ MISSING = {
 
 
 def advice_on(name: str) -> str | None:
-    """Return the end of a sentence that explains why a name is missing, and its replacement.
+    """Return why a name is missing, and what to use instead.
+
+    The text is the end of a sentence that starts with the name, such as "was removed in
+    TensorFlow 2; use keras.layers".
 
     Args:
         name: A dotted name, such as ``tensorflow.train.AdamOptimizer``.

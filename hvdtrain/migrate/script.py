@@ -1,4 +1,4 @@
-"""The rewriting of a Horovod script's imports, and the edits that remain for the user."""
+"""Rewrites a Horovod script's imports, and finds the edits that remain for the user."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hvdtrain.migrate.missing_names import advice_on
 
 __all__ = ["Migration", "migrate"]
 
-# Line ends of Python's tokenizer; str.splitlines has more.
+# The line ends that Python's tokenizer knows. str.splitlines() would split at more characters.
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 # The syntax tree lacks the position of the module in `from ... import`.
 _FROM = re.compile(rb"from(?:[ \t\f]|\\(?:\r\n|\r|\n))+(?=horovod\b)")
-# Scripts with these functions may name modules in strings.
+# Scripts that call these functions may have names of modules in strings.
 _IMPORTER = re.compile(rb"\b(?:__import__|find_spec|import_module|importorskip)\b")
 _MODULE = re.compile(r"horovod(?:\.\w*)*")
 _IMPORT_LINE = re.compile(r"^\s*(?:import|from)\s+horovod\b", re.MULTILINE)
 
-# Attributes, and arguments of calls, that Keras 3 lacks.
+# Attributes that Keras 3 lacks, and arguments that calls no longer accept.
 _ATTRIBUTES = {f"{name}_generator": f"use {name}" for name in ("evaluate", "fit", "predict")}
 _ARGUMENTS = {("compile", "experimental_run_tf_function"): "remove it"}
 for _optimizer in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"):
@@ -40,7 +40,7 @@ class Migration:
     Attributes:
         old: The original bytes.
         new: The rewritten bytes.
-        findings: Line numbers and texts of the remaining edits.
+        findings: Line number and description of each edit that remains.
     """
 
     old: bytes
@@ -49,12 +49,12 @@ class Migration:
 
     @property
     def changed_lines(self) -> int:
-        """Number of changed lines; none are added or removed."""
+        """Number of changed lines. No lines are added or removed."""
         return sum(a != b for a, b in zip(self.old.split(b"\n"), self.new.split(b"\n")))
 
     def diff(self, name: bytes) -> bytes:
         """Return a unified diff for a file of this name."""
-        # Like diff and patch, count a carriage return as part of its line.
+        # Like diff and patch, treat a carriage return as part of its line.
         old, new = (io.BytesIO(code).readlines() for code in (self.old, self.new))
         lines = difflib.diff_bytes(difflib.unified_diff, old, new, name, name)
         no_end = b"\n\\ No newline at end of file\n"
@@ -65,7 +65,8 @@ def migrate(raw: bytes) -> Migration:
     """Rewrite a script and list the edits that can't be automated.
 
     Raises:
-        ConfigurationError: If the script isn't valid Python 3, or its encoding isn't reversible.
+        ConfigurationError: If the script isn't valid Python 3, or if decoding and encoding it again
+            would change it.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
@@ -93,20 +94,21 @@ class _Script:
         self.code = code
         self.nodes = [*ast.walk(tree)]
         self.line_starts = [0, *(match.end() for match in _LINE_END.finditer(code))]
-        # The dotted names that each imported name may stand for; `try` may import several.
+        # The dotted names that each imported name may stand for. There may be several, because
+        # `try` and `except` may import a name from different modules.
         self.origins: dict[str, list[str]] = collections.defaultdict(list)
         self.places: set[int] = set()
         self.findings: set[tuple[int, str]] = set()
 
     def renamed(self) -> bytes:
-        """Return the code with hvdtrain instead of horovod at all places."""
+        """Return the code with ``horovod`` replaced by ``hvdtrain`` at all collected places."""
         code = self.code
         for place in sorted(self.places, reverse=True):
             code = code[:place] + b"hvdtrain" + code[place + len(b"horovod") :]
         return code
 
     def check_imports(self) -> None:
-        """Rename imports that hvdtrain offers, and report missing names."""
+        """Rename imports of modules that hvdtrain offers, and report missing names."""
         for node in self.nodes:
             for alias in node.names if isinstance(node, ast.Import) else ():
                 package = alias.name.partition(".")[0]
@@ -133,7 +135,7 @@ class _Script:
             if node in inner or not origins:
                 continue
             advice = [advice_on(".".join((origin, *attributes))) for origin in origins]
-            # A name with several imports is fine if one of them is.
+            # If a name is imported in several ways, it is enough if one of them is offered.
             if not all(advice):
                 if root == "horovod":
                     self._rename(node, self._place(node))
@@ -176,14 +178,14 @@ class _Script:
         return self.line_starts[line - 1] + int(column)
 
     def _rename(self, node: ast.AST, place: int) -> None:
-        # Python 3.11 has wrong columns for some nodes in f-strings.
+        # Python 3.11 reports wrong columns for some nodes in f-strings.
         if self.code.startswith(b"horovod", place):
             self.places.add(place)
         else:
-            self._report(node, "horovod has an unknown column here; change it to hvdtrain")
+            self._report(node, "horovod could not be located in this line; change it to hvdtrain")
 
     def _report_missing(self, node: ast.AST, name: str) -> bool:
-        """Report a name if it is missing, and return whether it is."""
+        """Report a name if it is missing, and return whether it is missing."""
         advice = advice_on(name)
         if advice is not None:
             self._report(node, f"{name} {advice}")
@@ -196,7 +198,7 @@ class _Script:
 def _parse(text: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            # Such as invalid escapes, which don't concern the migration.
+            # Warnings, for example about invalid escapes, don't concern the migration.
             warnings.simplefilter("ignore")
             return ast.parse(text, "script")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
