@@ -1,1 +1,1 @@
-"""The agent of each rank, and its messages to and from the launcher."""
+"""The agent of each rank, and the messages between agent and launcher."""

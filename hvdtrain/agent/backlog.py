@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["BackgroundWriter", "Backlog"]
 
-# At this size ranks should pause, for PAUSE_S at most: a rank that blocks in print() would make
-# the others time out.
+# At this size, ranks should pause, but at most for PAUSE_S. If a rank blocked in print() for
+# longer, the others would time out.
 PAUSE_BYTES = 8 << 20
 PAUSE_S = 5.0
 # Beyond this size the oldest items are dropped.
@@ -38,7 +38,7 @@ class Backlog(Generic[_Item]):
         self._full_since: float | None = None
 
     def put(self, item: _Item, size: int, *, lines: int = 1) -> None:
-        """Add an item of ``size`` bytes with this many lines; drop the oldest items if full."""
+        """Add an item with ``size`` bytes and ``lines`` lines. Drops the oldest items if full."""
         with self._added:
             self._items.append((item, size + ITEM_BYTES, lines))
             self._bytes += size + ITEM_BYTES
@@ -51,7 +51,11 @@ class Backlog(Generic[_Item]):
             self._added.notify()
 
     def take(self, max_bytes: int = BLOCK_BYTES) -> tuple[int, list[_Item]]:
-        """Remove the oldest items; return the number of lines dropped before them and the items."""
+        """Remove the oldest items, up to a block of about ``max_bytes``.
+
+        Returns:
+            The number of lines that were dropped before these items, and the items.
+        """
         with self._added:
             items: list[_Item] = []
             taken_bytes = 0
@@ -66,7 +70,10 @@ class Backlog(Generic[_Item]):
             return dropped, items
 
     def put_back(self, dropped: int, items: Sequence[tuple[_Item, int]]) -> None:
-        """Undo ``take`` of single lines, given with their sizes, after a failed write."""
+        """Undo ``take`` after a failed write.
+
+        Each item must be a single line, and is given with its size.
+        """
         with self._added:
             self._items.extendleft((item, size + ITEM_BYTES, 1) for item, size in reversed(items))
             self._bytes += sum(size + ITEM_BYTES for _, size in items)
@@ -90,12 +97,12 @@ class Backlog(Generic[_Item]):
 
 
 class BackgroundWriter:
-    """A non-blocking writer to a file descriptor, which uses a thread.
+    """Writes to a file descriptor in a thread, so that ``write`` never blocks.
 
     Args:
         descriptor: The file descriptor, which stays open.
         gap: Returns the line that replaces a number of dropped lines.
-        fails: Called on the thread with a write error; returns whether to retry. Otherwise all
+        fails: Called in the thread with a write error. Returns whether to retry. If not, all
             further output is discarded.
     """
 
@@ -113,11 +120,14 @@ class BackgroundWriter:
         self._written = 0
 
     def write(self, data: bytes) -> None:
-        """Queue ``data``, a line or its redrawing, which is written or dropped as a whole."""
+        """Queue ``data``, which is written or dropped as a whole.
+
+        ``data`` is a line, or it redraws a status line.
+        """
         if self._is_broken:
             return
         if self._thread is None:
-            # Not in the constructor, as agents fork after it.
+            # Not in the constructor, because agents fork after that.
             self._thread = threading.Thread(target=self._run, name="hvdtrain-output", daemon=True)
             self._thread.start()
         self._backlog.put(data, len(data), lines=int(data.endswith(b"\n")))
@@ -128,7 +138,10 @@ class BackgroundWriter:
         return self._backlog.should_pause and not self._is_broken
 
     def close(self, patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until everything is written, or there is no progress for ``patience_s``."""
+        """Wait until everything is written.
+
+        Give up if nothing is written for ``patience_s`` seconds, or if ``give_up()`` returns true.
+        """
         written, since = self._written, time.monotonic()
         while not self._is_idle() and not give_up():
             if self._written != written:
@@ -139,7 +152,7 @@ class BackgroundWriter:
         self._is_closed = True
 
     def _is_idle(self) -> bool:
-        # In this order: the thread sets _is_writing before it empties the backlog.
+        # The order matters, because the thread sets _is_writing before it empties the backlog.
         return self._is_broken or (self._backlog.is_empty and not self._is_writing)
 
     def _run(self) -> None:

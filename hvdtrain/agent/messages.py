@@ -1,13 +1,18 @@
-"""The protocol between launcher and agents: one JSON object per line over TCP, and variables.
+"""The protocol between launcher and agents.
 
-An agent first sends ``hello``, then ``line``, ``status``, ``report``, ``usage``, ``failure`` and
-``told`` (a signal of mpirun or srun) as they occur, and finally ``end``, with the kernel's
-out-of-memory kills if the program failed. The launcher sends ``stop``, and ``bye`` after ``end``.
-At ``look`` the agent makes a hanging program print its stacks, and answers ``looked``.
+Messages are JSON objects, one per line, over TCP. Environment variables tell the agents how to
+connect.
 
-With ``taken`` the launcher confirms received bytes, and delays it while ranks should pause. An
-agent has at most ``WINDOW_BYTES`` unconfirmed, which fit into the launcher's socket buffer. So
-TCP's window never closes, even if the launcher is stopped, and a TCP time-out means a lost host.
+An agent first sends ``hello``. It then sends ``line``, ``status``, ``report``, ``usage`` and
+``failure`` as they occur, and ``told`` when mpirun or srun signals it. Finally it sends ``end``,
+with the number of out-of-memory kills if the program failed. The launcher sends ``stop`` to signal
+programs, ``kill`` to kill one, and ``bye`` after ``end``. It sends ``look`` in a hang: the agent
+then makes the program print its stacks, and answers ``looked``.
+
+The launcher confirms received bytes with ``taken``, and delays that while ranks should pause. An
+agent has at most ``WINDOW_BYTES`` unconfirmed bytes, which fit into the launcher's socket buffer.
+So TCP's window never closes, even if the launcher is stopped, and a TCP time-out means that the
+host is lost.
 """
 
 from __future__ import annotations
@@ -38,21 +43,21 @@ __all__ = [
 
 # A random secret of the job.
 JOB = "HVDTRAIN_JOB"
-# 0 leaves ranks unbound, on all cores.
+# With 0, ranks are not bound to cores and can use all of them.
 BIND = "HVDTRAIN_BIND"
 OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
 # The number of this attempt of the job, from 1.
 ATTEMPT = "HVDTRAIN_ATTEMPT"
 
-# Characters; longer lines are split to limit memory.
+# In characters. Longer lines are split to limit the use of memory.
 MAX_LINE_LENGTH = 4 << 20
-# Limit for unknown clients of the port.
+# Limit before the client has proved to be an agent.
 MAX_MESSAGE_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
-# A silent connection is lost after these times and counts.
+# When a connection without traffic counts as lost.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-# Of these kinds, only the newest waiting message is sent.
+# If several messages of one of these kinds wait, only the newest is sent.
 _STATES = ("status", "report", "usage")
 
 
@@ -65,7 +70,7 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
     """Parse the value of ``config.LAUNCHER`` into pairs of host and port.
 
     Raises:
-        LaunchError: The value is invalid.
+        LaunchError: If the value is invalid.
     """
     *hosts, port = text.split() or [""]
     if not hosts or not port.isdecimal():
@@ -95,7 +100,7 @@ class Decoder:
         """Return the messages that ``data`` completes.
 
         Raises:
-            LaunchError: The data is not a message.
+            LaunchError: If the data is not a message.
         """
         self.taken += len(data)
         complete, newline, rest = data.rpartition(b"\n")
@@ -117,7 +122,7 @@ class Decoder:
 
 
 def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
-    """Return the received messages; None at the connection's end or for an invalid message."""
+    """Return the received messages, or None if the connection is closed or a message is invalid."""
     try:
         data = connection.recv(1 << 18)
         return decoder.feed(data) if data else None
@@ -141,7 +146,7 @@ def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
     """Connect to the launcher at the first address that answers.
 
     Raises:
-        OSError: No address answers.
+        OSError: If no address answers.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     errors: dict[str, str] = {}
@@ -163,7 +168,7 @@ def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
 
 
 class LauncherLink:
-    """An agent's connection to the launcher, which queues messages instead of blocking.
+    """An agent's connection to the launcher. Messages are queued instead of blocking the agent.
 
     Attributes:
         is_lost: Whether the launcher or its host is gone.

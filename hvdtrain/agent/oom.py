@@ -1,9 +1,9 @@
-"""Detection of out-of-memory kills by the kernel's counters.
+"""Detects out-of-memory kills with the kernel's counters.
 
-The kernel counts kills per control group and for the whole host. An increase during the program's
-run is evidence, and needs no privileges to read. Sources: the kernel's documentation,
-admin-guide/cgroup-v2 (memory.events) and admin-guide/cgroup-v1/memory (memory.oom_control);
-cgroups(7), proc_pid_mountinfo(5).
+The kernel counts kills per control group and for the whole host. If a counter has increased during
+the program's run, a process was killed. The counters can be read without privileges. Sources: the
+kernel's documentation, admin-guide/cgroup-v2 (memory.events) and admin-guide/cgroup-v1/memory
+(memory.oom_control); cgroups(7), proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ControlGroup:
     """A control group that accounts for memory.
 
     Attributes:
-        mount: Mount point of its hierarchy.
+        mount: Mount point of the hierarchy that contains the group.
         folder: Folder of the group.
     """
 
@@ -73,7 +73,10 @@ def _unescape(path: str) -> str:
 
 
 def _below(root: str, path: str) -> PurePosixPath:
-    """Return a path relative to the mounted group, which may be all that a container sees."""
+    """Return a group's path relative to ``root``, the group at the mount point.
+
+    In a container, only the groups below ``root`` may be visible.
+    """
     try:
         below = PurePosixPath(path).relative_to(root)
     except ValueError:
@@ -82,7 +85,10 @@ def _below(root: str, path: str) -> PurePosixPath:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the ``oom_kill`` counter in memory.events, memory.oom_control or /proc/vmstat."""
+    """Return the ``oom_kill`` counter in a kernel file, or None if the file doesn't contain it.
+
+    The file is memory.events, memory.oom_control or /proc/vmstat.
+    """
     match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
     return int(match[1]) if match else None
 
@@ -95,20 +101,20 @@ def _read(path: Path) -> str:
 
 
 def _count_kills(group: ControlGroup) -> int | None:
-    """Return the counter of the group or of its nearest ancestor that has one."""
+    """Return the counter of the group, or of the nearest ancestor that has a counter."""
     counts = (parse_count(_read(f / name)) for f in group.ancestors() for name in _COUNTS)
     return next((count for count in counts if count is not None), None)
 
 
 def memory_limit(group: ControlGroup) -> int | None:
-    """Return the smallest memory limit of the group and its ancestors in bytes, if any."""
+    """Return the lowest memory limit among the group and its ancestors in bytes, if any."""
     texts = [_read(folder / name).strip() for folder in group.ancestors() for name in _LIMITS]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)
 
 
 class OomWatch:
-    """A comparison of the kernel's counters before and after a program's run.
+    """Compares the kernel's counters before and after a program's run.
 
     Create it before the program starts, in the process that starts it.
     """
@@ -129,13 +135,13 @@ class OomWatch:
             return
         self._memberships = memberships
         group = find_group(memberships, self._mounts)
-        # In version 1 a process that is about to end seems to be at the top of the hierarchy.
+        # In version 1, a process that is about to end appears at the top of the hierarchy.
         is_ending = self._group is not None and group is not None and group.folder == group.mount
         if group is not None and group != self._group and not is_ending:
             self._group, self._before = group, _count_kills(group)
 
     def kills(self) -> OomKills:
-        """Return the kills since the program's start."""
+        """Return the out-of-memory kills since the program's start."""
         return OomKills(
             in_group=_increase(self._before, _count_kills(self._group) if self._group else None),
             on_host=_increase(self._before_on_host, self._count_on_host()),

@@ -1,4 +1,4 @@
-"""Relay of a program's output to the launcher and into a file."""
+"""Relays a program's output to the launcher and into a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.text import plural
 
 __all__ = ["LineSplitter", "OutputRelay"]
 
-# Time without progress on the disk after which a rank ends nevertheless.
+# After this time without progress on the disk, a rank ends although output is not written.
 DISK_PATIENCE_S = 10.0
 MAX_STATUS_LENGTH = 1 << 12
 # More reads than a full pipe needs.
@@ -25,10 +25,10 @@ _ERASE = "\x1b[K"
 
 
 class LineSplitter:
-    """An incremental splitter of bytes into lines.
+    """Splits incoming bytes into lines.
 
-    Text that the program overwrites with a carriage return, such as a progress bar, is a status, of
-    which only the latest state counts.
+    If the program overwrites text with a carriage return, as in a progress bar, that text is a
+    status. Only the latest status is kept.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LineSplitter:
         self.status = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
-        """Yield the lines that ``data`` completes; with ``final`` also the incomplete last one."""
+        """Yield the lines that ``data`` completes, and with ``final`` the incomplete last line."""
         self._rest += self._decoder.decode(data, final)
         *lines, self._rest = self._rest.split("\n")
         for line in lines:
@@ -62,15 +62,15 @@ class LineSplitter:
 
 
 def _visible(line: str) -> str:
-    """Return the part of a line that carriage returns leave visible."""
+    """Return the visible part of a line: the text after the last carriage return."""
     return line.rstrip("\r").rpartition("\r")[2].replace(_ERASE, "")
 
 
 class OutputRelay:
-    """A relay for the output of one program.
+    """Relays the output of one program.
 
     Args:
-        selector: Calls the relay when the program writes.
+        selector: Calls this object when the program writes.
         launcher: Receives every line.
     """
 
@@ -84,10 +84,10 @@ class OutputRelay:
         self._reported_error = False
 
     def open_file(self, rank: int, environ: Mapping[str, str]) -> None:
-        """Open the output file if ``environ`` names a folder.
+        """Open this rank's output file, if ``environ`` names a folder for output files.
 
         Raises:
-            OSError: The file can't be opened.
+            OSError: If the file can't be opened.
         """
         if folder := environ.get(OUTPUT_DIR):
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -121,11 +121,11 @@ class OutputRelay:
         self._pause(self._launcher.is_full or file_is_slow)
 
     def resume(self) -> None:
-        """Read immediately, even if the launcher or the disk is slow."""
+        """Read output immediately from now on, even if the launcher or the disk is slow."""
         self._pause(False)
 
     def finish(self) -> None:
-        """Relay the rest of the pipes after all their writers have ended."""
+        """Relay the output that remains in the pipes, after all processes that write have ended."""
         for pipe, (name, splitter) in list(self._splitters.items()):
             for _ in range(_MAX_READS):
                 if pipe not in self._splitters or not self._read(pipe):
@@ -137,7 +137,7 @@ class OutputRelay:
 
     def relay_line(self, name: str, line: str) -> None:
         """Relay a line of stdout or stderr."""
-        # First to the file, which stays complete if the launcher is gone.
+        # The file comes first, so that it is complete even if the launcher is gone.
         if self._file is not None:
             self._file.write(f"{line}\n".encode())
         self._launcher.send("line", stream=name, text=line)
@@ -153,7 +153,7 @@ class OutputRelay:
                 self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Relay the content of a pipe; return whether it had any."""
+        """Relay the content of a pipe, and return whether the pipe contained anything."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:

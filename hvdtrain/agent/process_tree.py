@@ -1,8 +1,8 @@
-"""Descendants of a process, and a pair of processes that clean up after each other.
+"""Finds and kills descendants of a process, and guards an agent.
 
 mpirun may kill its ranks with SIGKILL, and a killed process can't clean up. So the process that
-mpirun starts is only a guard. Its child does the work in a separate process group, out of mpirun's
-reach. Each of the two adopts the orphans of the other.
+mpirun starts is only a guard. Its child does the work in a separate process group, where mpirun's
+signals don't reach it. If one of the two processes dies, the other one cleans up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(leader: int) -> list[int]:
-    """Return the descendants of ``leader``, and the processes of its session if it leads one."""
+    """Return the descendants of ``leader``, and the processes in its session if it leads one."""
     pids: list[int] = []
     table = _process_table()
     while True:
@@ -58,7 +58,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
-    """Kill all descendants of ``leader``, including ones that are forked meanwhile."""
+    """Kill all descendants of ``leader``, including those forked in the meantime."""
     deadline = time.monotonic() + timeout_s
     while (pids := descendants(leader)) and time.monotonic() < deadline:
         kill_all(pids)
@@ -66,12 +66,12 @@ def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
 
 
 def shell_code(code: int) -> int:
-    """Convert an exit code of ``subprocess`` to a shell's: 128 + n after signal n."""
+    """Convert ``subprocess``'s exit code to a shell's: -9 (SIGKILL) becomes 128 + 9."""
     return 128 - code if code < 0 else code
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of ps, such as R, S, D or T; empty if there is no such process."""
+    """Return the state letter that ps shows, such as R, S, D or T. Empty without this process."""
     try:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
@@ -84,7 +84,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int:
-    """Return a process's start in clock ticks since boot; 0 if there is no such process."""
+    """Return when a process started, in clock ticks since boot. 0 if it does not exist."""
     try:
         return int(_fields(Path(f"/proc/{pid}/stat"))[19])
     except OSError:
@@ -95,10 +95,10 @@ def run_guarded(work: Callable[[int], int]) -> int:
     """Run ``work`` in a child process, pass signals on to it, and kill its descendants at the end.
 
     Args:
-        work: Gets a file descriptor that reaches its end when this process dies.
+        work: Receives a file descriptor that reaches its end when this process dies.
 
     Returns:
-        The result of ``work``, or 128 + the signal that ended the child.
+        The result of ``work``, or 128 + the number of the signal that ended the child.
     """
     adopt_orphans()
     lifeline, own_end = os.pipe()
@@ -121,28 +121,28 @@ def run_guarded(work: Callable[[int], int]) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so they can be found."""
+    """Make this process the parent of its orphaned descendants, so that it can find them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _lead_group() -> None:
     """Shield this process from signals to its parent's process group.
 
-    It stays in the session: Linux shares the cores between sessions (sched(7), autogroup) and
-    balances worse between than within sessions. With a session per rank and more ranks than cores,
-    there were a fifth fewer updates per second.
+    The process stays in its session, because Linux divides the cores among sessions (sched(7),
+    autogroup) and balances the load between sessions less well than within one. In a test with more
+    ranks than cores, one session per rank reduced the updates per second by a fifth.
     """
     os.setpgid(0, 0)
 
 
 def die_with_parent() -> None:
-    """Lead a process group and die with the parent; for a child before its exec."""
+    """Lead a process group, and die with the parent. Call this in a child before its exec."""
     _lead_group()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call Linux's ``prctl``; has no effect on other systems."""
+    """Call Linux's ``prctl``. Does nothing on other systems."""
     import ctypes  # only agents need it
 
     with contextlib.suppress(AttributeError, OSError):
@@ -150,7 +150,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Return parent and session of all processes except zombies; empty on other systems."""
+    """Return the parent and session of each process except zombies. Empty on other systems."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -161,5 +161,8 @@ def _process_table() -> dict[int, tuple[int, int]]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """Return state, parent, group, session, ... after the name, which may contain anything."""
+    """Return the fields of a process after its name: state, parent, group, session and so on.
+
+    The name comes before the last parenthesis, and may itself contain spaces and parentheses.
+    """
     return stat.read_text(errors="replace").rpartition(")")[2].split()

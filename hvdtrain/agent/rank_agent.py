@@ -1,9 +1,10 @@
 """The agent of a rank: the process between the launcher and the rank's program.
 
-mpirun or srun starts it instead of the program (``python -m hvdtrain.agent.rank_agent``). It starts
-the program in a separate process group, and sends its output and exit code to the launcher. It ends
-all processes of the rank when the launcher requests it, when mpirun or srun sends a signal, or when
-the connection to the launcher is lost, so none outlives the job.
+mpirun or srun starts the agent instead of the program (``python -m hvdtrain.agent.rank_agent``).
+The agent starts the program in a separate process group, and sends the program's output and exit
+code to the launcher. It ends all processes of the rank when the launcher requests it, when mpirun
+or srun sends a signal, or when the connection to the launcher is lost. So no process outlives the
+job.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__package__)
 
-# Seconds from SIGTERM to SIGKILL after the loss of the launcher, and after a signal of mpirun or
+# Seconds from SIGTERM to SIGKILL after the launcher is lost, and after a signal from mpirun or
 # srun.
 ORPHAN_GRACE_S = 5.0
 SIGNAL_GRACE_S = 2.0
@@ -71,7 +72,7 @@ def _run_agent(program: Sequence[str], lifeline: int) -> int:
 
 
 class Agent:
-    """The program of one rank and its state."""
+    """Runs the program of one rank."""
 
     def __init__(
         self, topology: Topology, launcher: socket.socket, environ: Mapping[str, str]
@@ -98,7 +99,7 @@ class Agent:
         self._launcher.send("hello", job=environ[JOB], rank=topology.rank, host=host)
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
-        """Run the program, report its end, and return the exit code for mpirun.
+        """Run the program, report how it ended, and return the exit code for mpirun.
 
         Args:
             program: The program and its arguments.
@@ -135,7 +136,7 @@ class Agent:
         self._output.listen(self._child)
 
     def _report_start_failure(self, program: Sequence[str], error: OSError) -> int:
-        """Report a program that can't be started, with the exit code of a shell."""
+        """Report that the program can't be started, with the exit code that a shell would use."""
         name = error.filename or (program[0] if program else "")
         self._output.relay_line("stderr", f"{name}: {error.strerror}")
         self._output.finish()
@@ -194,7 +195,7 @@ class Agent:
         self._stop(signal.SIGTERM, SIGNAL_GRACE_S)
 
     def _inspect_hang(self) -> None:
-        """Report whether a hanging rank is stopped, and make it print the stacks of its threads."""
+        """Report whether the program is stopped, and make it print the stacks of its threads."""
         assert self._child is not None
         pid = self._reporting_pid()
         stopped = any(is_stopped(one) for one in (self._child.pid, pid) if one is not None)
@@ -204,7 +205,7 @@ class Agent:
                 os.kill(pid, signal.SIGQUIT)
 
     def _reporting_pid(self) -> int | None:
-        """Return the running process of the program that sends reports, or None."""
+        """Return the ID of the process that sends reports, or None if no such process runs."""
         pid = self._report_pipe.pid
         return pid if pid in descendants(os.getpid()) else None
 
@@ -215,12 +216,12 @@ class Agent:
             self._stop(number, SIGNAL_GRACE_S if number in ENDING else None)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
-        """Signal the program, and with ``grace_s`` schedule SIGKILL."""
+        """Signal the program. If ``grace_s`` is given, SIGKILL follows after that time."""
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
-        # Slurm and the launcher may both send a warning, and a program that is already ending
-        # because of the first may not catch the second.
+        # Slurm and the launcher may both send a warning. A program that is already ending because
+        # of the first warning may not catch the second one.
         if number not in self._passed_on:
             self._pass_on(number, self._child.pid)
         if grace_s is not None:
@@ -231,7 +232,8 @@ class Agent:
         pid = None
         if number in PREEMPTING:
             self._passed_on.add(number)
-            # To save its state, the program needs its workers, which would die of the signal.
+            # The signal must not reach the program's child processes. It would kill them, but the
+            # program may need them to save its state.
             pid = self._reporting_pid()
         with contextlib.suppress(ProcessLookupError):
             if pid is None:
@@ -240,13 +242,13 @@ class Agent:
                 os.kill(pid, number)
 
     def _finish(self) -> int:
-        """Relay the rest of the output, end remaining processes, and report the end."""
+        """Relay the remaining output, end the remaining processes, and report the exit code."""
         assert self._child is not None
         code = shell_code(self._child.returncode)
         is_lost = self._elastic and not self._was_signalled and signal_name(code) is not None
         if is_lost:
-            # The other ranks wait for mpirun's notice, so don't wait for processes that hold the
-            # output open.
+            # The other ranks wait until mpirun reports the loss, so don't wait for processes that
+            # keep the output open.
             kill_descendants(os.getpid())
         self._output.resume()
         deadline = time.monotonic() + DRAIN_S
@@ -267,13 +269,13 @@ class Agent:
         self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
-        """Stay until the launcher says bye, as mpirun and srun would end the other ranks.
+        """Wait until the launcher says ``bye``, because mpirun and srun would end the other ranks.
 
-        If the launcher is gone, the connection is lost within seconds.
+        This does not last forever: if the launcher is gone, the connection is lost within seconds.
         """
         while not self._is_dismissed:
             self._wait(0.05)
-            # A signal of mpirun also ends the wait.
+            # A signal from mpirun also ends the wait.
             self._is_dismissed = self._is_dismissed or bool(self._signals)
         self._flush()
         return code
@@ -288,12 +290,12 @@ class Agent:
 def _bind_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
     """Bind this process to its rank's cores, and return variables that limit threads.
 
-    Without them, every library would start a thread for each core of the host.
+    Without the variables, every library would start a thread for each core of the host.
     """
     if not hasattr(os, "sched_getaffinity"):
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    # If Slurm allocated fewer cores without binding, it is unknown which ones.
+    # If Slurm allocated fewer cores but didn't bind this process, the allocated cores are unknown.
     allowed = min(len(cores), int(environ.get("SLURM_CPUS_ON_NODE", len(cores))))
     share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
     if place.local_size <= allowed == len(cores) and environ.get(BIND) != "0":

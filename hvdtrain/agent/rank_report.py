@@ -1,4 +1,4 @@
-"""Reports on a rank: progress and failure from its program, resource usage from its agent."""
+"""Reports about a rank: progress and failures from its program, resource usage from its agent."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class RankReport:
     """The latest state of a rank, as ``hvdtrain.monitor.report`` sends it.
 
     Attributes:
-        pid: The process that prints its stacks at SIGQUIT.
-        step: Number of completed optimizer steps; None before the first.
+        pid: ID of the process that prints its stacks on SIGQUIT.
+        step: Number of completed optimizer steps; None before the first step.
         epoch: Epoch of the last step.
         total_steps: Step at which training will end, if known.
-        phase: Current part of the program; steps are reported only in ``"training"``.
+        phase: Current phase of the program. Steps are reported only in ``"training"``.
         saved: Step of the newest checkpoint from this run of the program.
         resumed: Step of the checkpoint at the start of this run.
-        waiting_in: The collective in which the rank waits for others; empty if it doesn't.
+        waiting_in: The collective in which the rank waits for others; empty if it doesn't wait.
         waited_s: Total time in which the rank waited for others, if known.
         input_s: Total time in which training waited for batches, if known.
         reduced_bytes: Total bytes passed to allreduce, if known.
         samples: Number of samples that all ranks have trained on in this run.
-        loss: Recent loss of these samples.
+        loss: Recent training loss, if known.
     """
 
     pid: int | None = None
@@ -59,13 +59,13 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The failure of a rank's program, modelled on torchelastic's error file.
+    """How a rank's program failed. Modelled on torchelastic's error file.
 
     Attributes:
         exception: Class name of the exception that ended the program, or of the collective error
             that caused it.
         message: Text of the exception.
-        traceback: Its traceback, shortened in the middle if long.
+        traceback: Traceback of the exception. If it is long, its middle is left out.
         time_s: Time of the exception in seconds since 1970, by the clock of the rank's host.
     """
 
@@ -76,7 +76,7 @@ class FailureRecord:
 
     @property
     def kind(self) -> Literal["exception", "follows", "hang", "interrupt"]:
-        """Kind of the failure; ``"follows"`` is the consequence of another rank's failure."""
+        """Kind of the failure. ``"follows"`` means that another rank failed before."""
         if self.exception == "PeerFailedError":
             return "follows"
         if self.exception == "CollectiveTimeoutError":
@@ -86,7 +86,7 @@ class FailureRecord:
 
     @property
     def is_own(self) -> bool:
-        """Whether the rank itself failed, instead of being stopped or following another."""
+        """Whether the rank itself failed, and was not stopped because of another rank or a user."""
         return self.kind in ("exception", "hang")
 
 
@@ -95,11 +95,11 @@ class Usage:
     """Resource usage of a rank's processes.
 
     Attributes:
-        rss_bytes: Sum of their resident memory, including shared memory.
+        rss_bytes: Resident memory of all processes, including shared memory.
         cpu: Average number of busy cores since the last measurement.
-        gpu: Recent utilization of their GPUs in percent, if known.
-        gpu_bytes: GPU memory that they use, if known.
-        stopped: Whether one of them is stopped, by a signal or a debugger.
+        gpu: Recent utilization of the rank's GPUs in percent, if known.
+        gpu_bytes: GPU memory in use, if known.
+        stopped: Whether a signal or a debugger has stopped one of the processes.
     """
 
     rss_bytes: int
@@ -116,7 +116,7 @@ class OomKills:
     Attributes:
         in_group: Number of kills in the program's control group, if known.
         on_host: Number of kills on the host, if known.
-        limit_bytes: Memory limit of the group, if any.
+        limit_bytes: Memory limit of the control group, if any.
     """
 
     in_group: int | None = None
@@ -124,7 +124,7 @@ class OomKills:
     limit_bytes: int | None = None
 
 
-# Fields of the messages that programs write, by kind.
+# For each kind of message that programs send: the names of its fields.
 _FIELDS = {
     kind: tuple(entry.name for entry in fields(record))
     for kind, record in (("report", RankReport), ("failure", FailureRecord))
@@ -134,11 +134,12 @@ _FIELDS = {
 class ReportPipe:
     """The pipe through which a program sends reports to its agent.
 
-    Children of the program may keep the pipe open, so the agent doesn't wait for its end.
+    The agent doesn't wait until the pipe is closed, because children of the program may keep it
+    open.
 
     Attributes:
-        variables: Environment variables that tell the program its end of the pipe.
-        pid: The process that prints its stacks at SIGQUIT, once it has reported.
+        variables: Environment variables that tell the program where to write its reports.
+        pid: ID of the process that prints its stacks on SIGQUIT, once it has reported that.
     """
 
     def __init__(self) -> None:
@@ -158,9 +159,9 @@ class ReportPipe:
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the received messages; None at the pipe's end or after an invalid message."""
+        """Return the received messages, or None if the pipe is closed or a message is invalid."""
         try:
-            # More than programs write per second; the rest is read next time.
+            # This is more than programs write per second. The rest is read next time.
             data = os.read(self._reader, 1 << 16)
             messages = self._decoder.feed(data)
         except BlockingIOError:
@@ -182,11 +183,14 @@ _Record = TypeVar("_Record", RankReport, FailureRecord, Usage)
 
 
 def read_record(record: type[_Record], message: Mapping[str, Any]) -> _Record | None:
-    """Return the record in a message, or None if it is invalid, as a program may write anything."""
+    """Return the record in a message, or None if the message is invalid.
+
+    Messages are checked because a program may write anything.
+    """
     values: dict[str, Any] = {}
     for entry in fields(record):
         if entry.name not in message:
-            # Programs report failures completely.
+            # A failure is reported with all of its fields.
             if record is FailureRecord or entry.default is MISSING:
                 return None
             continue

@@ -1,4 +1,4 @@
-"""Resource usage of a rank's processes: memory, processor time, and GPUs (from NVML)."""
+"""Measures the resources that a rank's processes use: memory, CPU time, and GPUs (with NVML)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UNKNOWN: GpuUsage = (None, None)
 
 
 class UsageWatch:
-    """Periodic measurements of a program and its children.
+    """Measures a program and its children periodically.
 
     Args:
-        gpus: Measures their GPUs.
+        gpus: Measures the use of GPUs.
     """
 
     def __init__(self, gpus: GpuWatch) -> None:
@@ -38,16 +38,19 @@ class UsageWatch:
         self._measured_s = time.monotonic()
 
     def look(self, pid: int) -> Usage | None:
-        """Return the usage of a process and its children; None if not due or without psutil."""
+        """Return the usage of a process and its children.
+
+        Returns None if the last measurement is recent, or if psutil is not installed.
+        """
         now_s = time.monotonic()
         if now_s < self._due_s:
             return None
         self._due_s = now_s + INTERVAL_S
         try:
-            # Imported late, for ranks that end before.
+            # Imported here because many ranks end before their first measurement.
             import psutil
         except ImportError:
-            # An older environment on this host is no reason to fail.
+            # If this host has an older environment, continue without measurements.
             self._due_s = math.inf
             return None
         rss, cpu_s, stopped = 0, {}, False
@@ -59,7 +62,7 @@ class UsageWatch:
                     cpu_s[process.pid] = times.user + times.system
                     rss += process.memory_info().rss
                     stopped |= is_stopped(process.pid)
-        # The time of processes that have ended is lost.
+        # Processes that have ended since the last measurement are left out.
         used_s = sum(max(0.0, s - self._cpu_s.get(one, 0.0)) for one, s in cpu_s.items())
         elapsed_s, self._measured_s, self._cpu_s = now_s - self._measured_s, now_s, cpu_s
         gpu, gpu_bytes = self._gpus.look(cpu_s.keys())
@@ -77,11 +80,11 @@ class Gpu:
     """A GPU of this host.
 
     Attributes:
-        number: Its index.
-        uuid: Its ID.
+        number: Index of the GPU on this host.
+        uuid: ID of the GPU.
         busy: Utilization in the last second in percent; None if unknown, as with MIG.
         used_bytes: Memory in use by all processes.
-        processes: Memory in bytes by process ID.
+        processes: Memory in bytes that each process uses, by process ID.
     """
 
     number: int
@@ -94,8 +97,9 @@ class Gpu:
 def own_gpu(environ: Mapping[str, str], local_rank: int, local_size: int) -> str:
     """Return the index or ID of a rank's GPU from its environment; empty if unknown.
 
-    A launcher shows each rank only its own GPU, or shows all GPUs to all ranks of a host, which use
-    them in order of their local ranks (``hvdtrain.tensorflow.devices.assign_gpus``).
+    A launcher shows each rank only its own GPU, or it shows all of a host's GPUs to all ranks on
+    the host. In that case, ranks use the GPUs in the order of their local ranks
+    (``hvdtrain.tensorflow.devices.assign_gpus``).
     """
     visible = [entry.strip() for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if len(visible) > 1:
@@ -104,11 +108,11 @@ def own_gpu(environ: Mapping[str, str], local_rank: int, local_size: int) -> str
 
 
 def gpu_usage(gpus: Sequence[Gpu], pids: Collection[int], own: str) -> GpuUsage:
-    """Return the GPU usage of some processes.
+    """Return how much some processes use the GPUs.
 
-    In a container the driver may have other process IDs. Then the whole usage of the rank's ``own``
-    GPU counts. Given by index, this may be the wrong GPU on hosts with several models, which CUDA
-    and the driver count in different orders.
+    In a container, the driver may know the processes by different IDs. The result is then the total
+    usage of the rank's ``own`` GPU. If ``own`` is an index, this may be the wrong GPU on hosts with
+    different models of GPUs, because CUDA and the driver order those differently.
     """
     matches = [gpu for gpu in gpus if not gpu.processes.keys().isdisjoint(pids)]
     if matches:
@@ -127,7 +131,7 @@ def gpu_usage(gpus: Sequence[Gpu], pids: Collection[int], own: str) -> GpuUsage:
 
 
 class GpuWatch:
-    """Queries to the driver of this host's GPUs, with a short time-out.
+    """Queries the driver of this host's GPUs, with a short time-out.
 
     Args:
         own: The result of ``own_gpu`` for the rank.
@@ -172,7 +176,7 @@ def _gpus(nvml: Any) -> Iterator[Gpu]:
     """Yield the GPUs of this host.
 
     Raises:
-        pynvml.NVMLError: The driver fails.
+        pynvml.NVMLError: If the driver fails.
     """
     for number in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(number)
