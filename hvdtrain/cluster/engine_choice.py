@@ -24,12 +24,12 @@ class EngineChoice(NamedTuple):
 
 
 class DeviceCapabilities(NamedTuple):
-    """What a rank needs to combine gradients on its device.
+    """A rank's abilities that decide whether devices can combine gradients.
 
     Attributes:
-        gpu: ID of its first GPU; empty if it computes on the CPU.
-        has_nccl: Whether its TensorFlow contains NCCL.
-        ready: Whether its TensorFlow can still be connected to the other ranks.
+        gpu: ID of the rank's first GPU; empty if the rank computes on the CPU.
+        has_nccl: Whether the rank's TensorFlow contains NCCL.
+        ready: Whether the rank's TensorFlow can still be connected to the other ranks.
     """
 
     gpu: str
@@ -46,8 +46,8 @@ def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False
         has_servers: Whether some ranks are parameter servers.
 
     Raises:
-        LaunchError: The launcher doesn't support the backend.
-        ConfigurationError: Parameter servers don't support the backend.
+        LaunchError: If the launcher doesn't support the backend.
+        ConfigurationError: If parameter servers don't support the backend.
     """
     without_mpi = topology.launcher == "horovod-gloo" and topology.size > 1
     if backend == "mpi" and without_mpi:
@@ -84,8 +84,8 @@ def choose_device_engine(
         elastic: Whether training continues without lost ranks.
 
     Raises:
-        LaunchError: The backend is ``nccl`` and the ranks don't support it.
-        ConfigurationError: The backend is ``nccl`` and the settings don't support it.
+        LaunchError: If the backend is ``nccl`` and the ranks don't support it.
+        ConfigurationError: If the backend is ``nccl`` and the settings don't support it.
     """
     if backend == "mpi":
         return EngineChoice("mpi", "--backend mpi")
@@ -110,7 +110,9 @@ def choose_device_engine(
             "to combine gradients over MPI."
         )
     on_cpus = (
-        "" if capabilities[0].gpu else " (with TensorFlow's ring on CPUs, as no rank has a GPU)"
+        ""
+        if capabilities[0].gpu
+        else " (with TensorFlow's ring on CPUs, because no rank has a GPU)"
     )
     return EngineChoice("nccl", f"--backend nccl{on_cpus}")
 

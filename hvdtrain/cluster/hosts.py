@@ -1,7 +1,7 @@
 """Hosts and their slots, from ``-H``, a hostfile or the environment of a Slurm job.
 
-A host is a name, an IPv4 address or an IPv6 address; ``node[01-04,07]`` names several. A host takes
-one rank per slot, and has one slot by default:
+A host is a name, an IPv4 address or an IPv6 address. ``node[01-04,07]`` names several hosts. A host
+takes one rank per slot, and has one slot by default:
 
 ==================  =====================================================================
 ``-H``              ``a:4,b:4``, ``node[01-04,07]:2``, ``10.0.0.1:2``, ``[fe80::1]:4``, ``me@a:4``
@@ -11,8 +11,8 @@ Horovod             ``a slots=4``, ``a:4``
 Slurm               ``node[01-04,07]`` and the tasks per node, ``2(x3),1``
 ==================  =====================================================================
 
-Hosts keep the order of the text, which determines their ranks. A host that is named several times
-gets the sum of its slots. Names are not case-sensitive.
+Hosts get ranks in the order of the text. A host that is named several times gets the sum of its
+slots. Names are not case-sensitive.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Host:
 
     Attributes:
         name: Name or address, without brackets.
-        slots: Number of ranks.
+        slots: Number of ranks that the host takes.
         max_slots: Maximum number of ranks with ``--oversubscribe``; None if unlimited.
         user: User for ssh; ssh's default if None.
     """
@@ -93,7 +93,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Parse the value of ``-H``.
 
     Raises:
-        ConfigurationError: The list is empty or an entry is invalid.
+        ConfigurationError: If the list is empty or an entry is invalid.
     """
     try:
         return merge_hosts(
@@ -107,11 +107,13 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
-    """Parse the content of a hostfile, whose lines may follow different dialects.
+    """Parse the content of a hostfile.
+
+    Each line may be in the format of any MPI or of Horovod.
 
     Raises:
-        ConfigurationError: A line is invalid, or no line names a host. The message has ``path``
-            and the line.
+        ConfigurationError: If a line is invalid, or no line names a host. The message contains
+            ``path`` and the line.
     """
     hosts: list[Host] = []
     for number, line in enumerate(re.split(r"\r\n?|\n", text.removeprefix("\ufeff")), start=1):
@@ -127,12 +129,13 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
-    """Return the hosts of the surrounding Slurm allocation; None outside of Slurm.
+    """Return the hosts of the surrounding Slurm allocation, or None outside of Slurm.
 
-    A host has a slot for each task that Slurm assigns to it, or one if that is unknown.
+    A host has a slot for each task that Slurm assigns to it, or one slot if the number of tasks is
+    unknown.
 
     Raises:
-        ConfigurationError: The variables are invalid or contradict each other, or the job is
+        ConfigurationError: If the variables are invalid or contradict each other, or the job is
             heterogeneous.
     """
     groups = environ.get("SLURM_HET_SIZE", "1")
@@ -160,7 +163,8 @@ def _slurm_group(environ: Mapping[str, str], suffix: str) -> list[Host] | None:
         names = [name for name, _ in split_hosts(nodes)]
         counts = slurm_task_counts(tasks) if tasks else [1] * len(names)
         if len(names) != len(counts):
-            # In srun -N1 in a job of two nodes, nodes are the job's and counts the step's.
+            # For instance under srun -N1 in a job with two nodes: the variables contain the nodes
+            # of the job, but the counts of the step.
             raise ValueError(f"there are {len(names)} nodes, but task counts for {len(counts)}")
         return merge_hosts(Host(name=name, slots=count) for name, count in zip(names, counts))
     except ValueError as error:
@@ -175,7 +179,7 @@ def slurm_task_counts(text: str) -> list[int]:
     """Parse Slurm's tasks per node: ``2(x3),1`` stands for 2, 2, 2, 1.
 
     Raises:
-        ValueError: The text has another format.
+        ValueError: If the text is in a different format.
     """
     counts: list[int] = []
     for entry in text.split(","):
@@ -195,7 +199,7 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
             continue
         if first.user and host.user and first.user != host.user:
             raise ConfigurationError(
-                f"{host.name} has two users, {first.user} and {host.user}; name one of them"
+                f"{host.name} has two users, {first.user} and {host.user}; name only one of them"
             )
         limited = first.max_slots is not None and host.max_slots is not None
         merged[host.name.lower()] = dataclasses.replace(
@@ -211,7 +215,7 @@ def ssh_user(remote: Iterable[Host]) -> str | None:
     """Return the ssh user of all remote hosts, or None if they use ssh's default.
 
     Raises:
-        ConfigurationError: The hosts have different users.
+        ConfigurationError: If the hosts have different users.
     """
     users = {host.user: host.name for host in remote}
     if len(users) > 1:
@@ -224,10 +228,12 @@ def ssh_user(remote: Iterable[Host]) -> str | None:
 
 
 def split_hosts(text: str) -> list[tuple[str, str | None]]:
-    """Return each host of a comma-separated list, and the text after its colon or None.
+    """Split a comma-separated list into hosts and the texts after their colons.
+
+    ``a:4,node[1-2]`` becomes ``[("a", "4"), ("node1", None), ("node2", None)]``.
 
     Raises:
-        ValueError: An entry is invalid.
+        ValueError: If an entry is invalid.
     """
     hosts: list[tuple[str, str | None]] = []
     for entry in _split(text):
@@ -244,7 +250,7 @@ def split_hosts(text: str) -> list[tuple[str, str | None]]:
 
 
 def _parse_line(line: str) -> list[Host]:
-    """Return the hosts in a line of a hostfile, after removal of its comment."""
+    """Return the hosts in a line of a hostfile. The line must not contain a comment."""
     if not line:
         return []
     names, *options = re.sub(r"\s*=\s*", "=", line).split()
@@ -274,7 +280,7 @@ def _parse_line(line: str) -> list[Host]:
 
 
 def _parse_list(text: str) -> list[tuple[str | None, str, int | None]]:
-    """Return user, name and slots of each host in a comma-separated list."""
+    """Return the user, name and slots of each host in a comma-separated list."""
     hosts: list[tuple[str | None, str, int | None]] = []
     for entry in _split(text):
         user, _, host = entry.rpartition("@")
@@ -316,7 +322,7 @@ def _check_ipv6(text: str) -> str:
 
 
 def _expand(text: str) -> list[str]:
-    """Return the hosts of ``node[01-04,07]``, or a plain name."""
+    """Expand ``node[01-02,07]`` to ``["node01", "node02", "node07"]``, and ``a`` to ``["a"]``."""
     if not text:
         raise ValueError("a host is missing")
     # ssh and mpirun would take a name that starts with "-" for an option.
@@ -325,15 +331,16 @@ def _expand(text: str) -> list[str]:
             f"{text!r} is not a valid host: names consist of letters, digits, '-', '_' and '.', do "
             "not start with '-' or '.', and brackets are paired"
         )
-    # ClusterShell sorts, so each range is expanded separately. Its NodeSet would also accept
-    # groups, wildcards and configuration files, and takes eight times as long to import.
+    # ClusterShell sorts numbers, so each range is expanded separately. ClusterShell's NodeSet would
+    # also accept groups, wildcards and configuration files, and takes eight times as long to
+    # import.
     parts = re.split(r"\[([^\[\]]*)\]", text)
     choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """Return the numbers of ``01-03,07``, with leading zeros."""
+    """Expand ``01-03,07`` to ``["01", "02", "03", "07"]``, keeping leading zeros."""
     from ClusterShell.RangeSet import RangeSet, RangeSetParseError
 
     numbers: list[str] = []
@@ -354,9 +361,9 @@ def is_this_host(name: str) -> bool:
 
 
 def own_addresses(hosts: Sequence[str]) -> list[str]:
-    """Return this host's addresses on its routes to ``hosts``, and its name.
+    """Return the addresses from which this host reaches ``hosts``, and this host's name.
 
-    Without other hosts, the result is the loopback address.
+    If ``hosts`` is empty, the result is the loopback address.
     """
     if not hosts:
         return ["127.0.0.1"]

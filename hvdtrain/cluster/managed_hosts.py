@@ -1,7 +1,7 @@
 """Hosts that an external manager adds to a job and removes again, as Kubernetes does with pods.
 
-The manager writes the state of all hosts, including expected ones, to a file that
-``config.MANAGED_HOSTS`` names. The functions here draw conclusions from its content.
+The manager writes the state of all hosts, including hosts that it still expects, to a file. The
+variable ``config.MANAGED_HOSTS`` names the file. The functions here evaluate the content.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ManagedHost:
     """A host that a job has or expects.
 
     Attributes:
-        name: Name or address for starting ranks.
-        slots: Number of ranks.
-        state: Whether it can run ranks.
-        generation: Identifies a replacement under the same name; empty if the host is absent.
+        name: Name or address that ranks are started with.
+        slots: Number of ranks that the host takes.
+        state: Whether the host can run ranks.
+        generation: Differs if the host was replaced under the same name; empty if it is absent.
         why: The manager's reason for a state other than "there"; empty if unknown.
     """
 
@@ -58,10 +58,10 @@ def format_managed_hosts(hosts: Iterable[ManagedHost]) -> str:
 
 
 def parse_managed_hosts(text: str) -> tuple[ManagedHost, ...]:
-    """Parse the hosts, which get ranks in this order.
+    """Parse the list of hosts. They get ranks in this order.
 
     Raises:
-        ConfigurationError: The text is not a valid list of hosts.
+        ConfigurationError: If the text is not a valid list of hosts.
     """
     try:
         hosts = tuple(ManagedHost(**host) for host in json.loads(text))
@@ -76,7 +76,7 @@ def parse_managed_hosts(text: str) -> tuple[ManagedHost, ...]:
 def lost_hosts(
     before: Sequence[ManagedHost], now: Sequence[ManagedHost], used: Collection[str]
 ) -> Mapping[str, str]:
-    """Return the used hosts that were lost or replaced since ``before``, with the reasons."""
+    """Return the used hosts that were lost or replaced since ``before``, each with the reason."""
     current = {host.name: host for host in now}
     reasons = {}
     for old in before:
@@ -93,7 +93,7 @@ def lost_hosts(
 
 
 def leaving_hosts(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[str, str]:
-    """Return the used hosts that are removed or about to end, with the reasons."""
+    """Return the used hosts that were removed or are about to end, each with the reason."""
     if not now:
         return {}
     reasons = {host.name: host.why for host in now if host.state == "going"}
@@ -104,12 +104,12 @@ def leaving_hosts(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[
 
 
 def target_ranks(hosts: Sequence[ManagedHost], *, ranks: int, slots: int) -> int:
-    """Return the number of ranks of a job that may grow.
+    """Return the number of ranks for a job that may grow.
 
     Args:
-        hosts: All hosts of the job; only ready ones can run ranks.
+        hosts: All hosts of the job. Only hosts that are ready can run ranks.
         ranks: Number of ranks at the start.
-        slots: Number of slots at the start. Each slot beyond that adds a rank.
+        slots: Number of slots at the start. Each additional slot adds a rank.
     """
     ready_slots = sum(host.slots for host in hosts if host.state == "there")
     all_slots = sum(host.slots for host in hosts)

@@ -33,14 +33,14 @@ class Place:
 
     Attributes:
         rank: Index of the process in the job.
-        host: Name of its host, as the user wrote it.
+        host: Name of the rank's host, as the user wrote it.
         local_rank: Index of the process on its host.
-        local_size: Number of processes on its host.
-        node_rank: Index of its host among the hosts with ranks.
+        local_size: Number of the job's processes on this host.
+        node_rank: Index of this host among the hosts with ranks.
         role: ``"chief"`` for rank 0, ``"ps"`` for a parameter server, otherwise ``"worker"``.
-        gpus: Indices of its GPUs on the host; empty for parameter servers, and if the GPUs of the
-            host are unknown.
-        cores: Its first and last core, both inclusive; None if the cores of the host are unknown.
+        gpus: Indices of the rank's GPUs on the host; empty for parameter servers, and if the host's
+            GPUs are unknown.
+        cores: The rank's first and last core, both inclusive; None if the host's cores are unknown.
     """
 
     rank: int
@@ -64,25 +64,25 @@ def place(
     cores: Mapping[str, int] | None = None,
     gpus: Mapping[str, int] | None = None,
 ) -> list[Place]:
-    """Place all ranks; the slots of the first host are filled first.
+    """Place all ranks. The slots of the first host are filled first.
 
     Args:
         hosts: The hosts, in the order in which they get ranks.
-        ranks: Number of ranks; the number of slots if None.
+        ranks: Number of ranks. None means one rank per slot.
         servers: Ranks of the parameter servers, which get no GPUs.
-        oversubscribe: Allow more ranks than slots. Hosts get the surplus in rotation, each up to
-            ``max_slots``.
+        oversubscribe: Allow more ranks than slots. The additional ranks are dealt to the hosts one
+            at a time, up to the ``max_slots`` of each host.
         share_gpus: Allow more ranks than GPUs on a host.
         gpus_per_rank: Number of GPUs per rank.
-        cores: Number of cores by host, if known. The shares of ranks differ by at most one core;
-            ranks share cores if there are more ranks than cores.
-        gpus: Number of GPUs by host, if known.
+        cores: Number of cores per host, if known. The ranks of a host get equal numbers of cores,
+            or differ by one core. If a host has more ranks than cores, ranks share cores.
+        gpus: Number of GPUs per host, if known.
 
     Returns:
-        The places by rank. The ranks of a host are consecutive.
+        The place of each rank, in the order of the ranks. The ranks of a host are consecutive.
 
     Raises:
-        ConfigurationError: There are too few slots or GPUs.
+        ConfigurationError: If there are too few slots or GPUs.
     """
     hosts = merge_hosts(hosts)
     counts = _ranks_per_host(hosts, ranks, oversubscribe=oversubscribe)
@@ -114,7 +114,7 @@ def place(
 
 
 def format_places(places: Iterable[Place]) -> str:
-    """Format places as a table with one line per rank; ``-`` stands for unknown values."""
+    """Format places as a table with one line per rank. ``-`` stands for unknown values."""
     rows = [
         (
             *(str(entry.rank), entry.host, str(entry.local_rank), entry.role),
@@ -165,7 +165,7 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 
 def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Raise unless ``ranks``, more than there are slots, may and do fit."""
+    """Raise an error, unless more ranks than slots are allowed and fit."""
     limit = max_ranks(hosts, oversubscribe=True)
     fits = limit is None or ranks <= limit
     if not oversubscribe:
@@ -183,7 +183,10 @@ def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe
 
 
 def _gpu_indices(turn: int, gpus_per_rank: int, gpus: int) -> tuple[int, ...]:
-    """Return the GPUs of the rank that is number ``turn`` on a host with this many GPUs."""
+    """Return the GPUs of one rank on a host with ``gpus`` GPUs.
+
+    ``turn`` is the rank's index, from 0, among the host's ranks that use GPUs.
+    """
     first = turn * gpus_per_rank
     return tuple(sorted({index % gpus for index in range(first, first + gpus_per_rank) if gpus}))
 
@@ -211,7 +214,7 @@ def _check_gpus(
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: in containers often not all."""
+    """Return the number of cores that this process may use. In containers, often not all."""
     return len(core_numbers())
 
 

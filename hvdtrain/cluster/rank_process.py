@@ -1,8 +1,8 @@
-"""The process that is a rank, as opposed to its children, which inherit its environment.
+"""Distinguishes the process that is a rank from its child processes.
 
-Launchers identify a rank by environment variables, and its child processes have the same ones. A
-child must not enter MPI with them: for the other ranks, that number is its parent. So the process
-that enters the job writes its process ID into its environment.
+Launchers identify a rank by environment variables, which its child processes inherit. A child must
+not enter MPI with them, because the other ranks would take it for its parent. So the process that
+enters the job writes its process ID into its environment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 __all__ = ["claim_rank", "find_rank_process"]
 
 _CLAIM = "HVDTRAIN_RANK_PROCESS"
-# Variables that differ between jobs, as a rank may start another job.
+# Variables that differ between jobs. They are compared because a rank may start another job.
 _IDENTITY = (
     *("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"),
     *("PMI_RANK", "PMI_FD", "PMI_PORT"),
@@ -29,7 +29,7 @@ def claim_rank(environ: MutableMapping[str, str]) -> None:
 
 
 def find_rank_process(environ: Mapping[str, str]) -> int | None:
-    """Return the ID of the process that is this rank; None if it is this process or unknown."""
+    """Return the ID of the process that is this rank, or None if it is unknown or this process."""
     pid, _, identity = environ.get(_CLAIM, "").partition(" ")
     if not pid or int(pid) == os.getpid() or identity != _identity(environ):
         return None

@@ -36,7 +36,7 @@ def assign_roles(size: int, settings: Settings) -> Roles:
     """Assign a role to each of ``size`` ranks.
 
     Raises:
-        ConfigurationError: There are too few ranks for the settings.
+        ConfigurationError: If there are too few ranks for the settings.
     """
     if not settings.has_servers:
         return Roles(workers=tuple(range(size)), servers=())
@@ -63,19 +63,19 @@ def assign_roles(size: int, settings: Settings) -> Roles:
 def remaining_tasks(
     before: Sequence[Place], hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool
 ) -> TaskHosts:
-    """Assign roles to the remaining hosts after some were lost.
+    """Assign roles to the remaining hosts after some hosts were lost.
 
-    Parameter servers stay on their hosts, although their ranks may change; all other ranks are
+    Parameter servers stay on their hosts, although their ranks may change. All other ranks are
     workers.
 
     Args:
         before: The places before the loss.
         hosts: The remaining hosts.
-        ranks: The new number of ranks; the number of slots if None.
+        ranks: The new number of ranks. None means one rank per slot.
         oversubscribe: Allow more ranks than slots.
 
     Raises:
-        ConfigurationError: All workers or all servers are lost.
+        ConfigurationError: If all workers or all parameter servers are lost.
     """
     from hvdtrain.cluster.tf_config import TaskHosts
 

@@ -48,10 +48,10 @@ def parse_cluster(text: str, source: str) -> TaskHosts:
 
     Args:
         text: The JSON text.
-        source: The origin of the text, for errors.
+        source: The origin of the text, for error messages.
 
     Raises:
-        ConfigurationError: The text is invalid or names no worker.
+        ConfigurationError: If the text is invalid or names no worker.
     """
     try:
         return _task_hosts(_tasks(text))
@@ -63,7 +63,7 @@ def parse_task_lists(workers: str, servers: str | None) -> TaskHosts:
     """Parse the values of ``--worker-hosts`` and ``--ps-hosts``.
 
     Raises:
-        ConfigurationError: A host is invalid.
+        ConfigurationError: If a host is invalid.
     """
     try:
         return _task_hosts({"worker": [workers], "ps": [] if servers is None else [servers]})
@@ -77,8 +77,8 @@ def hosts_and_servers(tasks: TaskHosts) -> tuple[list[Host], tuple[int, ...]]:
     """Return the hosts with one slot per task in rank order, and the ranks of the servers.
 
     Hosts of workers come first, in task order, so worker 0 is rank 0. The ranks of a host are
-    consecutive, workers before servers; with workers interleaved over hosts, ranks other than 0
-    don't follow the task order.
+    consecutive, with workers before servers. So if the workers' hosts alternate (``a, b, a, b``),
+    ranks other than 0 don't follow the task order.
     """
     hosts = merge_hosts(Host(name=name, slots=1) for name in (*tasks.workers, *tasks.servers))
     server_counts = Counter(name.lower() for name in tasks.servers)
@@ -91,7 +91,7 @@ def hosts_and_servers(tasks: TaskHosts) -> tuple[list[Host], tuple[int, ...]]:
 
 
 def _tasks(text: str) -> Mapping[str, list[str]]:
-    """Return the addresses by kind of task."""
+    """Return the addresses of each kind of task."""
     try:
         content: Any = json.loads(text)
     except ValueError as error:

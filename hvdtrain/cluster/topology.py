@@ -5,11 +5,11 @@ A process can have the variables of several launchers at once. The first match i
 1. **Open MPI's and Hydra's mpirun.** Under Slurm they run inside a job step or a batch script,
    whose Slurm variables describe something else.
 2. **horovodrun --gloo**, whose processes are independent of MPI.
-3. **srun**, by the variables of its step. A batch script has ``SLURM_PROCID=0`` and the job's
-   ``SLURM_NTASKS``, but no ``SLURM_STEP_NUM_TASKS``; a shell of ``salloc`` has neither, or is a
-   step of one task. ``sbatch`` inside a step passes on that step's variables, except for
-   ``SLURM_GTIDS``, which Slurm always sets: it then doesn't match the others.
-4. None: the process is alone.
+3. **srun**, which sets variables for its step. A batch script has ``SLURM_PROCID=0`` and the job's
+   ``SLURM_NTASKS``, but not ``SLURM_STEP_NUM_TASKS``. A shell that ``salloc`` starts has neither
+   variable, or is a step with one task. ``sbatch`` inside a step passes on that step's variables,
+   except for ``SLURM_GTIDS``. Slurm always sets that variable, so it doesn't match the others.
+4. **No launcher.** The process runs alone.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Topology:
         local_rank: Index of this process on its host.
         local_size: Number of processes of the job on this host.
         node_rank: Index of this host among the hosts of the job. None until
-            ``hvdtrain.init()`` if the launcher doesn't provide it, as mpirun on several hosts
-            (``OMPI_COMM_WORLD_NODE_RANK`` is a local rank).
-        launcher: The launcher of this process; ``"none"`` if it is alone.
+            ``hvdtrain.init()`` if the launcher doesn't provide the index. mpirun on several hosts
+            doesn't (``OMPI_COMM_WORLD_NODE_RANK`` is a local rank).
+        launcher: The launcher of this process; ``"none"`` if it runs alone.
     """
 
     rank: int = 0
@@ -78,7 +78,7 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
     """Read the place of this process in its job.
 
     Raises:
-        LaunchError: Variables are missing, invalid, or contradict each other, or the launcher is
+        LaunchError: If variables are missing, invalid, or contradict each other, or the launcher is
             not supported.
     """
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
@@ -105,7 +105,8 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 def host_id() -> str:
     """Return an identifier that only the processes of this host or container share.
 
-    Names alone may repeat ("localhost"), and containers share the boot ID of their host.
+    It contains the host's name and boot ID. Different hosts may have the same name ("localhost"),
+    and containers share the boot ID of their host.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"
@@ -191,7 +192,7 @@ def _require(environ: Mapping[str, str], name: str, launcher: Launcher) -> str:
         raise LaunchError(
             f"{name} is missing, although this process has other variables of "
             f"{_LAUNCHER_NAMES[launcher]}. Start the program again with mpirun, srun or hvdtrain "
-            "run and pass it the whole environment; or unset the others to run it alone."
+            "run and pass it the whole environment; or unset the other variables to run it alone."
         )
     return environ[name]
 
@@ -204,4 +205,4 @@ def _parse_int(text: str | None) -> int | None:
 
 
 def _unset_hint(*names: str) -> str:
-    return f"If left from another job, run: unset {' '.join(names)}"
+    return f"If they are left from another job, run: unset {' '.join(names)}"

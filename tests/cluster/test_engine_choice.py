@@ -63,7 +63,7 @@ OTHER = GPU1._replace(has_nccl=False)
         ("nccl", [GPU0, GPU1], "nccl", "--backend nccl"),
         (
             *("nccl", [CPU, CPU], "nccl"),
-            "--backend nccl (with TensorFlow's ring on CPUs, as no rank has a GPU)",
+            "--backend nccl (with TensorFlow's ring on CPUs, because no rank has a GPU)",
         ),
     ],
 )
