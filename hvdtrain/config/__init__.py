@@ -32,8 +32,8 @@ __all__ = [
 # the width of the terminal that shows their output.
 LAUNCHER = PREFIX + "LAUNCHER"
 COLUMNS = PREFIX + "COLUMNS"
-# The file descriptor for a rank's reports, and its inode ("7:4711"): the program may have closed it
-# and reused the number.
+# The file descriptor for a rank's reports, and its inode ("7:4711"). The inode is checked because
+# the program may have closed the file and reused its number.
 REPORT_FD = PREFIX + "REPORT_FD"
 # The file in which an external manager lists the hosts of a job; see cluster/managed_hosts.py.
 MANAGED_HOSTS = PREFIX + "MANAGED_HOSTS"
@@ -45,7 +45,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """Read all settings from the environment.
 
     Raises:
-        ConfigurationError: A variable is invalid, or settings contradict each other.
+        ConfigurationError: If a variable is invalid, or settings contradict each other.
     """
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(Settings):

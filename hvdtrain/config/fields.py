@@ -48,7 +48,7 @@ def variable_name(name: str) -> str:
 
 
 def written_default(entry: dataclasses.Field[Any]) -> str:
-    """Return the default of a setting as the text of its flag or variable."""
+    """Return the default of a setting as it is written for its flag or variable."""
     if entry.default is None or entry.metadata["written"] is not None:
         return str(entry.metadata["written"] or "none")
     if isinstance(entry.default, bool):
@@ -115,7 +115,7 @@ def count(text: str) -> int:
 
 
 def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
-    """Return a parser for whole numbers from ``minimum``, and for a keyword that means None."""
+    """Return a parser for a whole number of at least ``minimum``, or a keyword that means None."""
 
     def parse(text: str) -> int | None:
         if text == keyword:
@@ -128,7 +128,7 @@ def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
 
 
 def path_or_none(noun: str) -> Callable[[str], str | None]:
-    """Return a parser for paths, in which ``none`` means None."""
+    """Return a parser for a path, or ``none``, which means None."""
 
     def parse(text: str) -> str | None:
         _expect(bool(text), f"a {noun}, or none")
@@ -138,7 +138,7 @@ def path_or_none(noun: str) -> Callable[[str], str | None]:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Parse a list of ranks; ``last`` is an empty tuple."""
+    """Parse a list of ranks: ``2,3`` becomes ``(2, 3)``, and ``last`` an empty tuple."""
     if text in ("", "last"):
         return ()
     entries = [entry.strip() for entry in text.split(",")]
@@ -159,7 +159,7 @@ def flag(text: str) -> bool:
 
 
 def flag_or_auto(text: str) -> bool | None:
-    """Parse a flag; ``auto`` is None."""
+    """Parse a flag, or ``auto``, which means None."""
     return None if text.strip().lower() == "auto" else flag(text)
 
 
@@ -186,7 +186,7 @@ def compression(text: str) -> str:
 
 
 def log_level(text: str) -> str:
-    """Parse a log level by its Python name or Horovod's."""
+    """Parse a log level. Horovod's names, such as ``fatal``, are accepted too."""
     level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
     return one_of("debug", "info", "warning", "error")(level)
 
@@ -198,9 +198,9 @@ def setting(
 
     Args:
         default: The value if neither flag nor variable is given.
-        parse: Parser of its text; raises ``ValueError``.
-        help: The text of --help and docs/settings.md.
-        written: The default as text, if ``str`` of the default differs from it.
+        parse: Parses the text of the setting. Raises ``ValueError`` if the text is invalid.
+        help: The description in --help and docs/settings.md.
+        written: The default as text, if it differs from ``str(default)``.
     """
     metadata = {
         "parse": parse,

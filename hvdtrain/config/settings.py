@@ -1,4 +1,4 @@
-"""All settings, and the checks between them."""
+"""All settings, and checks that they don't contradict each other."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class ModeSettings:
     staleness_bound: int | None = setting(
         None,
         count_or("none"),
-        "async-ps: maximum number of steps by which a worker may lead the slowest; 0: lockstep; "
-        "none: unlimited",
+        "async-ps: maximum number of steps that a worker may be ahead of the slowest worker; 0: "
+        "lockstep; none: unlimited",
     )
     overlap: bool = setting(
         False, flag, "async-ps: compute the next gradients while the previous ones are sent"
     )
     backup_workers: int = setting(
-        0, count, "sync-ps: number of slowest gradients to drop in each step"
+        0, count, "sync-ps: number of slow workers whose gradients are dropped in each step"
     )
     worker_timeout_s: float = setting(
         120.0,
@@ -98,13 +98,13 @@ class ModeSettings:
 
     @property
     def common_variables(self) -> dict[str, str]:
-        """Variables that must be the same on all ranks when they train without servers."""
+        """Variables, with values, that must be the same on all ranks without parameter servers."""
         names = ("mode", *_LOCAL_SGD_SETTINGS)
         return {variable_name(name): f"{getattr(self, name)}" for name in names}
 
     @property
     def gathers(self) -> bool:
-        """Whether servers combine the gradients of several workers into an update."""
+        """Whether parameter servers combine the gradients of several workers into an update."""
         return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
 
     def gradients_in_update(self, workers: int) -> int:
@@ -119,7 +119,7 @@ class ModeSettings:
         """Check that settings don't contradict each other.
 
         Raises:
-            ConfigurationError: They do.
+            ConfigurationError: If they contradict each other.
         """
         only_for = {"devices_per_rank": "towers", **dict.fromkeys(_LOCAL_SGD_SETTINGS, "local-sgd")}
         for entry in dataclasses.fields(self):
@@ -154,7 +154,8 @@ class Settings(ModeSettings):
     collectives: str = setting(
         "auto",
         one_of("auto", "mpi", "shared_memory"),
-        "transport of collectives over MPI: shared_memory (two levels), mpi (MPI alone) or auto",
+        "transport of collectives: shared_memory (on each host, with MPI between hosts), mpi "
+        "(only MPI) or auto",
     )
     timeout_s: float = setting(
         600.0, positive_float, "seconds to wait for other ranks in a collective before failing"
@@ -185,7 +186,7 @@ class Settings(ModeSettings):
     # Devices.
     share_gpus: bool = setting(False, flag, "allow more ranks than GPUs on a host")
     soft_placement: bool = setting(
-        True, flag, "let TensorFlow run unsupported operations of a device on another one"
+        True, flag, "run operations that a device does not support on a different device"
     )
     log_device_placement: bool = setting(
         False, flag, "print the device of each TensorFlow operation"
@@ -194,8 +195,8 @@ class Settings(ModeSettings):
     elastic: bool | None = setting(
         None,
         flag_or_auto,
-        "continue with the remaining ranks when one dies; auto: only with parameter servers; "
-        "needs Open MPI 5",
+        "continue with the remaining ranks when one dies (needs Open MPI 5); auto: on with "
+        "parameter servers, otherwise off",
         written="auto",
     )
     min_np: int = setting(1, positive_int, "minimum number of ranks to continue or restart with")
@@ -218,7 +219,7 @@ class Settings(ModeSettings):
         """Check that settings don't contradict each other.
 
         Raises:
-            ConfigurationError: They do.
+            ConfigurationError: If they contradict each other.
         """
         super().check()
         if self.compression != "none" and (self.has_servers or self.is_local_sgd):
@@ -229,18 +230,18 @@ class Settings(ModeSettings):
 
     @property
     def tolerates_lost_ranks(self) -> bool:
-        """Whether ranks should continue when one dies, if MPI supports it."""
+        """Whether the other ranks should continue when one dies, if MPI supports that."""
         return self.has_servers if self.elastic is None else self.elastic
 
 
 def check_common_variables(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Check that all ranks have the same settings, with the same result on each rank.
+    """Check that all ranks have the same settings. The result is the same on all ranks.
 
     Args:
         by_rank: ``Settings.common_variables`` of each rank.
 
     Raises:
-        MismatchError: A variable differs between ranks.
+        MismatchError: If a variable differs between ranks.
     """
     for variable, first in by_rank[0].items():
         for rank, variables in enumerate(by_rank):
