@@ -10,7 +10,7 @@
     hvdtrain.distribute(model)
     model.fit(x, y, batch_size=64)
 
-Names are imported on first use: importing hvdtrain loads neither TensorFlow nor MPI.
+Names are imported on first use, so importing hvdtrain loads neither TensorFlow nor MPI.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry point of ``hvdtrain`` and ``python -m hvdtrain``, which Ctrl-C ends quietly."""
+"""The entry point of ``hvdtrain`` and ``python -m hvdtrain``. Ctrl-C ends it quietly."""
 
 from __future__ import annotations
 

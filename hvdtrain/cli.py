@@ -1,9 +1,9 @@
 """The command ``hvdtrain``: imports the module of a subcommand, parses its arguments, and runs it.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, listed in
-``COMMANDS``. With ``with_files(options)`` it replaces options that name files with the contents of
-the files. ``arguments.argv`` holds the parsed words. Only the module of the given subcommand is
-imported, so that a job starts quickly.
+``COMMANDS``. A module may also have ``with_files(options)``, which replaces options that name files
+with the options in those files. ``arguments.argv`` contains the words that were parsed. Only the
+module of the given subcommand is imported, so that a job starts quickly.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
-        # The reader of the output (head, less) has closed it, or its disk is full.
+        # The reader of the output (head, less) has closed the pipe, or the disk is full.
         if error.errno != errno.EPIPE:
             LOGGER.error("error: the output can't be written: %s", error.strerror)
-        # Python would fail when it flushes the buffer at exit.
+        # Without this, Python would fail when it flushes the buffer at exit.
         with open(os.devnull, "wb") as devnull:
             os.dup2(devnull.fileno(), sys.stdout.fileno())
         return FAILED
@@ -126,7 +126,7 @@ def _complete(words: Sequence[str]) -> None:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser that reports unknown arguments, and lists the commands if one is missing."""
+    """A parser that reports unknown arguments, and lists the commands if no command is given."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = super().parse_known_args(args, namespace)
@@ -143,7 +143,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of all subcommands, with the arguments of ``command`` only."""
+    """Return a parser that knows all subcommands, but only the arguments of ``command``."""
     parser = _CommandParser(
         prog="hvdtrain",
         description="Train one Keras model on many processes.",

@@ -1,7 +1,7 @@
-"""The exceptions of hvdtrain.
+"""hvdtrain's exceptions.
 
-All errors derive from ``HvdtrainError``, and ``Preempted`` from ``SystemExit``. Messages name the
-problem, the received value, and a remedy.
+All errors derive from ``HvdtrainError``. ``Preempted`` derives from ``SystemExit``. Messages state
+the problem, the received value, and a remedy.
 """
 
 __all__ = [
@@ -50,7 +50,7 @@ class DataError(HvdtrainError):
 
 
 class CheckpointError(HvdtrainError):
-    """A checkpoint can't be written, or no existing one can be read."""
+    """A checkpoint can't be written, or none of the existing checkpoints can be read."""
 
 
 class JobError(HvdtrainError):
@@ -62,7 +62,7 @@ class CollectiveError(HvdtrainError):
 
 
 class MismatchError(CollectiveError):
-    """Ranks called different collectives, or with different shapes, types or names."""
+    """Ranks called different collectives, or the same one with different shapes, types or names."""
 
 
 class NonFiniteError(CollectiveError):
@@ -87,7 +87,10 @@ class PeerLostError(PeerFailedError):
 
 
 class RanksLostError(PeerFailedError):
-    """A lost rank had data that the others need; all ranks raise it and may continue."""
+    """A lost rank had data that the other ranks need.
+
+    All remaining ranks raise this error, and may continue after it.
+    """
 
 
 class TooFewRanksError(PeerFailedError):
@@ -99,9 +102,10 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class Preempted(SystemExit):
-    """An exit of the program after a signal, once a checkpoint has been saved.
+    """Ends the program after a preemption signal, once a checkpoint has been saved.
 
-    The exit code is 75, EX_TEMPFAIL of sysexits.h: the program resumes when it is started again.
+    The exit code is 75 (EX_TEMPFAIL in sysexits.h), because the program resumes when it is started
+    again.
 
     Args:
         signal: The number of the signal.

@@ -8,7 +8,7 @@ __all__ = ["ENDING", "PREEMPTING", "ExitCode", "signal_name"]
 
 
 class ExitCode:
-    """Exit codes of ``hvdtrain run``, next to the program's own and 128 + signal."""
+    """Exit codes of ``hvdtrain run``, in addition to the program's own codes and 128 + signal."""
 
     PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a retry may succeed
     HANG = 124  # like timeout(1)
@@ -17,12 +17,15 @@ class ExitCode:
 
 # Signals that end a job immediately.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals that announce the end of a job, which can save its state first.
+# Signals that announce that the job will end, so that it can save its state first.
 PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal in a shell's exit code, if any."""
+    """Return the name of the signal that an exit code stands for, or None.
+
+    137, which is 128 + 9, stands for ``SIGKILL``.
+    """
     try:
         return signal.Signals(code - 128).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""The entry of a process into its job: its rank, the connection to the others, and its GPUs."""
+"""Enters a job: finds this process's rank, connects to the other ranks, and binds its GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["World", "enter_job"]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The state of a process in its job; ``hvdtrain.world`` has a function for each field."""
+    """The state of a process in its job. ``hvdtrain.world`` has a function for each field."""
 
     topology: Topology
     settings: Settings
@@ -44,7 +44,7 @@ class World:
 
 
 def enter_job() -> World:
-    """Enter the job, as ``hvdtrain.init()`` describes; a collective of all ranks."""
+    """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this."""
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
     settings = read_settings(os.environ)
@@ -57,8 +57,8 @@ def enter_job() -> World:
     LOGGER.debug("%s", topology)
     if rank_process is not None:
         LOGGER.warning(
-            "this process works alone and on the CPU, as it is a child of process %d, which is the "
-            "rank; call hvdtrain.init() only there",
+            "this process works alone and on the CPU, because it is a child of process %d, which "
+            "is the rank; call hvdtrain.init() only in that process",
             rank_process,
         )
     elif topology.size > 1:
@@ -70,7 +70,7 @@ def enter_job() -> World:
     if topology.size > 1:
         from hvdtrain.collectives import exit_hooks
 
-        # From now on the failure of a rank ends the others too.
+        # From now on, the failure of one rank ends the other ranks too.
         exit_hooks.install(collectives, report.failed)
     report.phase("started")
     uses_gpus = topology.rank not in roles.servers and rank_process is None
@@ -86,7 +86,7 @@ def _set_up_devices(
     *,
     uses_gpus: bool,
 ) -> World:
-    """Share the ranks' hosts and GPUs with all ranks, and bind this rank's GPUs."""
+    """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
     # Imports TensorFlow.
     from hvdtrain.tensorflow import devices, random_seed
 
@@ -186,6 +186,6 @@ def _log_choice(choice: EngineChoice, collectives: Engine, settings: Settings) -
 
 
 def _host_indices(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of each rank's host, in the order of the hosts' first ranks."""
+    """Return the index of each rank's host. Hosts are numbered by their lowest ranks."""
     indices = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
     return tuple(indices[host] for host in hosts)

@@ -1,4 +1,4 @@
-"""Modules that import the modules behind their names on first use."""
+"""Helps modules to import their public names from other modules on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lazy_names(
 
     Args:
         module: Name of the module.
-        homes: Names that the module offers, by the module that defines them.
+        homes: The names to offer, listed under the module that defines them.
         submodules: Submodules that the module also offers.
     """
     home = {name: source for source, names in homes.items() for name in names}
@@ -36,7 +36,7 @@ def lazy_names(
 
 
 def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a module that offers all names of another."""
+    """Return ``__getattr__`` and ``__dir__`` that offer all names of ``module``."""
     return (
         lambda name: getattr(importlib.import_module(module), name),
         lambda: dir(importlib.import_module(module)),

@@ -1,8 +1,8 @@
 """hvdtrain's log, which uses ``logging`` with one logger per package.
 
-Importing configures nothing: the logger ``hvdtrain`` gets a handler from ``hvdtrain.init()`` or the
-command line. If the program has added its own handler, that handler and its level stay. The root
-logger is never changed, and doesn't get the messages that are printed here.
+Importing hvdtrain configures nothing. ``hvdtrain.init()`` and the command line add a handler to the
+logger ``hvdtrain``, unless the program has added its own handler. The root logger is never changed,
+and doesn't get the messages that the added handler prints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def configure_log(
         prefix: Text before each message.
         tag: Text before the prefix, such as the rank.
         with_time: Whether lines start with the local time.
-        write: Receives each message instead of standard error.
+        write: Receives each message. By default, messages go to standard error.
     """
     others = [handler for handler in LOGGER.handlers if not isinstance(handler, _Handler)]
     if others and others == LOGGER.handlers:
@@ -57,5 +57,5 @@ class _Handler(logging.Handler):
 
 
 def _to_stderr(text: str) -> None:
-    # Looked up for each message, as programs and tests replace sys.stderr.
+    # sys.stderr is looked up for each message, because programs and tests replace it.
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Plurals, lists, ranges, tables and durations in messages."""
+"""Formats plurals, lists, ranges, tables and durations for messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
     "plural",
 ]
 
-# Longer lists end with a count: messages stay readable for a thousand hosts and ranks.
+# Longer lists end with a count, so that messages stay readable with a thousand hosts and ranks.
 _MAX_LISTED = 8
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -27,8 +27,8 @@ def format_list(things: Iterable[object], noun: str = "") -> str:
     """List the first eight things and count the others: "a, b, 2 more hosts".
 
     Args:
-        things: The things to list; each is shown as ``str`` returns it.
-        noun: The plural noun for the counted rest.
+        things: The things to list. ``str`` converts each of them to text.
+        noun: Plural noun for the things that are only counted.
     """
     parts = [str(thing) for thing in things]
     more = len(parts) - _MAX_LISTED
@@ -37,7 +37,7 @@ def format_list(things: Iterable[object], noun: str = "") -> str:
 
 
 def format_ranges(numbers: Iterable[int]) -> list[str]:
-    """Sort numbers and join runs of three or more: ``["0-3", "5", "6"]``."""
+    """Sort numbers and join runs of three or more: 6, 5, 2, 1, 0 becomes ``["0-2", "5", "6"]``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
@@ -54,7 +54,7 @@ def parse_ranges(text: str) -> list[range]:
     """Parse comma-separated numbers and ranges, such as ``0-3,5,6``.
 
     Raises:
-        ValueError: An entry is neither a number nor an ascending range.
+        ValueError: If an entry is neither a number nor an ascending range.
     """
     ranges = []
     for entry in text.split(","):
@@ -69,7 +69,7 @@ def parse_ranges(text: str) -> list[range]:
 def format_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = ()
 ) -> str:
-    """Format a table; columns are right-aligned unless their index is in ``left``."""
+    """Format a table. Columns are right-aligned, unless their index is in ``left``."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(

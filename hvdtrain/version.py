@@ -1,4 +1,4 @@
-"""The version of hvdtrain; the packaging reads it from here."""
+"""hvdtrain's version. The packaging reads it from here."""
 
 __all__ = ["__version__"]
 

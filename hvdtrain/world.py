@@ -47,12 +47,14 @@ def init() -> None:
     """Enter the job: find this process's rank, connect to the other ranks, and bind its GPUs.
 
     Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
-    have no effect. If TensorFlow's global seed is unset, all ranks get the same one, so unseeded
-    shuffles of ``tf.data`` agree. A collective of all ranks.
+    have no effect. All ranks must call it.
+
+    If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. So ``tf.data``
+    shuffles without a seed in the same order on all ranks.
 
     Raises:
-        LaunchError: The launcher, MPI and GPUs contradict each other.
-        ConfigurationError: A variable ``HVDTRAIN_...`` is invalid.
+        LaunchError: If the launcher, MPI and GPUs contradict each other.
+        ConfigurationError: If an environment variable ``HVDTRAIN_...`` is invalid.
     """
     global _world
     with _lock:
@@ -63,9 +65,9 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. All ranks must call it, or none; without ``init()`` it has no effect.
+    """Leave the job. Has no effect without ``init()``.
 
-    A program need not call it before it ends.
+    Programs need not call it before they end. If one rank calls it, all ranks must.
     """
     global _world
     with _lock:
@@ -101,14 +103,15 @@ def collectives() -> Engine:
 
 
 def device_collectives() -> DeviceCollectives | None:
-    """Return the collectives on tensors of devices; None if the engine combines gradients."""
+    """Return the collectives on devices' tensors, or None if the engine combines gradients."""
     return _entered().device_collectives
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0; it decreases when lower ranks are lost.
+    """Return the rank of this process, from 0.
 
-    Parameter servers are counted after the ranks that train.
+    The rank decreases when lower ranks are lost. Parameter servers are numbered after the ranks
+    that train.
     """
     world = _entered()
     rank = world.collectives.rank
@@ -139,7 +142,7 @@ def node_rank() -> int:
 
 
 def hosts() -> tuple[int, ...]:
-    """Return the index of each rank's host, in the order of the hosts' first ranks."""
+    """Return the index of each rank's host. Hosts are numbered by their lowest ranks."""
     return _entered().hosts
 
 
@@ -149,15 +152,16 @@ def is_chief() -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start to record this rank's collectives in a trace file; see docs/timeline.md.
+    """Start to record this rank's collectives in a trace file (see docs/timeline.md).
 
     Args:
-        file_path: The file that rank 0 overwrites. With ``{rank}`` in it, which stands for the
-            rank, each calling rank writes a file.
-        mark_cycles: Ignored, as cycles are specific to Horovod.
+        file_path: The file, which is overwritten. Only rank 0 writes it, unless the path contains
+            ``{rank}``. That text stands for the rank, so each rank that calls this writes its own
+            file.
+        mark_cycles: Ignored, because cycles are specific to Horovod.
 
     Raises:
-        ConfigurationError: A timeline is already being written.
+        ConfigurationError: If a timeline is already being written.
     """
     global _timeline
     with _lock:

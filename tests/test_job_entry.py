@@ -53,4 +53,6 @@ def test_children_of_a_rank_work_alone(
     size = 1 if mode == "async-ps" else 2
     for rank in range(2):
         assert f"rank {rank} of {size}, child 0 of 1\n" in done.stdout
-    assert done.stderr.count("this process works alone and on the CPU, as it is a child of") == 2
+    assert (
+        done.stderr.count("this process works alone and on the CPU, because it is a child of") == 2
+    )
