@@ -1,4 +1,4 @@
-"""Horovod's API on top of the gradient reducer of ``hvdtrain.distribute``.
+"""Horovod's API, built on the same gradient reducer as ``hvdtrain.distribute``.
 
 Scripts import it as ``hvdtrain.tensorflow``, ``hvdtrain.tensorflow.keras`` or ``hvdtrain.keras``.
 """

@@ -33,13 +33,13 @@ def broadcast_variables(
     """Assign the values of ``root_rank`` to the variables of every rank.
 
     Args:
-        variables: Variables, the same on every rank.
+        variables: Variables in the same order on every rank.
         root_rank: Rank whose values are assigned.
-        process_set: Participating ranks; default all.
+        process_set: Participating ranks. Defaults to all ranks.
         inplace: Ignored.
 
     Returns:
-        In a graph, the operation that assigns the values; None in eager execution.
+        In a graph, the operation that assigns the values. In eager execution, None.
 
     Raises:
         MismatchError: If shapes or types differ between ranks.
@@ -60,14 +60,16 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of ``root_rank`` on every rank; it is sent as a pickle.
+    """Return the object of ``root_rank`` on every rank.
+
+    The object is sent as a pickle, so use this only if you trust all ranks.
 
     Args:
-        obj: Any object that can be pickled; ignored on other ranks than ``root_rank``.
+        obj: Any object that can be pickled. Only the object of ``root_rank`` is used.
         root_rank: Rank whose object is returned.
         session: Ignored.
-        name: Name in error messages, the same on all ranks.
-        process_set: Participating ranks; default all.
+        name: Name for error messages, which must be the same on all ranks.
+        process_set: Participating ranks. Defaults to all ranks.
     """
     with raise_as_in_tensorflow():
         return process_set.collectives().broadcast_object(
@@ -81,7 +83,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that calls ``broadcast_object`` on its argument with these options."""
+    """Return a function that calls ``broadcast_object`` with its argument and these options."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -91,7 +93,10 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the objects of all ranks in rank order; options as for ``broadcast_object``."""
+    """Return the objects of all ranks in rank order.
+
+    The other arguments are the same as for ``broadcast_object``.
+    """
     with raise_as_in_tensorflow():
         collectives = process_set.collectives()
         return collectives.allgather_object(obj, name=name or "object", codec="pickle")
@@ -101,7 +106,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Return the operation that assigns the global variables of ``root_rank`` on every rank.
 
     Raises:
-        ModelError: If eager execution, in which TensorFlow does not list variables.
+        ModelError: If execution is eager, because TensorFlow then does not list variables.
     """
     if tf.executing_eagerly():
         raise ModelError(
@@ -114,12 +119,12 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Session hook that broadcasts the global variables when the session is created.
 
-    By then the variables are initialized or restored from a checkpoint, which only ``root_rank``
-    needs to have.
+    At that time, the variables have been initialized or restored from a checkpoint. Only
+    ``root_rank`` needs to have the checkpoint.
 
     Args:
         root_rank: Rank whose values are assigned on every rank.
-        device: Device of the broadcast operations.
+        device: Device that runs the broadcast operations.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:

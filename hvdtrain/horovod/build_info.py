@@ -38,7 +38,10 @@ __all__ = [
 
 
 def cross_rank() -> int:
-    """Return the number of earlier hosts that have a rank with this rank's local rank."""
+    """Return this rank's index among the ranks that have the same local rank.
+
+    These ranks are on different hosts.
+    """
     rank = world.topology().rank
     return cross_ranks(world.hosts(), rank).index(rank)
 
@@ -49,7 +52,10 @@ def cross_size() -> int:
 
 
 def cross_ranks(hosts: Sequence[int], rank: int) -> list[int]:
-    """Return the ranks with the local rank of ``rank``, given the host of each rank."""
+    """Return all ranks that have the same local rank as ``rank``.
+
+    ``hosts`` contains the host of each rank.
+    """
     seen: Counter[int] = Counter()
     local_ranks = []
     for host in hosts:

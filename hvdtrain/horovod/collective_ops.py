@@ -1,12 +1,12 @@
 """Horovod's collectives on tensors, with gradients.
 
-They run eagerly, in a tf.function and in sessions, but not in XLA. All ranks must make the same
-calls in the same order: a difference in name, shape, type or options is an error on every rank, and
-a call that only some ranks make is an error after ``HVDTRAIN_TIMEOUT_S``.
+They run eagerly, in a tf.function and in sessions, but not with XLA. All ranks must make the same
+calls in the same order. If name, shape, type or options differ, every rank raises an error. If only
+some ranks make a call, they raise an error after ``HVDTRAIN_TIMEOUT_S`` seconds.
 
-Gradients are scaled as in Horovod: ``allreduce`` and ``alltoall`` return the gradient of the sum of
-all ranks' losses, ``allgather`` and ``broadcast`` the gradient of the mean, and ``reducescatter``
-the gradient of the sum times the number of ranks.
+Gradients are scaled as in Horovod. ``allreduce`` and ``alltoall`` return the gradient of the sum of
+all ranks' losses. ``allgather`` and ``broadcast`` return the gradient of the mean of these losses.
+``reducescatter`` returns the gradient of the sum, multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -61,24 +61,25 @@ def allreduce(
     """Reduce the tensors of all ranks elementwise.
 
     Args:
-        tensor: Tensor or variable of the same shape and type on all ranks, or
-            ``tf.IndexedSlices``, whose rows are concatenated.
-        average: Deprecated; use ``op``. True is Average, False is Sum.
-        device_dense: Device of the result of a tensor.
-        device_sparse: Device of the result of ``tf.IndexedSlices``.
+        tensor: Tensor or variable, with the same shape and type on all ranks, or
+            ``tf.IndexedSlices``. The rows of ``tf.IndexedSlices`` are concatenated.
+        average: Deprecated, use ``op``. True means Average and False means Sum.
+        device_dense: Device on which tensors are reduced.
+        device_sparse: Device on which ``tf.IndexedSlices`` are combined.
         compression: Type in which the tensor is sent, from ``Compression``.
-        op: Average, Sum, Adasum, Min, Max or Product; default Average. Averages of integers are
+        op: Average, Sum, Adasum, Min, Max or Product. Defaults to Average. Averages of integers are
             rounded towards zero.
         prescale_factor: Factor applied before the reduction.
         postscale_factor: Factor applied after the reduction.
-        name: Name in error messages, the same on all ranks.
-        process_set: Participating ranks; default all.
+        name: Name for error messages, which must be the same on all ranks.
+        process_set: Participating ranks. Defaults to all ranks.
         ignore_name_scope: Ignored.
 
     Raises:
         MismatchError: If shapes, types, names or options differ between ranks.
-        NotImplementedError: If ``tf.IndexedSlices`` with factors or an op other than Sum and
-            Average; or Adasum of integers, or on a number of ranks that is not a power of two.
+        NotImplementedError: If ``tensor`` is ``tf.IndexedSlices``, and a factor is not 1 or ``op``
+            is neither Sum nor Average. Also if ``op`` is Adasum, and ``tensor`` is not floating or
+            the number of ranks is not a power of two.
     """
     return grouped_allreduce(
         [tensor],
@@ -107,7 +108,10 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduce several tensors in one collective; options as for ``allreduce``."""
+    """Reduce several tensors in one collective.
+
+    The other arguments are the same as for ``allreduce``.
+    """
     options = ExchangeOptions(
         op=choose_op(op, average).tensor_op,
         compression=compression,
@@ -128,13 +132,14 @@ def allgather(
     """Concatenate the tensors of all ranks along the first axis, in rank order.
 
     Args:
-        tensor: Tensor with at least one axis; only the first may differ in size between ranks.
-        name: Name in error messages, the same on all ranks.
+        tensor: Tensor with at least one axis. Only the size of the first axis may differ between
+            ranks.
+        name: Name for error messages, which must be the same on all ranks.
         ignore_name_scope: Ignored.
-        process_set: Participating ranks; default all.
+        process_set: Participating ranks. Defaults to all ranks.
 
     Raises:
-        MismatchError: If types, or sizes of other axes, differ between ranks.
+        MismatchError: If types or the sizes of other axes differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("allgather", name, [tensor])
@@ -166,9 +171,9 @@ def broadcast(
     Args:
         tensor: Tensor of the same shape and type on all ranks.
         root_rank: Rank whose tensor is returned.
-        name: Name in error messages, the same on all ranks.
+        name: Name for error messages, which must be the same on all ranks.
         ignore_name_scope: Ignored.
-        process_set: Participating ranks; default all.
+        process_set: Participating ranks. Defaults to all ranks.
 
     Raises:
         MismatchError: If shapes, types or roots differ between ranks.
@@ -194,7 +199,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Assign the values of ``root_rank`` to the variables of every rank and return them."""
+    """Assign the values of ``root_rank`` to the variables of every rank, and return the values."""
     values = []
     for n, variable in enumerate(variables):
         value = broadcast(variable, root_rank, member_name(name, n), process_set=process_set)
@@ -209,22 +214,24 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank and return the rows received, in rank order.
+    """Send rows to each rank, and return the received rows in rank order.
 
     Args:
-        tensor: Tensor that is split along its first axis; the other axes have the same size on all
-            ranks.
-        splits: Number of rows for each rank, in rank order; default the same number for each.
-        name: Name in error messages, the same on all ranks.
+        tensor: Tensor that is split along its first axis. The other axes must have the same size on
+            all ranks.
+        splits: Number of rows for each rank, in rank order. By default, every rank gets the same
+            number of rows.
+        name: Name for error messages, which must be the same on all ranks.
         ignore_name_scope: Ignored.
-        process_set: Participating ranks; default all.
+        process_set: Participating ranks. Defaults to all ranks.
 
     Returns:
-        The received rows; if ``splits`` is given, also the number of rows from each rank, int32.
+        The received rows. If ``splits`` is given, also an int32 tensor with the number of rows from
+        each rank.
 
     Raises:
         ConfigurationError: If ``splits`` do not add up to the number of rows.
-        MismatchError: If types, or sizes of other axes, differ between ranks.
+        MismatchError: If types or the sizes of other axes differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("alltoall", name, [tensor])
@@ -264,8 +271,8 @@ def reducescatter(
 ) -> tf.Tensor:
     """Reduce the tensors of all ranks and return this rank's share of the rows.
 
-    If the rows do not divide evenly, the first ranks get one more. ``op`` is Average or Sum;
-    for the other options see ``allreduce``.
+    If the rows can't be divided evenly, the first ranks get one more row. ``op`` must be Average or
+    Sum. The other arguments are the same as for ``allreduce``.
 
     Raises:
         MismatchError: If shapes or types differ between ranks.
@@ -322,15 +329,16 @@ def grouped_reducescatter(
 
 
 def join() -> tf.Tensor:
-    """Wait until all ranks have called ``join``, while other ranks finish their data.
+    """Wait until all ranks have called ``join``.
 
-    Until then the other ranks may call ``allreduce`` and make steps with a
-    ``DistributedGradientTape`` or ``DistributedOptimizer``. A joined rank contributes zeros to sums
-    and averages, which still divide by the number of all ranks, and nothing to Min, Max and
-    Product.
+    A rank calls this when it has no more data. The other ranks may still call ``allreduce``, and
+    run steps with a ``DistributedGradientTape`` or ``DistributedOptimizer``. A joined rank
+    contributes zeros to sums and averages, and nothing to Min, Max and Product. Averages still
+    divide by the number of all ranks.
 
     Returns:
-        The last rank to join, int32; the highest if several joined at once.
+        The last rank that joined, as an int32 tensor, or the highest of them if several joined at
+        once.
 
     Raises:
         ConfigurationError: If the job is elastic.

@@ -12,8 +12,8 @@
 
     train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0))
 
-Requires an elastic job (``hvdtrain run --elastic``); in others a lost rank ends the job. Ranks are
-lost and never added.
+This requires an elastic job (``hvdtrain run --elastic``). In other jobs, a lost rank ends the job.
+Unlike in Horovod, no ranks are added to a running job.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ HorovodInternalError = RanksLostError
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Ranks were lost; raised by ``commit`` on all remaining ranks."""
+    """Raised by ``commit`` on all remaining ranks if ranks were lost."""
 
 
 class ObjectState:
-    """Training state that consists of attributes, which are sent as a pickle.
+    """Training state that consists of attributes.
+
+    The attributes are sent as a pickle.
 
     Args:
         bcast_object: Ignored.
@@ -66,7 +68,7 @@ class ObjectState:
         self.restore()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Add functions to call after a loss, such as to scale the learning rate."""
+        """Add functions to call after ranks are lost, for example to scale the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -76,15 +78,20 @@ class ObjectState:
             callback()
 
     def reset(self) -> None:
-        """Do nothing; subclasses may override it to react to lost ranks."""
+        """Do nothing. Subclasses may override this to react to lost ranks."""
 
     def commit(self) -> None:
-        """Call ``save`` and ``check_host_updates``; collective."""
+        """Call ``save`` and ``check_host_updates``.
+
+        All ranks must call this.
+        """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise on all ranks if any was lost since the last check; collective.
+        """Raise an error on all ranks if a rank was lost since the last check.
+
+        All ranks must call this.
 
         Raises:
             HostsUpdatedInterrupt: If ranks were lost.
@@ -97,7 +104,10 @@ class ObjectState:
             raise HostsUpdatedInterrupt("ranks were lost")
 
     def _ranks_lost(self) -> bool:
-        """Return whether ranks were lost since the last call, the same on all ranks; collective."""
+        """Return whether ranks were lost since the last call.
+
+        All ranks must call this, and get the same answer.
+        """
         collectives = world.collectives()
         if not collectives.survives_losses:
             return False
@@ -106,16 +116,19 @@ class ObjectState:
         return self._generation > before
 
     def save(self) -> None:
-        """Copy the state in memory."""
+        """Keep a copy of the state in memory."""
         self._saved = {name: getattr(self, name) for name in self._saved}
 
     def restore(self) -> None:
-        """Restore the last copy."""
+        """Restore the state from the last copy."""
         for name, value in self._saved.items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Take the state of rank 0; collective."""
+        """Replace the state of all ranks by the state of rank 0.
+
+        All ranks must call this.
+        """
         self.save()
         self._saved = broadcast_object(self._saved, name="elastic state")
         ObjectState.restore(self)
@@ -125,12 +138,12 @@ class TensorFlowState(ObjectState):
     """Training state that consists of variables and attributes.
 
     Args:
-        variables: Variables, the same on all ranks.
+        variables: Variables in the same order on all ranks.
         session: Ignored.
         attributes: Attributes of the state and their initial values.
 
     Raises:
-        ValueError: If ``variables`` is missing.
+        ValueError: If ``variables`` is None.
     """
 
     def __init__(
@@ -146,18 +159,21 @@ class TensorFlowState(ObjectState):
         self.save()
 
     def save(self) -> None:
-        """Copy the state in memory."""
+        """Keep a copy of the state in memory."""
         self._values = [np.array(variable.numpy()) for variable in self.variables]
         super().save()
 
     def restore(self) -> None:
-        """Restore the last copy."""
+        """Restore the state from the last copy."""
         for variable, value in zip(self.variables, self._values):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Take the state of rank 0; collective."""
+        """Replace the state of all ranks by the state of rank 0.
+
+        All ranks must call this.
+        """
         broadcast_variables(self.variables, root_rank=0)
         super().sync()
 
@@ -167,7 +183,7 @@ class TensorFlowKerasState(TensorFlowState):
 
     Args:
         model: Built model.
-        optimizer: Optimizer; default ``model.optimizer``.
+        optimizer: Optimizer. Defaults to ``model.optimizer``.
         backend: Ignored.
         attributes: Attributes of the state and their initial values.
 
@@ -192,11 +208,11 @@ class TensorFlowKerasState(TensorFlowState):
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function so that it is called again when ranks are lost.
 
-    Before each call the remaining ranks take the state of rank 0.
+    Before each call, the remaining ranks get the state of rank 0.
 
     Args:
-        func: Function whose first argument is the state. It trains from where the state stands, and
-            calls ``state.commit()`` regularly.
+        func: Function whose first argument is the state. It must continue training from that state,
+            and call ``state.commit()`` regularly.
     """
 
     @functools.wraps(func)
@@ -209,7 +225,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt:
                 pass
             except (RanksLostError, tf.errors.UnknownError) as error:
-                # From a graph TensorFlow raises UnknownError with the original error as text.
+                # In a graph, TensorFlow raises UnknownError with the original error in its text.
                 if not isinstance(error, RanksLostError) and "RanksLostError" not in str(error):
                     raise
                 state.restore()

@@ -28,7 +28,7 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _HorovodTape(tape.DistributedGradientTape):
-    """Distributed tape whose methods take the arguments of Horovod's tapes."""
+    """Distributed tape whose methods have the same arguments as Horovod's tapes."""
 
     def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:
         self._hvdtrain_reducer = reducer
@@ -45,9 +45,9 @@ class _HorovodTape(tape.DistributedGradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Return ``tf.GradientTape.gradient``, reduced over all ranks.
+        """Compute gradients like ``tf.GradientTape.gradient``, reduced over all ranks.
 
-        ``sources`` must be the same on all ranks; ``use_generic_names`` is ignored.
+        ``sources`` must be the same on all ranks. ``use_generic_names`` is ignored.
         """
         return super().gradient(
             target,
@@ -63,7 +63,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs of the local sources and of all other sources."""
+        """Return (source, gradient) pairs for local sources and for all other sources."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients))
         is_local = self._hvdtrain_reducer.is_local
@@ -86,8 +86,8 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape whose ``gradient`` reduces gradients over all ranks.
 
-    ``gradtape`` recorded the loss and remains usable, and ``op`` is any reduction. For the other
-    arguments see ``hvdtrain.keras.DistributedOptimizer``.
+    ``gradtape`` is the tape that recorded the loss. It remains usable. ``op`` may be any reduction.
+    The other arguments are described in ``hvdtrain.keras.DistributedOptimizer``.
 
     Raises:
         ValueError: If the arguments contradict each other.

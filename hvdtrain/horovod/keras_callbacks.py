@@ -1,4 +1,7 @@
-"""Horovod's callbacks for ``fit``; models of ``hvdtrain.distribute`` do not need them."""
+"""Horovod's callbacks for ``fit``.
+
+Models that are wrapped by ``hvdtrain.distribute`` don't need these callbacks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Callback that broadcasts the variables of the model and the optimizer from one rank.
 
-    It does so when training begins, or after the first step if the model is not built by then.
+    The broadcast happens when training begins. If the model is not built yet, it happens after the
+    first step.
 
     Args:
         root_rank: Rank whose values are assigned on every rank.
         device: Ignored.
-        local_variables: Variable or sequence of variables to exclude.
+        local_variables: A variable, or a sequence of variables, to exclude from the broadcast.
 
     Raises:
         ValueError: If ``local_variables`` contains something other than variables.
@@ -58,12 +62,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if model and optimizer are built."""
+        """Broadcast the variables if model and optimizer are built."""
         if self.model.built and self.model.optimizer.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast after the first step if it was not possible before."""
+        """Broadcast the variables after the first step if they were not built before."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -76,10 +80,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Callback that averages the results of an epoch over all ranks, for later callbacks.
+    """Callback that averages the results of an epoch over all ranks.
 
-    Ranks count equally, even with different numbers of samples; ``hvdtrain.distribute`` computes
-    results over all samples.
+    Later callbacks see the averages. Ranks have the same weight, even if their numbers of samples
+    differ. ``hvdtrain.distribute``, in contrast, computes results over all samples.
 
     Args:
         device: Ignored.
@@ -89,7 +93,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the results in ``logs`` by their averages."""
+        """Replace the results in ``logs`` by their averages over all ranks."""
         if not logs:
             return
         names = sorted(logs)
@@ -103,19 +107,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: Learning rate to multiply.
-        multiplier: Function from epoch to factor; or a number, which is raised to the power of the
-            epochs since ``start_epoch``.
+        multiplier: A function that takes the epoch and returns the factor, or a number. A number is
+            raised to the power of the epochs since ``start_epoch``.
         start_epoch: First epoch whose learning rate is set.
-        end_epoch: First epoch whose learning rate is no longer set; default no limit.
-        staircase: Set the learning rate once per epoch instead of before each step, for fractions
-            of epochs.
-        momentum_correction: Ignored: momentum is constant in Keras 3.
-        steps_per_epoch: Number of steps per epoch if ``staircase`` is False; default from ``fit``.
+        end_epoch: First epoch whose learning rate is no longer set. By default, there is no limit.
+        staircase: Whether to set the learning rate once per epoch. Otherwise it is set before each
+            step, and ``multiplier`` gets fractional epochs.
+        momentum_correction: Ignored, because momentum is constant in Keras 3.
+        steps_per_epoch: Number of steps per epoch, used if ``staircase`` is False. Defaults to the
+            number in ``fit``.
 
     Raises:
         ValueError: If ``initial_lr`` is None.
-        ModelError: In ``fit``, the optimizer has a learning rate schedule, or the number of steps
-            per epoch is unknown.
+        ModelError: In ``fit``, if the optimizer has a learning rate schedule, or if the number of
+            steps per epoch is unknown.
     """
 
     def __init__(
@@ -185,15 +190,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Callback that raises the learning rate from ``initial_lr / size()`` to ``initial_lr``.
 
-    Goyal et al. (2017), "Accurate, Large Minibatch SGD", section 2.2. With n ranks, e warmup epochs
-    and fractional epochs, the learning rate is ``initial_lr / n * (epoch * (n - 1) / e + 1)``.
+    The learning rate is ``initial_lr / n * (epoch * (n - 1) / e + 1)`` with n ranks and e warmup
+    epochs. ``epoch`` may be fractional. See Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+    section 2.2.
 
     Args:
-        initial_lr: Final learning rate, usually one that is scaled by the number of ranks.
+        initial_lr: Learning rate after the warmup, which is usually scaled by the number of ranks.
         warmup_epochs: Number of warmup epochs.
         momentum_correction: Ignored.
-        steps_per_epoch: Number of steps per epoch; default from ``fit``.
-        verbose: 1 to print when the warmup ends.
+        steps_per_epoch: Number of steps per epoch. Defaults to the number in ``fit``.
+        verbose: 1 to print a message when the warmup ends.
     """
 
     def __init__(

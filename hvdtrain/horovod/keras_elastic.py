@@ -1,4 +1,7 @@
-"""Horovod's elastic training with Keras; models of ``hvdtrain.distribute`` do not need it."""
+"""Horovod's elastic training with Keras.
+
+Models that are wrapped by ``hvdtrain.distribute`` don't need it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class KerasState(TensorFlowKerasState):
 
     Args:
         model: Built model.
-        optimizer: Optimizer; default ``model.optimizer``.
+        optimizer: Optimizer. Defaults to ``model.optimizer``.
         attributes: Attributes of the state and their initial values.
 
     Raises:
@@ -49,7 +52,7 @@ class CommitStateCallback(_StateCallback):
 
     Args:
         state: Training state.
-        batches_per_commit: Steps between commits; each commit copies all weights.
+        batches_per_commit: Number of steps between commits. Each commit copies all weights.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -62,38 +65,38 @@ class CommitStateCallback(_StateCallback):
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit if ``batches_per_commit`` steps were made since the last time."""
+        """Commit the state every ``batches_per_commit`` steps."""
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.batches_remaining = self.batches_per_commit
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit."""
+        """Commit the state."""
         self.state.commit()
 
 
 class UpdateBatchStateCallback(_StateCallback):
     """Callback that sets ``state.batch`` to the last step of the epoch, and to 0 between epochs.
 
-    It does not shorten an interrupted epoch: pass ``steps_per_epoch`` minus ``state.batch`` to
-    ``fit``.
+    The callback does not shorten an epoch that was interrupted. To do this, pass
+    ``steps_per_epoch`` minus ``state.batch`` to ``fit``.
 
     Args:
         state: Training state with an attribute ``batch``.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Store the step."""
+        """Set ``state.batch`` to the step."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Store 0."""
+        """Set ``state.batch`` to 0."""
         self.state.batch = 0
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Callback that counts complete epochs in ``state.epoch``, over all calls of ``fit``.
+    """Callback that counts complete epochs in ``state.epoch``, over all calls to ``fit``.
 
     Args:
         state: Training state with an attribute ``epoch``.
@@ -108,5 +111,5 @@ class UpdateEpochStateCallback(_StateCallback):
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Store the number of epochs."""
+        """Set ``state.epoch`` to the number of complete epochs."""
         self.state.epoch = self.initial_epoch + epoch + 1

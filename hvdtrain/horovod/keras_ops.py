@@ -1,4 +1,7 @@
-"""Horovod's collectives for Keras, which take anything that converts to a tensor."""
+"""Horovod's collectives for Keras.
+
+They accept any value that TensorFlow can convert to a tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> tf.Tensor:
-    """Reduce the values of all ranks; see ``hvdtrain.tensorflow.allreduce``."""
+    """Reduce the values of all ranks, like ``hvdtrain.tensorflow.allreduce``."""
     return collective_ops.allreduce(
         tf.convert_to_tensor(value),
         average,
@@ -35,15 +38,15 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
-    """Concatenate the values of all ranks; see ``hvdtrain.tensorflow.allgather``."""
+    """Concatenate the values of all ranks, like ``hvdtrain.tensorflow.allgather``."""
     return collective_ops.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Return the value of ``root_rank``; see ``hvdtrain.tensorflow.broadcast``."""
+    """Return the value of ``root_rank``, like ``hvdtrain.tensorflow.broadcast``."""
     return collective_ops.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
-    """Return this rank's share of the sum; see ``hvdtrain.tensorflow.reducescatter``."""
+    """Return this rank's share of the result, like ``hvdtrain.tensorflow.reducescatter``."""
     return collective_ops.reducescatter(value, op=op, name=name)

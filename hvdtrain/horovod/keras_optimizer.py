@@ -34,7 +34,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(GradientAveragingMixin):
-    """Mixin for the class of a plain optimizer, which is saved without the mixin."""
+    """Mixin for a plain optimizer's class. The optimizer is saved without the mixin."""
 
     _hvdtrain_sums = False
 
@@ -43,7 +43,7 @@ class _HorovodOptimizer(GradientAveragingMixin):
         self._hvdtrain_reducer.keep_local(var)
 
     def _clip_gradients(self, grads: Any) -> Any:
-        # Keras passes the mean of the accumulated gradients.
+        # Keras passes the mean of the accumulated gradients, so multiply it to get their sum.
         if self._hvdtrain_sums:
             grads = [gradient * self.gradient_accumulation_steps for gradient in grads]  # type: ignore[attr-defined]
         return super()._clip_gradients(grads)
@@ -68,25 +68,26 @@ def DistributedOptimizer(
     """Make an optimizer reduce gradients over all ranks before it clips and applies them.
 
     Args:
-        optimizer: Keras 3 optimizer; it is changed and returned.
+        optimizer: Keras 3 optimizer, which is modified and returned.
         name: Ignored.
-        device_dense: Device of reduced gradients.
-        device_sparse: Device of reduced gradients that are ``tf.IndexedSlices``.
+        device_dense: Device on which gradients are reduced.
+        device_sparse: Device on which gradients that are ``tf.IndexedSlices`` are combined.
         compression: Type in which gradients are sent, from ``Compression``.
-        sparse_as_dense: Convert ``tf.IndexedSlices`` to tensors first.
-        gradient_predivide_factor: With Average, divide by this factor before the sum and by the
-            number of ranks over this factor after it.
+        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors first.
+        gradient_predivide_factor: With Average, gradients are divided by this factor before they
+            are summed, and the sum is divided by ``size() / factor``.
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed before the reduction.
-        average_aggregated_gradients: Average these gradients instead of summing them.
-        num_groups: Deprecated; use ``groups``.
-        groups: Number of groups in which gradients are reduced, or a list of variables for each
-            group; default one group.
-        process_set: Participating ranks; default all.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        average_aggregated_gradients: Whether to average these gradients instead of summing them.
+        num_groups: Deprecated, use ``groups``.
+        groups: Number of groups in which gradients are reduced, or a list with the variables of
+            each group. By default, hvdtrain chooses the groups.
+        process_set: Participating ranks. Defaults to all ranks.
+        scale_local_gradients: Whether to divide the gradients of local variables by the number of
+            ranks.
 
     Returns:
-        The same optimizer, which is saved and loaded as the plain one.
+        The same optimizer. It is saved and loaded like a plain optimizer.
 
     Raises:
         ModelError: If ``optimizer`` is not a Keras 3 optimizer or already accumulates gradients, or
@@ -134,12 +135,12 @@ def PartialDistributedOptimizer(
     local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make an optimizer reduce all gradients except of ``local_layers``, which must be built.
+    """Make an optimizer reduce all gradients except those of ``local_layers``.
 
-    For the other arguments see ``DistributedOptimizer``.
+    These layers must be built. The other arguments are described in ``DistributedOptimizer``.
 
     Raises:
-        ModelError: If as for ``DistributedOptimizer``.
+        ModelError: In the same cases as ``DistributedOptimizer``.
         ValueError: If ``local_layers`` contains something other than layers, or the arguments
             contradict each other.
     """
@@ -164,7 +165,7 @@ def load_model(
     Args:
         filepath: Path of the saved model.
         custom_optimizers: Optimizer classes that are unknown to Keras.
-        custom_objects: Other objects that are unknown to Keras, by name.
+        custom_objects: Other objects that are unknown to Keras, by their names.
         compression: Type in which gradients are sent, from ``Compression``.
         legacy_opts: Must be False.
 

@@ -25,17 +25,18 @@ __all__ = [
 class ProcessSet:
     """A subset of the ranks, to be passed as ``process_set``.
 
-    It is usable after ``add_process_set``, or if it was passed to ``init``. Before that, and after
+    Pass a set to ``init`` or ``add_process_set`` to make it usable. Before that, and after
     ``remove_process_set``, ``size`` and ``rank`` return None.
 
     Args:
         ranks_or_comm: Ranks of the job, or an mpi4py communicator that contains them.
 
     Attributes:
-        process_set_id: Number of the set, the same on all ranks; None if it is not usable.
+        process_set_id: Number of the set, which is the same on all ranks, or None if the set is not
+            usable.
 
     Raises:
-        ValueError: If ``ranks_or_comm`` is neither.
+        ValueError: If ``ranks_or_comm`` is something else.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
@@ -58,15 +59,15 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks of the job in this set, sorted."""
+        """The job's ranks in this set, in ascending order."""
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """Return the number of ranks; None if the set is not usable."""
+        """Return the number of ranks, or None if the set is not usable."""
         return len(self.ranks) if self._usable else None
 
     def rank(self) -> int | None:
-        """Return this rank's index in ``ranks``; None if the set is not usable.
+        """Return this rank's index in ``ranks``, or None if the set is not usable.
 
         Raises:
             ConfigurationError: If the set does not include this rank.
@@ -100,11 +101,11 @@ class ProcessSet:
         return self._collectives
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return None: process sets reduce on the host."""
+        """Return None, because process sets reduce on the host."""
         return None
 
     def group_rank(self, rank: int) -> int:
-        """Return the index of a rank of the job in ``ranks``.
+        """Return the index of one of the job's ranks in ``ranks``.
 
         Raises:
             ConfigurationError: If the set does not include the rank.
@@ -118,7 +119,7 @@ class ProcessSet:
 
     @property
     def _usable(self) -> bool:
-        # After shutdown() and another init() there is another engine.
+        # After shutdown() and a new init(), the job has a new engine.
         return self._parent is not None and self._parent is world.collectives()
 
     def _open(self, process_set_id: int) -> None:
@@ -133,7 +134,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """The process set of all ranks, usable from ``init`` on."""
+    """The process set of all ranks. It is usable once ``init`` has been called."""
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -161,12 +162,14 @@ _added: list[ProcessSet] = []
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Start the job as ``hvdtrain.init()`` does and add process sets; later calls do nothing.
+    """Start the job like ``hvdtrain.init()``, and add process sets.
+
+    Later calls do nothing.
 
     Args:
-        comm: Must be None: a job always has all ranks that were started.
-        process_sets: Process sets, the same on every rank. "dynamic" is accepted and changes
-            nothing: sets can always be added later.
+        comm: Must be None, because a job always consists of all ranks that were started.
+        process_sets: Process sets, which must be the same on every rank. "dynamic" is accepted but
+            has no effect, because sets can always be added later.
 
     Raises:
         ConfigurationError: If ``comm`` or ``process_sets`` is not supported.
@@ -190,15 +193,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set usable; collective over all ranks.
+    """Make a process set usable.
+
+    All ranks must call this, including ranks that are not in the set.
 
     Args:
-        process_set: The set or its ranks, the same on every rank.
+        process_set: The set or its ranks, which must be the same on every rank.
 
     Raises:
         ConfigurationError: If the job does not have these ranks.
         MismatchError: If ranks passed different sets.
-        ValueError: If a set with these ranks exists.
+        ValueError: If a set with these ranks already exists.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -212,7 +217,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set on all ranks and return whether it was usable."""
+    """Close a process set, and return whether it was usable.
+
+    All ranks must call this.
+    """
     if process_set is global_process_set or not process_set._usable:
         return False
     _added.remove(process_set)

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ReduceOp(enum.IntEnum):
-    """A reduction operation, with Horovod's number."""
+    """A reduction operation, with the number that Horovod assigns to it."""
 
     Average = 0
     Sum = 1
@@ -51,10 +51,12 @@ Product = ReduceOp.Product
 
 
 def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
-    """Return the operation that ``op`` or the deprecated ``average`` selects; default Average.
+    """Return the operation that ``op`` or the deprecated ``average`` selects.
+
+    The default is Average.
 
     Raises:
-        ValueError: If both are given, or ``op`` is not a reduction.
+        ValueError: If both arguments are given, or if ``op`` is not a reduction.
     """
     if op is not None and average is not None:
         raise ValueError(
@@ -74,8 +76,9 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
     """Return the gradient reducer for the arguments of a Horovod tape or optimizer.
 
     Args:
-        arguments: Arguments by name. Others are ignored: AutoGraph adds some to ``locals()``.
-        ops: Supported operations; all if empty.
+        arguments: Arguments by name. Unknown names are ignored, because AutoGraph adds some to
+            ``locals()``.
+        ops: Supported operations. If empty, all are supported.
 
     Raises:
         ValueError: If the arguments contradict each other, or ``op`` is not supported.

@@ -1,6 +1,6 @@
-"""``DistributedOptimizer`` of ``horovod.tensorflow``, also for optimizers of TensorFlow 1.
+"""``DistributedOptimizer`` from ``horovod.tensorflow``, which also accepts TensorFlow 1 optimizers.
 
-Optimizers of ``tf.compat.v1.train`` reduce gradients in sessions, in a tf.function and eagerly.
+Optimizers from ``tf.compat.v1.train`` reduce gradients in sessions, in a tf.function and eagerly.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer reduce gradients over all ranks before it clips and applies them.
 
-    ``optimizer`` is one of Keras 3 or of ``tf.compat.v1.train``; the latter reduces gradients in
-    ``compute_gradients``, which ``minimize`` calls. ``use_locking`` is ignored. For the other
-    arguments see ``hvdtrain.keras.DistributedOptimizer``.
+    ``optimizer`` is an optimizer from Keras 3 or ``tf.compat.v1.train``. Optimizers from
+    ``tf.compat.v1.train`` reduce gradients in ``compute_gradients``, which ``minimize`` calls.
+    ``use_locking`` is ignored. The other arguments are described in
+    ``hvdtrain.keras.DistributedOptimizer``.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ModelError: If as for ``hvdtrain.keras.DistributedOptimizer``.
+        ModelError: In the same cases as ``hvdtrain.keras.DistributedOptimizer``.
         ValueError: If the arguments contradict each other.
     """
     arguments = locals()
@@ -73,7 +74,7 @@ def DistributedOptimizer(
 
 
 class _ReducesGradients:
-    """Mixin for the class of a plain optimizer."""
+    """Mixin for the class of a TensorFlow 1 optimizer."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_accumulator: _GradientAccumulator | None
@@ -84,9 +85,9 @@ class _ReducesGradients:
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the gradients of the plain optimizer, reduced over all ranks.
+        """Compute gradients like the plain optimizer, reduced over all ranks.
 
-        While gradients are accumulated, these are the sums of this rank so far, which
+        While gradients are accumulated, this returns this rank's sums so far, which
         ``apply_gradients`` ignores.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
@@ -108,7 +109,9 @@ class _ReducesGradients:
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """Apply gradients; ``global_step`` also counts the steps that only accumulate.
+        """Apply gradients.
+
+        ``global_step`` is also increased in steps that only accumulate gradients.
 
         Raises:
             ModelError: If ``compute_gradients`` was never called, so the gradients are not reduced.
@@ -133,8 +136,8 @@ class _ReducesGradients:
 class _GradientAccumulator:
     """Sums of the gradients of several steps.
 
-    In a TensorFlow 1 graph the sums are local variables: each rank has its own, so they are not
-    saved in checkpoints.
+    In a TensorFlow 1 graph, the sums are local variables. They are not saved in checkpoints,
+    because they differ between ranks.
     """
 
     def __init__(self, steps: int, *, average: bool, sparse_as_dense: bool) -> None:
@@ -148,14 +151,16 @@ class _GradientAccumulator:
     def add(
         self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], list[Any]]
     ) -> list[Any]:
-        """Add the gradients of one step and return the sums, reduced after the last step.
+        """Add the gradients of one step and return the sums.
+
+        After the last step, the sums are reduced.
 
         Args:
-            gradients: Gradients of one step; None in the same places in every step.
-            reduce: Function from complete sums to reduced ones; None stays None.
+            gradients: Gradients of one step. The same gradients must be None in every step.
+            reduce: Function that reduces complete sums. It must keep None.
 
         Raises:
-            ValueError: If a gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is off.
+            ValueError: If a gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is False.
         """
         dense = [self._dense(gradient) for gradient in gradients if gradient is not None]
         self._make_variables(dense)
@@ -181,10 +186,12 @@ class _GradientAccumulator:
     def apply_if_complete(
         self, gradients: Sequence[Any], apply: Callable[[], Any], global_step: Any
     ) -> Any:
-        """Call ``apply`` if ``gradients`` are reduced, and count ``global_step`` in each step.
+        """Call ``apply`` if ``gradients`` are reduced.
+
+        ``global_step`` is increased in any case.
 
         Returns:
-            In a graph, the operation that does it; None in eager execution.
+            In a graph, the operation that does this. In eager execution, None.
         """
 
         def applied() -> tf.Tensor:
@@ -208,7 +215,10 @@ class _GradientAccumulator:
         return tf.convert_to_tensor(gradient)
 
     def _make_variables(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Create the variables once, or once in each TensorFlow 1 graph."""
+        """Create the variables on the first call.
+
+        In TensorFlow 1, create them on the first call in each graph.
+        """
 
         def make(shape: Any, dtype: tf.DType, name: str) -> Any:
             return tf.compat.v1.Variable(
@@ -229,5 +239,8 @@ class _GradientAccumulator:
 
 
 def _dependencies(operations: Sequence[Any]) -> list[Any]:
-    """Return the control dependencies; eager operations are done already."""
+    """Return the control dependencies.
+
+    In eager mode there are none, because operations are already done.
+    """
     return [] if tf.executing_eagerly() else [op for op in operations if op is not None]
