@@ -4,7 +4,7 @@
 
     import hvdtrain.tensorflow as hvd
 
-Names are loaded on first use.
+Modules are loaded when one of their names is first used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMON_NAMES = {
     ),
     "hvdtrain.gradients.compression": ("Compression",),
 }
-"""Names that are also in ``hvdtrain.keras``, by module."""
+"""Names that ``hvdtrain.keras`` shares with this module, by the module that defines them."""
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

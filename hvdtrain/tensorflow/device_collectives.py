@@ -1,8 +1,8 @@
-"""Reductions on devices: by NCCL between GPUs, by TensorFlow's ring between CPUs.
+"""Reductions on devices, with NCCL between GPUs or TensorFlow's ring between CPUs.
 
-They are operations of the graph (``CollectiveReduceV2``), whose values never leave the device.
-Before each one the ranks agree on it through the engine; during it, a thread checks for failed
-ranks and aborts it.
+They are operations of the graph (``CollectiveReduceV2``). Values are not copied to the host. Before
+each reduction, the engine checks that all ranks make the same call. During the reduction, a thread
+checks for failed ranks, and aborts the reduction if it finds one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["DeviceCollectives", "connect"]
 
-# Large enough for full bandwidth, small enough to be sent while other gradients are computed.
+# Buckets are large enough for full bandwidth, and small enough to be sent while other gradients are
+# computed.
 BUCKET_BYTES = 32 << 20
 CHECK_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0
 
 _GROUP_KEY = 1
 _MERGE_OPS = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
-# The types in which tensors are reduced; all engines reduce half types in float32.
+# The types in which tensors are reduced. Like all engines, this reduces float16 and bfloat16 in
+# float32.
 _REDUCED_AS = {
     tf.float16: tf.float32,
     tf.bfloat16: tf.float32,
@@ -42,20 +44,22 @@ _REDUCED_AS = {
     tf.float64: tf.float64,
 }
 
-# TensorFlow remembers the shape of each instance key for the life of the process.
+# Keys are never reused, because TensorFlow remembers the shape of each key until the process ends.
 _instance_keys = itertools.count(1)
 
 
 def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
-    """Connect the GPUs or the CPUs of all ranks; collective.
+    """Connect the GPUs or the CPUs of all ranks.
+
+    All ranks must call this.
 
     Args:
-        collectives: Engine.
+        collectives: Engine that connects the ranks.
         on_gpus: Whether to reduce on GPUs.
         hosts: Host number of each rank.
 
     Raises:
-        LaunchError: On all ranks, if one is unreachable or can't start its server.
+        LaunchError: On all ranks, if a rank is unreachable or can't start its server.
     """
     if not private_tensorflow.is_connected():
         with private_tensorflow.reserve_port() as port:
@@ -77,10 +81,10 @@ def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> Devi
 
 
 class DeviceCollectives:
-    """Reductions between one device of each rank.
+    """Reductions over the devices of all ranks, one device per rank.
 
     Args:
-        collectives: Engine through which the ranks agree on each reduction.
+        collectives: Engine that checks that all ranks start the same reduction.
         device: Name of this rank's device.
         hint: TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
     """
@@ -95,9 +99,10 @@ class DeviceCollectives:
         threading.Thread(target=self._watch, name="hvdtrain devices", daemon=True).start()
 
     def supports(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Return whether all tensors are floating and have static shapes, outside of sessions.
+        """Return whether tensors can be reduced on devices.
 
-        Sessions do not know the devices of other ranks.
+        They must be floating and have static shapes. In sessions, no tensors are supported, because
+        sessions don't know the devices of other ranks.
         """
         return tf.compat.v1.executing_eagerly_outside_functions() and all(
             tensor.dtype in _REDUCED_AS and tensor.shape.is_fully_defined() for tensor in tensors
@@ -112,20 +117,22 @@ class DeviceCollectives:
         before: Callable[[], object] | None = None,
         after: Callable[[bool, np.ndarray], None] | None = None,
     ) -> list[tf.Tensor]:
-        """Reduce tensors of one type over all ranks, at once or in the current graph.
+        """Reduce tensors of one type over all ranks, immediately or in the current graph.
 
         Args:
-            tensors: Tensors that ``supports`` accepts, the same on all ranks.
+            tensors: Tensors that ``supports`` accepts, with the same shapes on all ranks.
             op: Reduction.
-            name: Name in error messages, the same on all ranks.
-            before: Function to call on the host first.
-            after: Function to call on the host last; it may raise. Its arguments are whether all
-                results are finite and, if not, which of this rank's tensors contain NaN and which
-                infinity: bool of shape (2, tensors).
+            name: Name for error messages, which must be the same on all ranks.
+            before: Function that is called on the host before the reduction.
+            after: Function that is called on the host after the reduction, and may raise an error.
+                The first argument is whether all results are finite. If they are not, the second
+                argument says which of this rank's tensors contain NaN (first row) and which contain
+                infinity (second row), as bool of shape (2, tensors).
 
         Raises:
-            HvdtrainError: If ranks differ in the reduction, or a rank failed or is missing. In a
-                graph TensorFlow raises its own error; see ``cause_of``.
+            HvdtrainError: If ranks start different reductions, or if a rank has failed or does not
+                arrive in time. In a graph, TensorFlow raises a different error, for which
+                ``cause_of`` returns this one.
         """
         if not tensors:
             return []
@@ -160,16 +167,17 @@ class DeviceCollectives:
                 after(bool(finite), not_finite)
             return [np.array(0, np.int32)]
 
-        # The results depend on end, so that using one waits for all and raises their error.
+        # All results depend on ``ended``. So using any result waits for all of them, and raises
+        # their error.
         with tf.control_dependencies(results):
             ended = run_on_host(end, flags, [[]], [tf.int32])
         with tf.control_dependencies(ended), tf.device(self.device):
             return [tf.identity(result) for result in results]
 
     def cause_of(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """Return the error between ranks that caused an error of TensorFlow; None if it is another.
+        """Return the communication error that caused a TensorFlow error, or None.
 
-        A reduction may be aborted shortly before the failure of the other rank is known.
+        If a reduction was aborted, this waits for the news that another rank failed.
         """
         aborted = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
@@ -212,9 +220,10 @@ class DeviceCollectives:
         ]
 
     def _begin(self, name: str, detail: Any, buckets: int) -> np.ndarray:
-        """Agree on a reduction with the other ranks and return the key of its first bucket.
+        """Check that all ranks start the same reduction, and return the key of its first bucket.
 
-        Keys are assigned when ranks first agree on a reduction, in the same order on all.
+        A reduction gets its keys the first time it is started, so all ranks assign keys in the same
+        order.
         """
         self._error = None
         try:
@@ -242,7 +251,11 @@ class DeviceCollectives:
 
 
 def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) -> list[str]:
-    """Return the address of each rank's server, by host name if all hosts know it; collective."""
+    """Return the address of each rank's server.
+
+    All ranks must call this. Addresses contain host names if every host can resolve them, and IP
+    addresses otherwise.
+    """
     if len(set(hosts)) == 1:
         servers = ["127.0.0.1"] * len(hosts)
     else:
@@ -272,8 +285,8 @@ def _is_known(host: str) -> bool:
 
 
 def _own_address() -> str:
-    """Return the address of this host on its default route; empty without a route."""
-    # Addresses reserved for documentation; connecting a UDP socket sends nothing.
+    """Return this host's address on its default route, or "" without a route."""
+    # These addresses are reserved for documentation. Connecting a UDP socket sends nothing.
     for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((remote, 9))
@@ -283,9 +296,10 @@ def _own_address() -> str:
 
 
 def _divide_into_buckets(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
-    """Return the indices of the tensors of each bucket, without empty tensors.
+    """Return the indices of the tensors in each bucket.
 
-    The last tensors come first, because their gradients are computed first.
+    Empty tensors are left out. The last tensors come first, because their gradients are computed
+    first.
     """
     capacity = BUCKET_BYTES // _REDUCED_AS[dtype].size
     buckets: list[list[int]] = []
@@ -302,7 +316,7 @@ def _divide_into_buckets(counts: Sequence[int], dtype: tf.DType) -> list[list[in
 
 
 def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return whether all results are finite; if not, which tensors contain NaN or infinity."""
+    """Return whether all results are finite and, if not, which tensors have NaN or infinity."""
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
 
     def none() -> tf.Tensor:

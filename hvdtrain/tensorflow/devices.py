@@ -1,10 +1,10 @@
-"""Assignment of GPUs to ranks, and TensorFlow's devices.
+"""Assignment of GPUs to ranks, and configuration of TensorFlow's devices.
 
-A process sees different GPUs under each launcher. Under mpirun each rank of a host sees all of
-them. Under ``srun --gpus-per-task=1`` each rank sees one, always with number 0, and
-``CUDA_VISIBLE_DEVICES`` may be the same on all. So ranks exchange the ids of the GPUs instead of
-numbers. Each rank computes the assignment of all ranks, so that a rank without a GPU is the same
-error on every rank.
+Which GPUs a process sees depends on the launcher. Under mpirun, each rank of a host sees all of the
+host's GPUs. Under ``srun --gpus-per-task=1``, each rank sees one GPU, which always has number 0,
+and ``CUDA_VISIBLE_DEVICES`` may be the same on all ranks. So ranks exchange the ids of GPUs, not
+their numbers. Each rank computes the assignment for all ranks, so that every rank raises the same
+error if a GPU is missing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _INIT_FIRST = "Call hvdtrain.init() first, before creating any tensor, variable 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
     """Return the ids of the GPUs that this process sees, in TensorFlow's order.
 
-    Ids are unique across hosts. Without CUDA's ids they consist of the host and a number, which is
-    taken from the variable that hides GPUs, if it is set.
+    Ids are unique across hosts. If CUDA provides no ids, they consist of the host and a number. The
+    number is taken from ``CUDA_VISIBLE_DEVICES`` or a similar variable, if one is set.
     """
     count = len(tf.config.list_physical_devices("GPU"))
     if count == 0:
@@ -65,17 +65,18 @@ def assign_gpus(
     """Assign GPUs to all ranks.
 
     Args:
-        visible: Ids of the GPUs that each rank sees; None if it needs no GPU.
+        visible: For each rank, the ids of the GPUs that it sees, or None if the rank needs no GPU.
         share: Whether ranks may share a GPU if there are too few.
-        each: Number of GPUs of each rank.
+        each: Number of GPUs per rank.
 
     Returns:
-        For each rank the indices of its GPUs in its list; empty without GPUs. If all ranks of a
-        host see the same GPUs and get one each, the index is the local rank.
+        For each rank, the indices of its GPUs in its list of visible GPUs. Empty if the rank sees
+        no GPU. If all ranks of a host see the same GPUs and get one each, the index is the local
+        rank.
 
     Raises:
-        LaunchError: If a rank sees fewer than ``each`` GPUs, or too few that other ranks do not own
-            and ``share`` is False.
+        LaunchError: If a rank sees fewer than ``each`` GPUs, or if ``share`` is False and other
+            ranks have taken too many of them.
     """
     owners: dict[str, list[int]] = collections.defaultdict(list)
     chosen: list[tuple[int, ...]] = []
@@ -93,7 +94,10 @@ def assign_gpus(
 
 
 def capabilities() -> tuple[bool, bool]:
-    """Return ``has_nccl`` and ``ready`` of ``DeviceCapabilities``, before devices are used."""
+    """Return whether TensorFlow has NCCL, and whether its devices can still be connected.
+
+    These are ``has_nccl`` and ``ready`` of ``DeviceCapabilities``.
+    """
     with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
     return with_gpus, private_tensorflow.is_connected() or not private_tensorflow.in_use()
 
@@ -101,20 +105,20 @@ def capabilities() -> tuple[bool, bool]:
 def bind(
     topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]
 ) -> list[str]:
-    """Restrict TensorFlow to this rank's GPUs, whose memory then grows on demand.
+    """Restrict TensorFlow to this rank's GPUs, and let their memory grow on demand.
 
-    Towers without GPUs get a logical CPU device each.
+    If there are several towers and no GPUs, each tower gets a logical CPU device.
 
     Args:
-        topology: Place of this process in the job.
-        settings: Settings; ``share_gpus`` and ``towers`` are used.
-        visible: Result of ``visible_gpus`` on each rank; None if it needs no GPU.
+        topology: Rank and host of this process in the job.
+        settings: Settings. Only ``share_gpus`` and ``towers`` are used.
+        visible: For each rank, the result of ``visible_gpus``, or None if the rank needs no GPU.
 
     Returns:
-        For each rank the id of its first GPU; empty without GPUs.
+        For each rank, the id of its first GPU, or "" without a GPU.
 
     Raises:
-        LaunchError: If there are too few GPUs, or TensorFlow already uses its devices.
+        LaunchError: If there are too few GPUs, or if TensorFlow already uses its devices.
     """
     chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
     indices = chosen[topology.rank]
@@ -142,8 +146,8 @@ def set_up(settings: Settings) -> None:
     """Set TensorFlow's device placement, and exclude hvdtrain from AutoGraph.
 
     Raises:
-        LaunchError: If TensorFlow lacks private API, or already uses its devices while
-            ``log_device_placement`` is set.
+        LaunchError: If TensorFlow lacks private API that hvdtrain needs, or if
+            ``log_device_placement`` is set and TensorFlow already uses its devices.
     """
     private_tensorflow.check()
     # No control flow in hvdtrain depends on tensors.
@@ -151,7 +155,7 @@ def set_up(settings: Settings) -> None:
     tf.config.set_soft_device_placement(settings.soft_placement)
     if not settings.log_device_placement:
         return
-    # TensorFlow would silently print nothing.
+    # TensorFlow would log nothing, without an error.
     if private_tensorflow.in_use():
         raise LaunchError(
             "--log-device-placement has no effect, because the program has already used "
@@ -163,8 +167,8 @@ def set_up(settings: Settings) -> None:
 def reserve_thread_for_buckets() -> None:
     """Let TensorFlow run a second operation while the allreduce of a bucket waits for other ranks.
 
-    On one core it would otherwise use a single thread. Threads that the program has configured or
-    used remain unchanged.
+    On one core, TensorFlow would otherwise use a single thread. If the program has configured
+    threads, or already uses TensorFlow's devices, nothing changes.
     """
     configured = tf.config.threading.get_inter_op_parallelism_threads()
     if configured or "TF_NUM_INTEROP_THREADS" in os.environ or private_tensorflow.in_use():
@@ -177,7 +181,7 @@ def tower_devices(count: int) -> list[str]:
     """Return the names of the devices of ``count`` towers.
 
     Raises:
-        LaunchError: If the program has removed devices after ``bind``.
+        LaunchError: If the program has removed devices since ``bind``.
     """
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     if len(devices) < count:
@@ -244,10 +248,13 @@ def _no_gpu_left(
 
 
 def _cuda_uuids() -> list[str]:
-    """Return the ids of CUDA's devices in CUDA's order; empty without a working driver."""
+    """Return the ids of CUDA's devices in CUDA's order.
+
+    The list is empty without a working driver.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        # The second version distinguishes the parts of a partitioned GPU (MIG).
+        # The second version of this function distinguishes the parts of a partitioned GPU (MIG).
         get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     except (OSError, AttributeError):
         return []

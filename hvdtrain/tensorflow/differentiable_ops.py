@@ -1,4 +1,7 @@
-"""Differentiable TensorFlow operations that call collectives; XLA can't compile them."""
+"""Differentiable TensorFlow operations that call collectives.
+
+XLA can't compile them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ def differentiable(
     """Apply a NumPy function and its gradient function to a tensor.
 
     Args:
-        forward: Function from the tensor to the result, of the same type.
-        backward: Function from the gradient of the result to the gradient of the tensor.
+        forward: Function that takes the tensor and returns a result of the same type.
+        backward: Function that takes the gradient of the result and returns the gradient of the
+            tensor.
         tensor: Argument of ``forward``.
         shape: Static shape of the result.
     """
@@ -45,12 +49,12 @@ def differentiable(
 def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Concatenate the tensors of all ranks along the first axis.
 
-    It returns the gradient of the mean of all ranks' losses.
+    Gradients are computed for the mean of all ranks' losses.
 
     Args:
         engine: Function that returns the current engine, which may change between steps.
-        tensor: Tensor; only its first dimension may differ between ranks.
-        name: Name in error messages.
+        tensor: Tensor. Only its first dimension may differ between ranks.
+        name: Name for error messages.
     """
 
     @tf.custom_gradient
@@ -78,16 +82,16 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Stack the tensors of all ranks along a new first axis, in rank order.
 
-    The gradient is summed over all ranks, so that a loss that is averaged over the ranks is
-    differentiated as one function of all their inputs.
+    The gradient is summed over all ranks. So a loss that is averaged over the ranks has the same
+    gradient as if one rank had computed it from the inputs of all ranks.
 
     Args:
-        collectives: Engine.
+        collectives: Engine that connects the ranks.
         tensor: Tensor of the same shape and type on every rank.
-        name: Name in error messages.
+        name: Name for error messages.
 
     Returns:
-        Tensor of shape ``(size, *tensor.shape)``; the first dimension is None in an elastic job.
+        Tensor of shape ``(size, *tensor.shape)``. In an elastic job, the first dimension is None.
     """
     if collectives.survives_losses:
         return _stack_survivors(collectives, tensor, name)
@@ -102,10 +106,10 @@ def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Stack the tensors of ranks that may be lost between the two passes.
+    """Stack the tensors of all ranks, if ranks may be lost before the backward pass.
 
-    The gradient has a row for each rank of the forward pass; this rank's row is remembered, as its
-    number may change.
+    The gradient has a row for each rank of the forward pass. The index of this rank's row is
+    stored, because the rank may change.
     """
 
     @tf.custom_gradient
@@ -131,7 +135,7 @@ def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Te
 
 
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
-    """Return the static shape of a tensor with an unknown first dimension."""
+    """Return the static shape of a tensor, with the first dimension replaced by None."""
     if tensor.shape.rank is None:
         return tensor.shape
     return tf.TensorShape([None, *tensor.shape[1:]])

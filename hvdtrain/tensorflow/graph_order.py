@@ -1,9 +1,10 @@
 """Collectives in graphs, and their order in functions.
 
 All ranks must call the same collectives in the same order. A tf.function runs stateful operations
-in the order of their creation ("automatic control dependencies"), but orders branches, loops and
-function calls only after others that use the same variables. The bodies of ``tf.cond`` and
-``tf.while_loop`` in classic graphs, and functions of ``tf.compat.v1.wrap_function``, are unordered.
+in the order of their creation ("automatic control dependencies"). But it orders branches, loops and
+function calls only if they use the same variables. Operations in the bodies of ``tf.cond`` and
+``tf.while_loop`` in classic graphs, and in functions of ``tf.compat.v1.wrap_function``, are not
+ordered at all.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ MARK = "hvdtrain"
 
 logger = logging.getLogger(__name__)
 
-# Whether operations of a type have attributes that name functions.
+# For each type of operation, whether its attributes can name functions.
 _names_functions: dict[str, bool] = {}
 
 
 class NoShadowError(Exception):
-    """The collectives of a step can't be called with zeros by a rank that skips the step."""
+    """Raised if a rank that skips a step can't call its collectives with zeros."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
@@ -72,7 +73,7 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
     """Make the collectives of a function run in the order of their creation.
 
     Returns:
-        The collectives, which must run in each call, even if their results are unused.
+        The collectives. Each call must run all of them, even if their results are unused.
     """
     operations = collectives_of(graph)
     for before, operation in pairwise(operations):
@@ -81,7 +82,10 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
 
 
 def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:
-    """Search an operation or a ``NodeDef``, except the functions in ``known``."""
+    """Return whether an operation or a ``NodeDef`` is a collective, or calls one.
+
+    Functions in ``known`` are not searched again.
+    """
     is_definition = isinstance(node, tf.compat.v1.NodeDef)
     if (node.op if is_definition else node.type) == "PyFunc":
         return bool(node.name.rpartition("/")[2].startswith(MARK))
@@ -98,7 +102,7 @@ def _body(graph: Any, name: str) -> Iterable[Any]:
     try:
         return function_body(graph, name)
     except Exception as error:
-        # An error would also stop programs whose function contains no collective.
+        # Only log this, because the function may not contain any collectives.
         logger.warning(
             "cannot read TensorFlow function %s (%s: %s); its collectives may run in different "
             "orders on different ranks",

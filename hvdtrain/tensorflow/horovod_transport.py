@@ -1,7 +1,7 @@
-"""Transport over a real Horovod, for jobs in which only Horovod can communicate.
+"""The transport that uses an installed Horovod, for jobs in which only Horovod can communicate.
 
-Horovod's operations can't be aborted, and with Gloo it does not detect missing ranks. So a rank
-that has waited too long ends its process, and horovodrun ends the others.
+Horovod's operations can't be aborted, and with Gloo, Horovod does not notice if a rank does not
+arrive. So a rank that has waited too long ends its process, and horovodrun ends the other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 __all__ = ["HorovodTransport"]
 
 _OPS = {"sum": "Sum", "average": "Sum", "min": "Min", "max": "Max", "product": "Product"}
-# Types that Horovod does not reduce, and larger types with the same result in the lower bits.
+# Types that Horovod does not reduce, and larger types that give the same result in the lower bits.
 _SENT_AS = {"bool": "uint8", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 _TOP_BIT = np.uint64(1 << 63)
 
@@ -34,7 +34,7 @@ def _load_horovod() -> ModuleType:
     try:
         return importlib.import_module("horovod.tensorflow")
     except Exception as error:
-        # A Horovod for another TensorFlow raises any error of the library loader.
+        # If Horovod was built for a different TensorFlow, the library loader may raise any error.
         raise LaunchError(
             f"This job communicates through Horovod, which can't be imported "
             f"({type(error).__name__}: {error}). Install Horovod 0.28 for this TensorFlow, or "
@@ -43,10 +43,10 @@ def _load_horovod() -> ModuleType:
 
 
 class HorovodTransport(Transport):
-    """Transport over ``horovod.tensorflow``.
+    """Moves bytes through ``horovod.tensorflow``.
 
     Args:
-        timeout_s: Time to wait for other ranks, in seconds.
+        timeout_s: Seconds to wait for other ranks.
 
     Raises:
         LaunchError: If Horovod can't be imported.
@@ -88,11 +88,11 @@ class HorovodTransport(Transport):
         self._watchdog.close()
 
     def messages(self) -> PointToPoint:
-        """Raise ConfigurationError: Horovod lacks point-to-point messages."""
+        """Raise ``ConfigurationError``, because Horovod lacks point-to-point messages."""
         raise _needs_mpi("Parameter servers")
 
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """Raise ConfigurationError: process sets need MPI."""
+        """Raise ``ConfigurationError``, because process sets need MPI."""
         raise _needs_mpi("Process sets")
 
     def agree(self, call: Call) -> bool:
@@ -101,7 +101,7 @@ class HorovodTransport(Transport):
         return bool((np.array(self._do(lambda: self._hvd.allgather(digest))) == call.digest).all())
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Reduce arrays if all ranks agree."""
+        """Reduce arrays if all ranks make the same call, and return whether they do."""
         if not self.agree(reduction.call):
             return False
         op = getattr(self._hvd, _OPS[reduction.op])
@@ -143,7 +143,7 @@ class HorovodTransport(Transport):
         np.copyto(out, rows)
 
     def _do(self, operation: Callable[[], Any]) -> Any:
-        """Run an operation of Horovod eagerly, on the host."""
+        """Run one of Horovod's operations eagerly on the host."""
         try:
             with tf.init_scope(), tf.device("/CPU:0"):
                 return operation()
@@ -163,16 +163,23 @@ def _needs_mpi(feature: str) -> ConfigurationError:
 
 
 def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
-    """Return an array in a type that Horovod reduces; half types as float32, like all engines."""
+    """Return an array in a type that Horovod can reduce.
+
+    float16 and bfloat16 become float32, like in all engines.
+    """
     values = widen(array)
     if values.dtype == np.uint64:
-        # Flipping the top bit keeps the order; sums and products are equal in both types.
+        # Flipping the top bit keeps the order as a signed integer. Sums and products have the same
+        # bits in both types.
         values = (values ^ _TOP_BIT if op in ("min", "max") else values).view(np.int64)
     return tf.convert_to_tensor(values.astype(_SENT_AS.get(values.dtype.name, values.dtype)))
 
 
 def _unpacked(result: tf.Tensor, dtype: np.dtype, op: ReduceOp) -> np.ndarray:
-    """Convert a reduced ``_packed`` array to ``dtype``; half types remain float32."""
+    """Convert the reduced result of ``_packed`` back to ``dtype``.
+
+    Results of float16 and bfloat16 arrays remain float32.
+    """
     values = np.array(result)
     if dtype == np.uint64:
         values = values.view(np.uint64)

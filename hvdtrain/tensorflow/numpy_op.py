@@ -1,4 +1,4 @@
-"""NumPy functions as TensorFlow operations on the host."""
+"""NumPy functions that run as TensorFlow operations on the host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run_on_host(
     shapes: Sequence[Any],
     types: Sequence[tf.DType] | None = None,
 ) -> list[tf.Tensor]:
-    """Run a NumPy function on tensors, at once or as an operation of the current graph.
+    """Run a NumPy function on tensors, immediately or as an operation of the current graph.
 
-    The function may call collectives: graphs run such functions in the order in which they were
-    added.
+    The function may call collectives, because graphs run such functions in the order in which they
+    were added.
 
     Args:
-        function: Function that takes an array for each tensor and returns arrays.
+        function: Function that takes an array for each tensor and returns a sequence of arrays.
         tensors: Arguments of the function.
         shapes: Static shapes of the results.
-        types: Types of the results; default the types of the first ``tensors``.
+        types: Types of the results. Defaults to the types of the first ``tensors``.
     """
     types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
     if tf.executing_eagerly():
@@ -52,7 +52,7 @@ def run_on_host(
 
 def _as_array(tensor: tf.Tensor) -> np.ndarray:
     if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
-        # TensorFlow 2.21 can't convert such a tensor.
+        # TensorFlow 2.21 can't convert a scalar of this type.
         return np.asarray(tf.reshape(tensor, [1])).reshape(())
     return np.asarray(tensor)
 
@@ -69,7 +69,7 @@ def _ordered_session_methods(extend: Callable[..., Any], run: Callable[..., Any]
     ) -> Any:
         order = SessionOrder.of(self.graph)
         order.extend()
-        # With a handle, of partial_run, later fetches are unknown.
+        # With a handle, this is partial_run, whose later fetches are not known yet.
         skipped = order.feeds_to_skip(targets, fetches, feeds) if handle is None else {}
         with raise_as_in_tensorflow():
             return run(self, handle, targets, fetches, feeds | skipped, options, metadata)

@@ -12,7 +12,7 @@ __all__ = ["current", "current_seed", "restore", "set_unless_set"]
 
 
 def current_seed() -> int | None:
-    """Return the global seed; None if it is not set."""
+    """Return the global seed, or None if it is not set."""
     seed = global_seed()
     return None if seed is None else int(seed)
 
@@ -24,12 +24,15 @@ def set_unless_set(seed: int) -> None:
 
 
 def current() -> tuple[int, Any] | None:
-    """Return the global seed and the state of the operation seeds; None if it is not set."""
+    """Return the global seed and the state of the operation seeds.
+
+    Return None if the global seed is not set.
+    """
     seed = current_seed()
     return None if seed is None else (seed, operation_seeds().getstate())
 
 
 def restore(seed: int, state: Any) -> None:
-    """Restore the result of ``current``."""
+    """Restore the seed and the state that ``current`` has returned."""
     tf.random.set_seed(seed)
     operation_seeds().setstate(state)

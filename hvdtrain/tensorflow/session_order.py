@@ -1,20 +1,21 @@
-"""Collectives of a session in the order of their creation.
+"""The order in which a session runs collectives: the order of their creation.
 
-A session runs the fetched operations and their inputs, each as soon as it can. All ranks must run
-the same collectives in the same order, so these are chained. But collectives that are not fetched
-must not run: they may need data that is not fed, or consume a batch. So the chain can be cut::
+A session runs the fetched operations and their inputs, each as soon as possible. All ranks must run
+the same collectives in the same order, so collectives are chained. But a collective must not run if
+it is not needed for the fetches, because it may need data that is not fed, or consume a batch. So
+the chain has gates at which it can be cut::
 
     gate 0 ──> operation 1 ──> done 1 ──> gate 1 ──> operation 2 ──> done 2 ──> gate 2 ...
        └───────────────────────────────────^ └───────────────────────────────────^
 
-An operation depends on the previous gate. The next gate depends on the previous one and on
-``done``, which depends on the operation. If a run does not need the operation, ``done`` is fed, so
-that the operation and its inputs do not run.
+An operation depends on the previous gate. The next gate depends on the previous gate and on
+``done``, which depends on the operation. If a run does not need the operation, it feeds ``done``,
+so that the operation and its inputs don't run.
 
-In the control flow of TensorFlow 1 (``disable_control_flow_v2``), control dependencies can't cross
-the borders of all contexts. An operation in a branch of a ``cond`` is also done when the other
-branch is taken. A ``while_loop`` is one operation of the graph around it; its own operations have a
-separate order, and iterations run one at a time.
+In TensorFlow 1 control flow (``disable_control_flow_v2``), some control dependencies can't enter or
+leave a ``cond`` or ``while_loop``. An operation in a branch of a ``cond`` also counts as done when
+the other branch is taken. A ``while_loop`` counts as one operation of the graph around it. The
+operations in its body have a separate order, and iterations run one at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ATTRIBUTE = "_hvdtrain_order"
 
 
 class _Link(NamedTuple):
-    """A collective in the chain of a graph, or one input of a loop with collectives.
+    """A collective in the chain of a graph, or the first input of a loop with collectives.
 
     ``gate`` is the gate after the operation.
     """
@@ -57,13 +58,13 @@ class SessionOrder:
         self._version = -1
         self._links: list[_Link] = []
         self._gates: set[tf.Operation] = set()
-        self._loops: dict[Any, list[tf.Operation]] = {}  # the last operations of each context
+        self._loops: dict[Any, list[tf.Operation]] = {}  # the latest operations of each loop
         self._loop_names: set[str] = set()
         self._skipped: dict[Any, list[tf.Tensor]] = {}
 
     @classmethod
     def of(cls, graph: Any) -> SessionOrder:
-        """Return the order of a graph, which is stored with the graph."""
+        """Return the order of a graph. It is stored as an attribute of the graph."""
         order = getattr(graph, _ATTRIBUTE, None)
         if order is None:
             order = cls(graph)
@@ -71,7 +72,7 @@ class SessionOrder:
         return order
 
     def extend(self) -> None:
-        """Chain the new collectives of the graph, before a session reads it."""
+        """Add new collectives of the graph to the chain, before a session reads the graph."""
         if self._graph.version == self._version:
             return
         with self._lock:
@@ -97,12 +98,12 @@ class SessionOrder:
     def feeds_to_skip(
         self, targets: Sequence[Any], fetches: Sequence[Any], feeds: Mapping[Any, Any]
     ) -> dict[Any, Any]:
-        """Return the feeds with which a run skips the collectives that it does not need.
+        """Return the feeds that make a run skip the collectives that it does not need.
 
         Args:
             targets: Operations to run.
             fetches: Tensors to return.
-            feeds: The caller's feeds, by reference.
+            feeds: Feeds of the caller, with tensor references as keys.
         """
         if not self._links:
             return {}
@@ -130,7 +131,7 @@ class SessionOrder:
         return [self._links[first - 1].gate, *skipped] if first else skipped
 
     def _add(self, operation: tf.Operation) -> None:
-        """Chain an operation within its loop, and the loop within the contexts around it."""
+        """Add an operation to the order of its loop, and the loop to the order around it."""
         first, last = [operation], [operation]
         context = private_tensorflow.control_flow_context(operation)
         while True:
@@ -160,9 +161,9 @@ class SessionOrder:
         self, first: list[tf.Operation], last: list[tf.Operation], branches: list[Any]
     ) -> None:
         with tf.name_scope(_SCOPE):
-            # TensorFlow's optimizer removes control dependencies that follow from a longer path,
-            # without regard to feeds, and turns unused inputs into control dependencies. So gates
-            # are linked by data, and an operation depends on an assertion of its gate.
+            # TensorFlow's optimizer removes a control dependency if there is also a longer path,
+            # even if a feed cuts that path. It also turns unused inputs into control dependencies.
+            # So gates are linked by data, and an operation depends on an assertion of its gate.
             done = tf.compat.v1.placeholder_with_default(_after(last, branches).outputs[0], [])
             gate = done
             for link in self._links[-1:]:
@@ -173,7 +174,10 @@ class SessionOrder:
 
 
 def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
-    """Return the branches from inside out up to the next loop, and the loop or None."""
+    """Return the branches around a context up to the next loop, and the loop or None.
+
+    The innermost branch comes first.
+    """
     branches = []
     while context is not None and not context.IsWhileContext():
         if context.IsCondContext():
@@ -188,7 +192,10 @@ def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation
 
 
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
-    """Add an operation outside the branches that runs after the others, or if they do not run."""
+    """Add an operation outside the branches, which runs after ``operations``.
+
+    It also runs if they don't run, because the other branch is taken.
+    """
     if not branches:
         after = tf.constant(True).op
         _run_after([after], operations)
@@ -210,7 +217,7 @@ def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
 def _needed_operations(
     roots: Iterable[tf.Operation], fed: set[str], gates: set[tf.Operation]
 ) -> set[tf.Operation]:
-    """Return the operations that ``roots`` depend on, including themselves, up to the gates."""
+    """Return ``roots`` and all operations that they depend on, up to the gates."""
     needed: set[tf.Operation] = set()
     pending = list(roots)
     while pending:

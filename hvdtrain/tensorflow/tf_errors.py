@@ -1,4 +1,4 @@
-"""Errors that are both of hvdtrain and of TensorFlow, for Horovod's API.
+"""Exceptions that are both hvdtrain's and TensorFlow's, for Horovod's API.
 
 Scripts may catch ``hvdtrain.errors.MismatchError`` or, as with Horovod,
 ``tf.errors.FailedPreconditionError``.
@@ -31,20 +31,20 @@ _BY_NAME = {"MismatchError": _Mismatch, "ConfigurationError": _Configuration}
 for _name, _class in _BY_NAME.items():
     _class.__name__ = _class.__qualname__ = _name
 
-# The text of an error of TensorFlow that a Python function in a graph has raised.
+# Matches the text of TensorFlow's error if a Python function in a graph raised an exception.
 _FROM_PYTHON = re.compile(rf"^({'|'.join(_BY_NAME)}): (.*?)\nTraceback ", re.MULTILINE | re.DOTALL)
 
 
 def argument_error(message: str) -> ConfigurationError:
-    """Return the error for an invalid argument."""
+    """Return an exception for an invalid argument."""
     return _Configuration(message)
 
 
 @contextmanager
 def raise_as_in_tensorflow() -> Iterator[None]:
-    """Convert errors of the block to errors that are also TensorFlow's.
+    """Convert hvdtrain's errors in the block to errors that are also TensorFlow's.
 
-    Errors that TensorFlow raises for a Python function in a graph are converted back.
+    If TensorFlow has wrapped an error that a Python function in a graph raised, it is unwrapped.
     """
     try:
         yield

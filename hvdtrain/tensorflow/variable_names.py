@@ -1,7 +1,7 @@
 """Names of variables and tensors that ranks can compare.
 
-TensorFlow and Keras number the layers of a process (dense, dense_1, ...). Ranks may have created
-different numbers of layers before, so the same model can have other numbers on each.
+TensorFlow and Keras number the layers of a process (dense, dense_1, ...). If ranks have created
+different numbers of layers before, the names in the same model differ between ranks.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def variable_name(variable: Any) -> str:
-    """Return the path of a Keras variable or the name of a TensorFlow variable; texts unchanged."""
+    """Return the path of a Keras variable or the name of a TensorFlow variable.
+
+    A str is returned unchanged.
+    """
     if isinstance(variable, str):
         return variable
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
 
 
 def variable_label(variable: Any) -> str:
-    """Return ``variable_name`` without automatic numbers."""
+    """Return the name of a variable without automatic numbers."""
     return without_counts(variable_name(variable))
 
 
 def member_name(name: str | None, member: int | str) -> str | None:
-    """Return the name of a part of an operation; None if the operation is unnamed."""
+    """Return the name of a part of an operation, or None if the operation is unnamed."""
     return None if name is None else f"{name}_{member}"
 
 
 def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
     """Return the name of an operation for error messages.
 
-    An unnamed operation in a graph is named after its kind and its first and last tensor.
+    In a graph, the name of an unnamed operation consists of its kind, its first tensor and its last
+    tensor. In eager mode, the name is empty, because tensors are unnamed.
     """
     if name is not None:
         return name
@@ -56,15 +60,15 @@ def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -
 
 
 def without_counts(name: str) -> str:
-    """Remove numbers from a name: sgd_3/dense_7_kernel_momentum is sgd/dense_kernel_momentum."""
+    """Remove numbers: ``sgd_3/dense_7_kernel`` becomes ``sgd/dense_kernel``."""
     return re.sub(r"_\d+(?=[_/:]|$)", "", name)
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-    """Assign numbers to names as in a process that has created nothing else.
+    """Renumber names as if the process had created nothing else.
 
-    The order of numbers is kept, so that exchanged variables still differ: dense_7, dense_9 is
-    dense, dense_1; and dense_9, dense_7 is dense_1, dense.
+    The order of numbers is kept, so that swapped variables can be noticed: ``dense_7, dense_9``
+    becomes ``dense, dense_1``, and ``dense_9, dense_7`` becomes ``dense_1, dense``.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
     for part in _PART.finditer("/".join(names)):

@@ -1,4 +1,4 @@
-"""The names of ``hvdtrain.keras``, under Horovod's other path.
+"""The names of ``hvdtrain.keras``, under the path of ``horovod.tensorflow.keras``.
 
 ::
 
