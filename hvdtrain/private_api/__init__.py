@@ -1,4 +1,4 @@
-"""Private API of other packages that hvdtrain uses, one module per package."""
+"""Private API of other packages that hvdtrain uses, with one module per package."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PrivateApi:
     Attributes:
         library: Name of the library.
         version: Installed version.
-        tested: Oldest and newest minor version that the tests have passed with.
-        error: Type of the error if something is missing.
+        tested: Oldest and newest minor version with which the tests have passed.
+        error: Exception class for missing API.
     """
 
     library: str
@@ -28,7 +28,7 @@ class PrivateApi:
     error: type[HvdtrainError]
 
     def missing(self, names: object) -> HvdtrainError:
-        """Return the error that the library lacks something."""
+        """Return an exception that lists the missing names."""
         oldest, newest = self.tested
         return self.error(
             f"{self.library} {self.version} lacks {names}, which hvdtrain needs; install a version "
@@ -37,14 +37,17 @@ class PrivateApi:
         )
 
     def get(self, holder: Any, name: str) -> Any:
-        """Return a private attribute, or raise an error that names it."""
+        """Return a private attribute, or raise an error with its name if it is missing."""
         try:
             return getattr(holder, name)
         except AttributeError:
             raise self.missing(f"{type(holder).__name__}.{name}") from None
 
     def check(self, hooks: Mapping[Any, tuple[str, ...]]) -> None:
-        """Raise an error if a class, module or object lacks any of its hooks."""
+        """Raise an error if an object lacks an attribute.
+
+        ``hooks`` contains the names of the attributes that each class, module or object must have.
+        """
         missing = [
             f"{getattr(holder, '__name__', type(holder).__name__)}.{name}"
             for holder, names in hooks.items()

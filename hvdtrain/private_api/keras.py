@@ -1,7 +1,7 @@
 """Private API of Keras.
 
-``fit`` accepts all inputs of Keras: nested arrays of many libraries and None, cast to floatx.
-Using Keras' own conversions keeps this the same in hvdtrain.
+``fit`` accepts nested structures of arrays from many libraries and None, and casts arrays to
+floatx. hvdtrain uses Keras' own conversions, so that it accepts the same inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ try:
     )
 
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
-    # Returns the generator of keras.random, which Keras creates on first use.
+    # Returns the generator of keras.random, and creates it on first use.
     make_global_generator = seed_generator.global_seed_generator
     is_grain_dataset = data_adapters.is_grain_dataset
     is_tf_dataset = data_adapters.is_tf_dataset
@@ -147,22 +147,22 @@ HOOKS: dict[type, tuple[str, ...]] = {
     TFEpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
 }
 
-# The attributes of objects: a compiled model, an optimizer, and a built one with use_ema.
+# The attributes of a compiled model, of an optimizer, and of a built optimizer with use_ema.
 _OF_A_MODEL = ("_call_has_training_arg", "_compile_loss", "_initial_epoch", "_loss_tracker")
 _OF_AN_OPTIMIZER = ("_iterations", "_learning_rate", "_trainable_variables")
 _AVERAGES = "_model_variables_moving_average"
 
 RESULTS = "_get_metrics_result_or_logs"
-"""Method of a model that returns the results of ``fit``, given the logs of the last step."""
+"""Name of the model's method that computes the results of ``fit`` from the last step's logs."""
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
-"""Method of a model that ``fit`` calls with its iterator, as ``iterator``."""
+"""Name of the model's method that ``fit`` calls with the argument ``iterator``."""
 NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
-"""Attributes of an optimizer that hold variables other than its state."""
+"""Names of an optimizer's attributes with variables that are not part of its state."""
 RATE = "_get_current_learning_rate"
-"""Method of an optimizer that computes the learning rate of a step."""
+"""Name of the optimizer's method that computes the learning rate of a step."""
 
 FitIterator: type[Any] = TFEpochIterator
-"""Class of the iterator of ``fit``."""
+"""Class of the iterator that ``fit`` uses."""
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
@@ -170,10 +170,10 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
 
     Args:
         model: Compiled model.
-        optimizers: Plain optimizers that the model applies.
+        optimizers: Plain optimizers of the model.
 
     Raises:
-        ModelError: If something is missing.
+        ModelError: If Keras lacks a part of this API.
     """
     _API.check(HOOKS)
     _API.check({model: _OF_A_MODEL})
@@ -184,7 +184,7 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
 
 
 def set_untracked(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute that Keras does not track and save."""
+    """Set an attribute without Keras tracking and saving its value."""
     object.__setattr__(holder, name, value)
 
 
@@ -192,22 +192,25 @@ def set_untracked(holder: Any, name: str, value: Any) -> None:
 
 
 def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any]:
-    """Return all nested layers of a model or layer."""
+    """Return a model or layer and all layers inside it.
+
+    Pass ``include_self=False`` to leave out the model or layer itself.
+    """
     return list(model._flatten_layers(include_self=include_self))
 
 
 def own_trainable_variables(holder: Any) -> list[Any]:
-    """Return the trainable variables of a layer or optimizer, without nested ones."""
+    """Return the trainable variables of a layer or optimizer, but not of nested layers."""
     return list(_API.get(holder, "_trainable_variables"))
 
 
 def own_non_trainable_variables(layer: Any) -> list[Any]:
-    """Return the variables that a layer updates without gradients, without nested ones."""
+    """Return the non-trainable variables of a layer, but not of nested layers."""
     return list(_API.get(layer, "_non_trainable_variables"))
 
 
 def own_losses(layer: Any) -> list[Any]:
-    """Return the losses that were passed to ``add_loss`` of a layer, without nested ones."""
+    """Return the losses passed to ``add_loss`` of a layer, but not of nested layers."""
     return list(layer._get_own_losses())
 
 
@@ -217,34 +220,34 @@ def clear_losses(model: keras.Model) -> None:
 
 
 def has_training_argument(model: keras.Model) -> bool:
-    """Return whether ``call`` of a model has an argument ``training``."""
+    """Return whether the model's ``call`` has an argument ``training``."""
     return bool(model._call_has_training_arg)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """Compute the loss of a batch as in the train step."""
+    """Compute the loss of a batch like Keras' train step."""
     return model._compute_loss(**arguments)
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """Return the compiled loss; None without a loss."""
+    """Return the compiled loss, or None without a loss."""
     return model._compile_loss
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """Return the losses of a compiled loss; empty before it is built."""
+    """Return the individual losses of the compiled loss, or none before it is built."""
     loss = compiled_loss(model)
     return [] if loss is None else list(_API.get(loss, "_flat_losses") or [])
 
 
 @contextmanager
 def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
-    """Multiply the result of each Keras loss within the block.
+    """Multiply the result of each Keras loss in the block by a factor.
 
     Args:
-        factor: Function that returns a scalar, or None to keep the result. Its arguments are the
-            reduction of the loss and the divisor of its mean before summation: the mask, or the
-            sample weights for ``mean_with_sample_weight``, or None.
+        factor: Function that returns the factor, or None to keep the result. The first argument is
+            the loss's reduction. The second argument is the array whose sum is the divisor of the
+            mean: the mask, the sample weights for ``mean_with_sample_weight``, or None.
     """
 
     def reduce(
@@ -269,7 +272,7 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
 
 
 def loss_tracker(model: keras.Model) -> Any:
-    """Return the metric ``loss``, or None."""
+    """Return the model's metric ``loss``, or None."""
     return getattr(model, "_loss_tracker", None)
 
 
@@ -279,49 +282,52 @@ def nested_metrics(metric: Any) -> list[Any]:
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
-    """Build the compiled metrics and loss for batches of these specs."""
+    """Build the compiled metrics and loss for batches with these shapes and dtypes."""
     model._symbolic_build(data_batch=batch_spec)
 
 
 def output_spec(model: keras.Model, inputs: Any) -> Any:
-    """Build a model by a symbolic call."""
+    """Build a model by calling it symbolically, and return the spec of its outputs."""
     return compute_output_spec(model, inputs, training=False)
 
 
 def initial_epoch(model: keras.Model) -> Any:
-    """Return the first epoch of ``fit`` without an argument; None if unset."""
+    """Return the epoch at which ``fit`` starts by default, or None if unset."""
     return model._initial_epoch
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Set the first epoch of ``fit``."""
+    """Set the epoch at which ``fit`` starts by default."""
     model._initial_epoch = epoch
 
 
 def set_steps_seen(iterator: Any, steps: int) -> None:
-    """Set the number of completed steps of the iterator of ``fit``."""
+    """Set the number of steps that the iterator of ``fit`` has completed."""
     _API.get(iterator, "_steps_seen")
     iterator._steps_seen = steps
 
 
 def warn_of_interruption(iterator: Any) -> None:
-    """Warn that the data of ``fit`` ended before the epoch."""
+    """Warn, like Keras, that the data ended before the epoch."""
     iterator._interrupted_warning()
 
 
 def seed_generators_of(layer: Any) -> list[Any]:
-    """Return the seed generators of a layer, without nested ones."""
+    """Return the seed generators of a layer, but not of nested layers."""
     return list(_API.get(layer, "_seed_generators"))
 
 
 def register_as(derived: type, plain: type) -> None:
-    """Register a class under the name of ``plain``, for saving."""
+    """Make Keras save instances of ``derived`` under the name of the class ``plain``."""
     if plain in GLOBAL_CUSTOM_NAMES:
         GLOBAL_CUSTOM_NAMES[derived] = GLOBAL_CUSTOM_NAMES[plain]
 
 
 def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that computes the moments of a BatchNormalization."""
+    """Replace the method that computes the moments of a BatchNormalization.
+
+    ``make`` is called with the original method and returns the new method.
+    """
     plain = functools.partial(type(layer)._moments, layer)
     set_untracked(layer, "_moments", make(plain))
 
@@ -340,12 +346,15 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def iterations_of(optimizer: Any) -> Any:
-    """Return the step counter of a plain optimizer; ``iterations`` counts updates."""
+    """Return the step counter of a plain optimizer.
+
+    With gradient accumulation it differs from ``iterations``, which counts updates.
+    """
     return optimizer._iterations
 
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
-    """Return the accumulated gradients; empty without gradient accumulation."""
+    """Return the accumulated gradients, or none without gradient accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
     return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
@@ -361,7 +370,7 @@ def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def assign_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Assign the moving averages to the variables."""
+    """Set the variables to their moving averages."""
     optimizer._overwrite_model_variables_with_average_value(variables)
 
 
@@ -374,12 +383,15 @@ def has_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def global_generator() -> Any:
-    """Return the generator of ``keras.random``; None before its first use."""
+    """Return the generator of ``keras.random``, or None before its first use."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 def set_global_generator(generator: Any) -> None:
-    """Set the generator of ``keras.random``; None makes Keras create one."""
+    """Set the generator of ``keras.random``.
+
+    With None, Keras creates a new generator on next use.
+    """
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
@@ -387,14 +399,20 @@ def set_global_generator(generator: Any) -> None:
 
 
 def are_arrays(*structures: Any) -> bool:
-    """Return whether Keras treats nested structures as arrays in memory, with optional parts."""
+    """Return whether Keras treats nested structures as arrays in memory.
+
+    The structures may contain None, but not only None.
+    """
     return bool(can_convert_arrays(structures)) and any(
         leaf is not None for leaf in keras.tree.flatten(structures)
     )
 
 
 def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
-    """Raise Keras' error if targets or weights are passed with an input that contains them."""
+    """Raise Keras' error if targets or weights are passed although the input contains them.
+
+    ``kind`` is the kind of input, for the error message.
+    """
     if y is not None:
         data_adapters.raise_unsupported_arg("y", "the targets", kind)
     if sample_weight is not None:
@@ -402,18 +420,21 @@ def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
 
 
 def default_batch_size(rows: int, steps: int | None, size: int) -> int:
-    """Return Keras' default batch size per rank: 32, or to fit ``steps``."""
+    """Return Keras' default batch size per rank.
+
+    It is 32 unless ``steps`` is given. Then ``steps`` batches of all ranks cover the rows.
+    """
     return max(1, math.ceil(rows / (steps * size))) if steps else 32
 
 
 def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[Any, int]:
-    """Validate arrays as Keras does, and convert class weights to sample weights.
+    """Validate arrays like Keras, and convert class weights to sample weights.
 
     Returns:
-        The batch of all rows, with lists as tuples, and the number of rows.
+        One batch with all rows, in which lists are replaced by tuples, and the number of rows.
 
     Raises:
-        ValueError: If lengths differ, or weights do not match the targets.
+        ValueError: If lengths differ, or if weights don't match the targets.
     """
     if y is None and class_weight is not None:
         raise DataError("class_weight requires targets; pass y.")
@@ -425,7 +446,10 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
 
 
 def column(array: Any) -> Any:
-    """Convert an array to an argument of ``gather``: cast to floatx, on the host."""
+    """Convert an array to an argument for ``gather``.
+
+    The result is cast to floatx.
+    """
     converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
     if isinstance(converted, array_slicing.TensorflowSparseWrapper):
         return converted
@@ -435,20 +459,23 @@ def column(array: Any) -> Any:
 
 
 def gather(column: Any, indices: Any) -> Any:
-    """Return rows of a ``column`` in the order of ``indices``, also in a graph."""
+    """Return rows of the result of ``column`` in the order of ``indices``.
+
+    This also works in a graph.
+    """
     if isinstance(column, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
     return tf.gather(column, indices, axis=0)
 
 
 def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
-    """Return the common specs of several flat batches, which are lists of arrays."""
+    """Return the type specs that several batches have in common. A batch is a list of arrays."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
     return list(merged)
 
 
 def host_array(leaf: Any) -> Any:
-    """Convert torch tensors to NumPy, and sparse data of SciPy and JAX to TensorFlow."""
+    """Convert torch tensors to NumPy arrays, and SciPy and JAX sparse arrays to TensorFlow."""
     if data_adapter_utils.is_torch_tensor(leaf):
         return leaf.detach().cpu().numpy()
     if data_adapter_utils.is_scipy_sparse(leaf):
@@ -459,7 +486,10 @@ def host_array(leaf: Any) -> Any:
 
 
 def length_of_dataloader(loader: Any) -> int | None:
-    """Return the number of batches of a torch ``DataLoader``; None if unknown or another type."""
+    """Return the number of batches of a torch ``DataLoader``.
+
+    Return None if the number is unknown, or if ``loader`` is something else.
+    """
     if is_torch_dataloader(loader) and hasattr(loader.dataset, "__len__"):
         return len(loader)
     return None

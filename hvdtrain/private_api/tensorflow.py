@@ -1,7 +1,8 @@
 """Private API of TensorFlow.
 
-TensorFlow's collectives run between servers, one per process, which the runtime starts as for
-``tf.distribute``. Only private API gives access to operations of graphs and inputs of datasets.
+TensorFlow's collectives run between servers, one per process, which the runtime starts like for
+``tf.distribute``. Changing operations of a graph and reading the inputs of a dataset are only
+possible with private API.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ try:
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
 
-    # tf.compat would draw from the generator.
+    # The function in tf.compat would draw a number from the generator.
     global_seed = context.global_seed
 except (ImportError, AttributeError) as error:
     raise _API.missing(error) from error
@@ -87,7 +88,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     ),
 }
 
-# The attribute of a dataset that is True if each iteration is different, by type.
+# For types of datasets, the attribute that is True if each iteration is different.
 _RESHUFFLES = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
 
 _JOB = "worker"
@@ -101,7 +102,7 @@ def check() -> None:
     """Check that TensorFlow has the private API that hvdtrain needs.
 
     Raises:
-        LaunchError: If something is missing.
+        LaunchError: If TensorFlow lacks a part of this API.
     """
     _API.check(HOOKS)
 
@@ -110,12 +111,18 @@ def check() -> None:
 
 
 def in_use() -> bool:
-    """Return whether TensorFlow has initialized its devices, which then can't be configured."""
+    """Return whether TensorFlow has initialized its devices.
+
+    After that, devices can't be configured.
+    """
     return _API.get(context.context(), "_context_handle") is not None
 
 
 def is_connected() -> bool:
-    """Return whether ``connect`` was called, which is possible once per process."""
+    """Return whether ``connect`` was called.
+
+    A process can call it only once.
+    """
     return _connected
 
 
@@ -136,7 +143,7 @@ def reserve_port() -> Iterator[int]:
 
 
 def connect(addresses: Sequence[str], rank: int, port: int) -> None:
-    """Start this process's server and connect it to the others.
+    """Start this process's server and connect it to the servers of the other ranks.
 
     Args:
         addresses: Address of each rank's server, "host:port".
@@ -168,13 +175,19 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
 
 
 def abort_collectives(reason: str) -> None:
-    """Abort all current and future collectives of this process and of peers that wait for it."""
+    """Abort all current and future collectives of this process.
+
+    The collectives of other ranks that wait for this process are aborted too.
+    """
     code: Any = tf.errors.UNAVAILABLE
     context.context().abort_collective_ops(code, reason)
 
 
 def operation_seeds() -> random.Random:
-    """Return the generator of operation seeds, which exists if a global seed is set."""
+    """Return the generator of operation seeds.
+
+    It exists only if a global seed is set.
+    """
     generator: random.Random = _API.get(context.context(), "_rng")
     return generator
 
@@ -183,13 +196,13 @@ def operation_seeds() -> random.Random:
 
 
 def function_body(graph: Any, name: str) -> Iterable[Any]:
-    """Return the operations of a function of a graph; empty if the function is unknown.
+    """Return the operations of a function in a graph, or none if the function is unknown.
 
-    For functions of ``Defun`` and of imported graphs, which lack a graph, ``NodeDef`` messages are
-    returned.
+    For functions of ``Defun`` and of imported graphs, which lack a separate graph, ``NodeDef``
+    messages are returned.
 
     Raises:
-        AttributeError: If the function has neither.
+        AttributeError: If the function has neither a graph nor a definition.
     """
     function = graph._get_function(name)
     if function is None:
@@ -204,12 +217,15 @@ def unfinalize(graph: Any) -> None:
 
 
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
-    """Make an existing operation depend on another one."""
+    """Make an existing operation run after the operation ``before``."""
     operation._add_control_input(before)
 
 
 def run_iterations_serially(enter: tf.Operation) -> None:
-    """Make a loop run one iteration at a time; call it with each operation that enters the loop."""
+    """Make a TensorFlow 1 loop run one iteration at a time.
+
+    Call this with each operation that enters the loop.
+    """
     enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
 
 
@@ -220,7 +236,10 @@ def control_flow_context(operation: tf.Operation) -> Any:
 
 @contextmanager
 def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
-    """Add operations to a ``cond`` or ``while_loop`` or, if None, to the graph within the block."""
+    """Add new operations in the block to a ``cond`` or ``while_loop``.
+
+    If ``inner`` is None, operations are added to the graph itself.
+    """
     around = graph._get_control_flow_context()
     graph._set_control_flow_context(inner)
     try:
@@ -232,9 +251,10 @@ def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
 def replace_session_methods(
     replace: Callable[[Callable[..., Any], Callable[..., Any]], tuple[Any, Any]],
 ) -> None:
-    """Replace the methods of sessions that read a graph and run it, on the first call.
+    """Replace the session methods that read a graph and run it.
 
-    ``replace`` is called with both methods and returns their replacements.
+    ``replace`` is called with both methods and returns their replacements. Only the first call has
+    an effect.
     """
     if not hasattr(BaseSession, _REPLACED):
         methods = replace(BaseSession._extend_graph, BaseSession._do_run)
@@ -243,10 +263,11 @@ def replace_session_methods(
 
 
 def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
-    """Call a function with the graph of each tf.function before it is completed; once.
+    """Call ``complete`` with the graph of each tf.function before TensorFlow completes the graph.
 
-    ``complete`` may add to the graph, and returns the operations that each call must run. This is
-    the only place at which the graph contains all operations, including calls of inner functions.
+    ``complete`` may change the graph, and returns the operations that each call must run. At this
+    point, and not earlier, the graph contains all operations, including calls of inner functions.
+    Only the first call of ``complete_functions`` has an effect.
     """
     make = atomic_function.from_func_graph
 
@@ -262,9 +283,9 @@ def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
 
 
 def exclude_from_autograph(package: str) -> None:
-    """Exclude the code of a package from AutoGraph, whose conversion is slower than tracing.
+    """Exclude the code of a package from AutoGraph, whose conversion takes longer than tracing.
 
-    The public API excludes single functions only.
+    The public API can only exclude single functions.
     """
     if not hasattr(autograph, _REPLACED):
         autograph.CONVERSION_RULES = (autograph.DoNotConvert(package), *autograph.CONVERSION_RULES)
@@ -280,17 +301,20 @@ def input_datasets(dataset: Any) -> list[Any]:
 
 
 def captured_tensors(dataset: Any) -> list[Any]:
-    """Return the captured tensors of the functions of a dataset."""
+    """Return the tensors that a dataset's functions capture."""
     return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
 
 
 def function_graphs(dataset: Any) -> list[Any]:
-    """Return the graphs of the functions of a dataset."""
+    """Return the graphs of a dataset's functions."""
     return [part.function.graph for part in dataset._functions()]
 
 
 def cache_file(dataset: Any) -> str:
-    """Return the file name of a ``Dataset.cache``; empty in memory or for other datasets."""
+    """Return the file name of a ``Dataset.cache``.
+
+    The name is empty if the cache is in memory, or for any other dataset.
+    """
     if _kind(dataset) != "CacheDataset":
         return ""
     name = _API.get(dataset, "_filename")
@@ -298,7 +322,7 @@ def cache_file(dataset: Any) -> str:
 
 
 def is_nondeterministic(dataset: Any) -> bool | None:
-    """Return whether a dataset has ``deterministic=False``; None if it does not store it."""
+    """Return whether a dataset has ``deterministic=False``, or None if it lacks this option."""
     value = getattr(dataset, "_deterministic", None)
     return None if value is None else value == "false"
 
