@@ -359,7 +359,7 @@ class Engine(EngineCore):
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
         """Allocate memory that all ranks of this host can access.
 
-        All ranks of the job must call this, each with the size of its own part.
+        All ranks of the job must call this. Each passes the size of its part.
 
         Returns:
             The part of each rank of this host, by initial rank. Each part is a uint8 array of
@@ -388,7 +388,7 @@ class Engine(EngineCore):
     def subset(self, ranks: Sequence[int]) -> Engine | None:
         """Create an engine for some of the ranks.
 
-        All ranks must call this, including those that are not in ``ranks``.
+        All ranks must call this, even if they are not in ``ranks``.
 
         Returns:
             The engine, whose ranks are renumbered from 0 in ascending order, or None on ranks that

@@ -112,7 +112,7 @@ class FailureDetector:
         return self._this_rank_failed or self._failure is not None
 
     def check(self, waiting_in: str, needs_all: bool = False) -> None:
-        """Process messages, and raise an error if this rank waits in vain.
+        """Process messages, and raise an error if another rank has failed or exited.
 
         Pass ``needs_all`` if this rank waits for point-to-point messages, not in an operation. Then
         any rank that exits is an error, and the caller checks ``lost`` itself.
@@ -144,7 +144,7 @@ class FailureDetector:
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Raise an error that says what each of the other ranks is waiting in.
+        """Raise an error that lists which operation each of the other ranks is waiting in.
 
         Ranks that don't answer are listed as not waiting.
         """

@@ -91,8 +91,8 @@ def plan_fusion(
 ) -> FusionLayout:
     """Return the layout of concatenated arrays that are cut into chunks.
 
-    Each chunk has at most ``chunk_items`` items, and is divided evenly into ``shares``. If there
-    are no items, there is one empty chunk.
+    Each chunk has at most ``chunk_items`` items, and is divided evenly into ``shares``. If all
+    arrays are empty, the layout has one empty chunk.
     """
     sizes = [math.prod(shape) for shape in shapes]
     total = sum(sizes)

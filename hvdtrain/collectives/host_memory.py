@@ -168,7 +168,7 @@ class Arena:
     This saves each rank a copy of every result, which is a quarter of the time of an allreduce. The
     arena is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
 
-    Forked children don't inherit the file, because they would see what other ranks write later.
+    Forked children don't inherit the file, because they would see later writes of other ranks.
     Instead, they get private copies of the buffers in use, at the same addresses.
     """
 

@@ -134,8 +134,8 @@ def fence() -> bool:
     waits for all ranks.
 
     Returns:
-        Whether there was a fence. There is none if MPI does not use PMIx (MPICH does not), or if
-        there is no PMIx server.
+        Whether there was a fence. There is none if MPI does not use PMIx (as in MPICH), or can't
+        reach a PMIx server.
     """
     try:
         # Get the library only if MPI has loaded it.

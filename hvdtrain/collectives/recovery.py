@@ -6,8 +6,8 @@ agree on which one it is:
 
 - All remaining ranks have their result. The operation is complete, and ranks that are still in it
   return their result.
-- A remaining rank has no result. Then no rank has returned, and all remaining ranks repeat the
-  operation without the dead ranks.
+- Some remaining ranks don't have their result yet. Then no rank has returned, and all remaining
+  ranks repeat the operation without the dead ranks.
 
 No state needs to be saved or transferred, and results may differ by rank. No rank can be more than
 one operation ahead, because a rank starts its next operation only once all ranks have the result of

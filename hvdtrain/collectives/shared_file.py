@@ -43,7 +43,7 @@ def free_bytes() -> int | None:
 
 def can_share_files() -> bool:
     """Return whether ranks can exchange data through mapped files."""
-    # Processors other than x86 may reorder plain stores, and Python has no memory fence.
+    # Processors other than x86 may reorder plain stores, and Python lacks a memory fence.
     return platform.machine() in ("x86_64", "AMD64") and os.path.isdir(SHARED_MEMORY)
 
 

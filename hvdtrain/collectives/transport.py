@@ -26,8 +26,9 @@ LONG_S = 0.01
 class RankState:
     """The state that an engine shares with its transport.
 
-    The transport updates the attributes that say which ranks exist. The engine updates those that
-    say what this rank is doing. Attributes that are not listed here are described in ``Engine``.
+    The transport updates the attributes about the ranks of the job. The engine updates the
+    attributes about its current operation. Attributes that are not listed here are described in
+    ``Engine``.
 
     Attributes:
         operation: Number of this rank's current or latest operation, from 1.

@@ -56,10 +56,10 @@ class SpinWait:
         needs_all: Passed to ``FailureDetector.check``.
 
     Attributes:
-        patient: Whether waits have no time-out. Long waits are then logged periodically.
+        patient: Whether the time-out is disabled. Long waits are then logged periodically.
         is_waiting: Whether a wait is in progress and has finished spinning.
         waited_until_s: End time of the last wait (``time.monotonic()``).
-        waited_s: Total seconds of all waits, except those that ended while spinning.
+        waited_s: Total seconds of all waits, not counting waits that ended while spinning.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def _differentiable_allreduce(
 ) -> list[tf.Tensor]:
     """Combine tensors in a differentiable way.
 
-    The gradient is that of the sum of all ranks' losses.
+    Gradients are computed for the sum of all ranks' losses.
     """
     gradient_name = f"gradient of {name}"
 

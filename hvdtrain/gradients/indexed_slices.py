@@ -51,7 +51,7 @@ def unpack_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Deserialize the concatenated rows of several ranks.
 
-    ``values`` and ``indices`` are those of this rank. They provide dtypes and shape.
+    ``values`` and ``indices`` are this rank's own arrays. They provide dtypes and shape.
 
     Returns:
         The values and indices of all ranks, and the weight of each rank.

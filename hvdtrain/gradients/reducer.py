@@ -47,7 +47,7 @@ class GradientReducer:
     Attributes:
         feedback: Keeps the unsent parts of gradients. None without PowerSGD.
         contributions: Records which ranks contributed to each step.
-        error: Latest communication error. TensorFlow replaces it with an exception of its own, so
+        error: Latest communication error. TensorFlow raises a different exception instead, so
             ``take_error`` returns the original.
     """
 
@@ -110,7 +110,8 @@ class GradientReducer:
             op: Pass ``"sum"``, without ``weight``, to add gradients up.
 
         Raises:
-            MismatchError: If names, shapes or dtypes differ between ranks, or only some have None.
+            MismatchError: If names, shapes or dtypes differ between ranks, or if a gradient is None
+                on only some ranks.
             NonFiniteError: If a gradient contains NaN or infinity.
             TooFewRanksError: If fewer ranks remain than an elastic job needs.
         """
