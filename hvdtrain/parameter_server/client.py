@@ -31,15 +31,15 @@ _Blocks = Sequence[Sequence[np.ndarray]]
 class Client:
     """One worker's connection to the servers of one ``fit``.
 
-    Weights are returned as arrays of all trainable variables. They stay unchanged while somebody
-    holds a reference to one of them.
+    Weights are returned as arrays of all trainable variables. The arrays stay unchanged while the
+    caller holds a reference to one of them.
 
     Attributes:
-        pushed: How many gradients were sent.
+        pushed: Number of gradients that were sent.
         stopped: Whether another worker stopped the training.
         own_signal: A signal that this worker received, sent with each request; 0 if none.
-        signal: The signal in the servers' replies, 0 if none; see ``Reply``.
-        training: How many workers may still send gradients; set by any reply.
+        signal: The signal in the servers' replies; 0 if none.
+        training: Number of workers that may still send gradients; set by any reply.
         last_reply_s: When the last reply came, on the monotonic clock.
     """
 
@@ -65,7 +65,7 @@ class Client:
         ]
         self._shards = shards
         self._slots = memory.slots
-        self._slot = 0  # of the last gradient
+        self._slot = 0  # the slot of the last gradient
         self._pool = BufferPool()
         # MPI moves large messages only inside its calls, so a thread waits for the reply to the
         # request in flight. No other thread calls MPI meanwhile.
@@ -99,27 +99,29 @@ class Client:
     ) -> list[np.ndarray] | None:
         """Send gradients, and return the weights for the next step.
 
-        With ``overlap`` the worker computes its next gradient while this one is in flight, with the
-        weights that came for the previous one. Any other request waits for the reply first, and
-        returns newer weights.
+        With ``overlap`` the worker computes its next gradient while this one is in flight. It uses
+        the weights that came in reply to the previous one. Any other request first waits for the
+        reply in flight, and returns newer weights.
 
         Args:
-            gradients: Of all variables, or None for a step without samples. They may be overwritten
-                once this returns.
+            gradients: Gradients of all variables, or None for a step without samples. They may be
+                overwritten once this method returns.
             weight: The weight of the gradient when servers average gradients of several workers.
-            learning_rate: The chief's; NaN on other workers.
+            learning_rate: The chief's learning rate; NaN on other workers.
             position: This worker's position in its data once the gradient is applied.
-            overlap: Return without waiting for the reply.
+            overlap: Whether to return without waiting for the reply.
 
         Returns:
-            Weights; None with ``overlap`` if no gradient was in flight, so that the worker already
-            has the newest weights.
+            The weights. With ``overlap``, None if no gradient was in flight, because the worker
+            then already has the newest weights.
 
         Raises:
-            MismatchError: A server can't use the gradient or, with ``overlap``, the previous one.
-            NonFiniteError: It, or the previous one, has NaN or infinity.
+            MismatchError: If a server can't use the gradient or, with ``overlap``, the previous
+                gradient.
+            NonFiniteError: If the gradient, or the previous one, has NaN or infinity.
         """
-        # Built before the reply in flight changes the version: the gradient is of older weights.
+        # Requests are built before the reply in flight changes the version, because the gradient
+        # was computed with the older weights.
         requests = [
             Request(
                 Kind.PUSH,
@@ -147,11 +149,11 @@ class Client:
 
     @property
     def has_newer_weights(self) -> bool:
-        """Whether the weights of an overlapping push were not returned yet."""
+        """Whether the weights of an overlapping push have not been returned yet."""
         return self._in_flight is not None or self._unused is not None
 
     def close(self) -> None:
-        """Abandon the request in flight, as after an error."""
+        """Abandon the request in flight, for example after an error."""
         self._closed.set()
         self._thread.shutdown()
         # MPI may still write its reply into the buffers.
@@ -163,8 +165,8 @@ class Client:
         """Wait until all workers have called this, and return the final weights.
 
         Args:
-            stop: Stop the other workers too.
-            states: On the chief, receive each server's optimizer state.
+            stop: Whether to stop the other workers too.
+            states: On the chief, buffers that receive each server's optimizer state.
         """
         return self._request(Kind.END, extra=[[state] for state in states or ()], stop=stop)
 
@@ -219,7 +221,7 @@ class Client:
     def _start(
         self, requests: Sequence[Request], data: _Blocks | None, extra: _Blocks = ()
     ) -> PendingRequest:
-        """Send requests once the previous one is complete."""
+        """Send requests after the reply in flight, if any, has arrived."""
         if self._in_flight is not None:
             pending, waiting = self._in_flight
             waiting.result()
@@ -255,7 +257,7 @@ class Client:
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
     def _use(self, request: PendingRequest) -> list[np.ndarray]:
-        """Return the weights of a request, with which the next gradient is computed."""
+        """Return the weights of a request. The next gradient is computed with them."""
         self._take_versions(request)
         return assemble(self._specs, self._shards, request.buffers)
 

@@ -2,8 +2,8 @@
 
 ``Asynchronous`` applies each gradient when it arrives; with a bound it is stale synchronous
 parallel (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
-server"). ``Synchronous`` averages the gradients of a step; with backup workers it takes the first
-ones (Chen et al. 2016, arXiv 1604.00981).
+server"). ``Synchronous`` averages the gradients of a step. With backup workers it takes only the
+gradients that arrive first (Chen et al. 2016, arXiv 1604.00981).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Asynchronous", "Consistency", "ConsistentSnapshot", "Synchronous", "
 
 
 class Asynchronous:
-    """Workers proceed up to ``bound`` steps ahead of the slowest, or any number if it is None.
+    """Lets workers proceed up to ``bound`` steps ahead of the slowest; None means no limit.
 
     Attributes:
         gathers: Whether gradients of several workers are averaged and applied together.
@@ -29,7 +29,7 @@ class Asynchronous:
     def __init__(self, workers: Collection[int], bound: int | None) -> None:
         self.active = set(workers)
         self._pushed = dict.fromkeys(workers, 0)
-        self._clocks = dict.fromkeys(workers, 0)  # as _pushed, but raised when a worker rejoins
+        self._clocks = dict.fromkeys(workers, 0)  # like _pushed, but raised when a worker rejoins
         self._bound = bound
 
     def push(self, worker: int, step: int) -> bool:
@@ -64,7 +64,7 @@ class Asynchronous:
         return min((self._clocks[worker] for worker in self.active), default=0)
 
     def progress(self) -> list[int]:
-        """Return this server's progress: a number for each worker that never decreases.
+        """Return this server's progress: for each worker, a number that never decreases.
 
         Servers with equal numbers have applied the same gradients.
         """
@@ -76,9 +76,10 @@ class Asynchronous:
 
 
 class Synchronous:
-    """Workers make each step together: the first ``wanted`` ones, or all if None.
+    """Makes workers complete each step together.
 
-    It has the same methods as ``Asynchronous``.
+    A step takes the gradients of the first ``wanted`` workers, or of all workers if it is None. The
+    methods are those of ``Asynchronous``.
     """
 
     gathers = True
@@ -91,14 +92,14 @@ class Synchronous:
         self._taken: set[int] = set()
 
     def push(self, worker: int, step: int) -> bool:
-        """Record a worker's gradient, and return whether it is of the current step."""
+        """Record a worker's gradient, and return whether it belongs to the current step."""
         if step != self._step:
             return False
         self._taken.add(worker)
         return True
 
     def complete(self) -> bool:
-        """Return whether all gradients of the step are there; if so, the next step starts."""
+        """Return whether all gradients of the step have arrived; if so, the next step starts."""
         # A worker that left after its push still counts.
         waited_for = len(self.active | self._taken)
         if not self._taken or len(self._taken) < min(self._wanted, waited_for):
@@ -112,7 +113,7 @@ class Synchronous:
         return worker not in self._taken
 
     def next_step(self, worker: int) -> int:
-        """Return the number of the step."""
+        """Return the number of the current step."""
         return self._step
 
     def leave(self, worker: int) -> None:
@@ -124,9 +125,9 @@ class Synchronous:
         self.active.add(worker)
 
     def progress(self) -> list[int]:
-        """Return the number of the step for each worker."""
-        # With backup workers each server takes the gradients that arrive first, so servers never
-        # have the same ones.
+        """Return the number of the current step for each worker; 0 with backup workers."""
+        # With backup workers, each server takes the gradients that arrive at it first. Servers
+        # can't wait for equal gradients then, so they report equal progress.
         return [0 if self._wanted < self._size else self._step] * self._size
 
     def would_exceed(self, worker: int, target: Sequence[int]) -> bool:
@@ -140,9 +141,10 @@ Consistency = Asynchronous | Synchronous
 class WorkerLiveness:
     """Tracks which workers may still send requests, and which are silent.
 
-    A worker that doesn't send a request within ``silence_s`` after a reply is silent until it does.
-    The chief never is: it validates and saves between steps, and training stops without it anyway.
-    Neither is a worker before its first step, which includes the compilation of the model.
+    A worker that doesn't send a request within ``silence_s`` after a reply is silent until it sends
+    one. The chief is never silent, because it validates and saves between steps, and because
+    training stops without it anyway. A worker is not silent before its first step, because that
+    step includes the compilation of the model.
 
     Attributes:
         connected: The workers that are neither done nor lost.
@@ -190,7 +192,7 @@ class WorkerLiveness:
 
 
 class ConsistentSnapshot:
-    """One server's part in a snapshot with the same gradients on all servers.
+    """One server's part in a snapshot in which all servers have applied the same gradients.
 
     A worker sends each gradient to all servers, but one server may have applied it before another.
     So the chief first freezes all servers and gets their progress. The maximum is the target, which
@@ -207,7 +209,7 @@ class ConsistentSnapshot:
         self._lost: set[int] = set()
 
     def drop_worker(self, worker: int) -> None:
-        """Don't wait for a lost worker, whose last gradient only some servers may have."""
+        """Stop waiting for a lost worker. Only some servers may have its last gradient."""
         self._lost.add(worker)
         self._held = [entry for entry in self._held if entry[0] != worker]
 
@@ -222,7 +224,7 @@ class ConsistentSnapshot:
 
     @property
     def reached(self) -> bool:
-        """Whether the progress is the target."""
+        """Whether the progress has reached the target."""
         target = self._target
         if target is None:
             return False
@@ -244,14 +246,17 @@ class ConsistentSnapshot:
         self._target = None
 
     def hold(self, worker: int, request: Request) -> bool:
-        """Hold a request back if it must wait, and return whether it does; see ``next_held``."""
+        """Hold a request back if it must wait, and return whether it must.
+
+        ``next_held`` returns the request later.
+        """
         waits = self._must_wait(worker, request)
         if waits:
             self._held.append((worker, request))
         return waits
 
     def next_held(self) -> tuple[int, Request] | None:
-        """Return the oldest request that was held back and need not wait any more, or None."""
+        """Return the oldest held request that need not wait any more, or None."""
         for number, (worker, request) in enumerate(self._held):
             if not self._must_wait(worker, request):
                 return self._held.pop(number)

@@ -30,9 +30,9 @@ __all__ = [
 
 # Values in the header for a piece: its number of rows, or one of these.
 _NONE, _DENSE = -1, -2
-# The slot in the header if dense gradients are sent and not in shared memory.
+# The slot in the header if dense gradients are sent in messages and not in shared memory.
 SENT = -1
-# Values that are checked at a time, so that the intermediate result stays in the cache.
+# Number of values that are checked at a time, so that the intermediate result stays in the cache.
 CHECKED_ITEMS = 128 << 10
 
 
@@ -54,8 +54,8 @@ class ShardGradients:
     """The gradients of a shard's pieces.
 
     Attributes:
-        shard: The layout.
-        flat: A buffer of the shard with the dense gradients.
+        shard: The shard, which determines the layout.
+        flat: A buffer with the shard's layout that has the dense gradients.
         rows: The sparse gradients, by the piece's number.
         missing: The numbers of the pieces without a gradient.
         slot: The slot of shared memory that ``flat`` is in, or SENT.
@@ -73,10 +73,11 @@ class ShardGradients:
     ) -> ShardGradients:
         """Return empty gradients to receive ``blocks`` into.
 
-        Dense gradients are received in ``flat``, or already in one of the ``slots``.
+        Dense gradients are received in ``flat``, or are already in one of the ``slots`` in shared
+        memory.
 
         Raises:
-            MismatchError: The header is not one of a worker with this model.
+            MismatchError: If the header does not fit the shard.
         """
         slot, *kinds = header.tolist()
         sparse = {n: kind for n, kind in enumerate(kinds) if kind >= 0}
@@ -147,8 +148,8 @@ def pack_gradients(
 ) -> ShardGradients:
     """Return a shard's part of the gradients of whole variables.
 
-    Dense gradients are copied to ``flat``, a buffer of the shard, which is in ``slot`` if the
-    server sees it.
+    Dense gradients are copied to ``flat``, a buffer with the shard's layout. ``slot`` is the slot in
+    shared memory that contains ``flat``, or SENT.
     """
     rows, missing = {}, set()
     for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
@@ -177,10 +178,10 @@ class GradientMean:
         self._weight = 0.0
 
     def add(self, gradients: ShardGradients, weight: float) -> None:
-        """Add one worker's gradients, which are overwritten.
+        """Add one worker's gradients. They are overwritten.
 
         Raises:
-            MismatchError: They are of other variables than the gradients before.
+            MismatchError: If earlier gradients are for different variables.
         """
         first = self._first = self._first or gradients
         if first.missing != gradients.missing or first.rows.keys() != gradients.rows.keys():
@@ -196,9 +197,9 @@ class GradientMean:
         self._weight += weight
 
     def take(self) -> ShardGradients | None:
-        """Return the weighted mean, or None without gradients, and start again.
+        """Return the weighted mean, or None if no gradients were added, and start again.
 
-        It is in the buffer of the gradients that were added first.
+        The mean is in the buffer of the gradients that were added first.
         """
         first, self._first = self._first, None
         sums, self._sums = self._sums, []
@@ -229,7 +230,7 @@ def take_rows(
 
 
 def _add(total: Gradient, gradient: np.ndarray | Rows, weight: float) -> Gradient:
-    """Return ``total + weight * gradient``, rows unique and sorted; may overwrite both."""
+    """Return ``total + weight * gradient``, with unique and sorted rows. May overwrite both."""
     if isinstance(gradient, Rows):
         indices, values = gradient.indices, _weighted(gradient.values, weight)
         if isinstance(total, Rows):

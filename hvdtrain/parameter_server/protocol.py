@@ -45,10 +45,10 @@ REPLY_DATA = 4
 
 # The errors with which a server may refuse a request; a reply holds the index.
 REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
-# A message of this size is sent eagerly: no side waits for it.
+# Small enough for MPI to send the message eagerly, so that neither side waits for the other.
 REFUSAL_BYTES = 800
 
-# Replies with data in flight at a time: one that is being sent, and the next.
+# Number of replies with data in flight at a time: one that is being sent, and the next one.
 MAX_IN_FLIGHT = 2
 
 POSITION_NUMBERS = 9
@@ -61,7 +61,7 @@ _REPLY = struct.Struct(f"<qq?qqb{REFUSAL_BYTES}s")
 class Kind(enum.IntEnum):
     """The kind of a request.
 
-    The first request of a job is the chief's LOAD; servers queue all others until it has arrived.
+    The chief's first request is LOAD. Until it has arrived, servers send no weights to workers.
     """
 
     LOAD = 1  # the chief sends weights and optimizer state
@@ -84,7 +84,7 @@ class Request(NamedTuple):
         weight: The weight of the gradient relative to other workers' gradients.
         learning_rate: The chief's learning rate; NaN leaves the server's unchanged.
         stop: Whether this worker stops the training of all workers.
-        signal: A signal that this worker received, or 0. The chief's ends the training.
+        signal: A signal that this worker received, or 0. A signal from the chief ends the training.
         position: The worker's position in its data after this gradient, kept by servers for
             snapshots. ``NO_POSITION`` leaves the last one unchanged.
     """
@@ -126,7 +126,7 @@ class Reply(NamedTuple):
         signal: For the chief, a signal that some rank received; for other workers, the signal with
             which the chief ended the training. 0 without a signal.
         training: How many workers may still send gradients.
-        error: The index of the refusal in ``REFUSALS``.
+        error: The index in ``REFUSALS`` of the error with which the request was refused.
         refusal: Why the request was refused, or "". The weights of a refusal are undefined.
     """
 
@@ -156,7 +156,8 @@ class Reply(NamedTuple):
 
 
 _WITHOUT_WEIGHTS = (Kind.STATUS, Kind.LEAVE, Kind.FREEZE)
-# Their weights are sent, because those in shared memory may be newer than the reply.
+# The weights of these kinds are always sent, because those in shared memory may be newer than the
+# reply.
 _EXACT_WEIGHTS = (Kind.SNAPSHOT, Kind.STATE)
 
 
@@ -174,13 +175,13 @@ class ServerHandle:
 class PendingRequest:
     """Requests of one kind to all servers, and their replies.
 
-    All replies are received concurrently. A server blocks until its reply is taken, so receiving
-    one reply after another could deadlock with another worker.
+    All replies are received concurrently. A server may block until a worker has taken its reply, so
+    a worker that received one reply after another could deadlock with another worker.
 
     Args:
-        servers: All servers; the other sequences have an entry for each.
-        buffers: Receive the weights.
-        data: Arrays to send after the request; must not change until ``wait`` returns.
+        servers: All servers. The other sequences have an entry for each server.
+        buffers: Buffers that receive the weights.
+        data: Arrays to send after the request. They must not change until ``wait`` returns.
         extra: Arrays that receive what follows the weights.
     """
 
@@ -220,10 +221,10 @@ class PendingRequest:
     def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Wait for all replies, and read the weights that are in shared memory.
 
-        For ``unless`` and the errors see ``PointToPoint.wait``.
+        ``unless`` and the errors are those of ``PointToPoint.wait``.
         """
         waiting_in = f"{self._kind.name.lower()}, for the parameter servers"
-        # A worker that is done waits as long as others train.
+        # A worker that is done waits as long as other workers train.
         endless = self._kind is Kind.END
         self._messages.wait(self._pending, waiting_in, endless=endless, unless=unless)
         if unless():
@@ -243,8 +244,8 @@ class ReplySender:
     """Sends replies to workers in the background.
 
     Data are copied, and are sent while the server receives the next gradient, so that both
-    directions of its link are busy. Replies to a worker that died are dropped without an error: the
-    server checks for lost ranks itself.
+    directions of the server's link are busy. Replies to a worker that died are dropped without an
+    error, because the server checks for lost ranks itself.
     """
 
     def __init__(self, messages: PointToPoint) -> None:
@@ -258,7 +259,8 @@ class ReplySender:
 
         With data, wait until at most ``MAX_IN_FLIGHT`` replies with data are in flight.
         """
-        # The last one was taken long ago, but MPI keeps its memory until it is waited for.
+        # The worker took its last reply long ago, but MPI uses the reply's memory until the message
+        # has been waited for.
         self._wait(worker)
         if data:
             with_data = [other for other, (parts, _) in self._in_flight.items() if len(parts) > 1]

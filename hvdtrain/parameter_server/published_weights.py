@@ -41,7 +41,7 @@ def published_bytes(nbytes: int, slots: int = WEIGHT_SLOTS) -> int:
 class PublishedWeights:
     """One server's weights of ``nbytes`` in memory that readers share.
 
-    ``memory`` is uint8, aligned, of ``published_bytes``, and initially zero.
+    ``memory`` is an aligned array of ``published_bytes(nbytes, slots)`` uint8, initially zero.
     """
 
     def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:
@@ -54,7 +54,7 @@ class PublishedWeights:
         ]
 
     def write(self, fill: Callable[[np.ndarray], None], version: int) -> None:
-        """Publish the weights that ``fill`` writes to its argument; for a single writer."""
+        """Publish the weights that ``fill`` writes to its argument. Only one writer is allowed."""
         number = self._words[COUNT] + 1
         slot = number % len(self._slots)
         # Readers depend on the order of these writes.
@@ -74,7 +74,7 @@ class PublishedWeights:
         """Copy the newest weights to ``buffer``, and return their version.
 
         Raises:
-            CollectiveError: They were overwritten during every attempt.
+            CollectiveError: If the weights were overwritten during every attempt.
         """
         for _ in range(MAX_READS):
             number = self._words[COUNT]
@@ -91,12 +91,13 @@ class PublishedWeights:
 
 
 class SharedMemory(NamedTuple):
-    """The memory that this rank shares with others of its host.
+    """The memory that this rank shares with other ranks on its host.
 
     Attributes:
-        published: The weights of the servers that this rank sees, and its own if it is one.
+        published: The weights of each server on this host, and this rank's own if it is a server.
         readers: The ranks that can read this rank's weights.
-        slots: Buffers for dense gradients: on a worker by server, on a server by worker.
+        slots: Buffers for dense gradients. The keys are servers on a worker, and workers on a
+            server.
     """
 
     published: Mapping[int, PublishedWeights]
@@ -107,7 +108,7 @@ class SharedMemory(NamedTuple):
 def share_memory(
     collectives: Engine, servers: Sequence[int], shards: Sequence[Shard]
 ) -> SharedMemory:
-    """Allocate memory for all servers' weights and all workers' gradients; collective."""
+    """Allocate memory for servers' weights and workers' gradients. All ranks must call this."""
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
     rank = collectives.member
     memory = collectives.share(published_bytes(sizes[rank]) if rank in sizes else 0)
@@ -123,9 +124,9 @@ def share_memory(
 def _share_slots(
     collectives: Engine, sizes: Mapping[int, int], near: Mapping[int, int]
 ) -> Mapping[int, Sequence[np.ndarray]]:
-    """Allocate slots for gradients; collective.
+    """Allocate slots for gradients. All ranks must call this.
 
-    ``sizes`` has the bytes of every server's shard, ``near`` only of servers on this host.
+    ``sizes`` has the bytes of every server's shard, and ``near`` only of servers on this host.
     """
     strides = [GRADIENT_SLOTS * aligned(nbytes) for nbytes in near.values()]
     starts = dict(zip(near, itertools.accumulate(strides, initial=0)))

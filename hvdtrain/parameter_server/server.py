@@ -39,21 +39,23 @@ class Server:
     Each request is handled completely before the next one, so that the memory for receive buffers
     does not depend on the number of workers.
 
-    Where ranks may be lost, training continues without workers that die. Nobody waits for a silent
-    worker until its next request. If the chief or another server dies, ``serve`` raises.
+    If the job survives lost ranks, training continues without workers that die. Other workers don't
+    wait for a silent worker until it sends its next request. If the chief or another server dies,
+    ``serve`` raises.
 
     Attributes:
         messages: The connection to the workers.
-        updates: The shard.
-        memory: Shared with workers on this host. Others send gradients and receive weights in
-            messages.
-        workers: The ranks that train; the first is the chief.
-        consistency: When workers may proceed.
-        require_finite: Refuse gradients with NaN or infinity.
-        received_signal: Returns a signal that this rank received, or 0, to forward to the chief.
-        silence_s: Seconds for a step after which a worker counts as silent.
-        least_workers: Training ends when fewer workers are left.
-        warn: Called with a line when a worker becomes silent, or is back.
+        updates: The updates of this server's shard.
+        memory: Memory shared with workers on this host. Workers on other hosts send gradients and
+            receive weights in messages.
+        workers: The ranks that train; the first one is the chief.
+        consistency: Decides when workers may proceed.
+        require_finite: Whether to refuse gradients with NaN or infinity.
+        received_signal: Function that returns a signal that this rank received, or 0. The server
+            forwards the signal to the chief.
+        silence_s: Seconds without a request after which a worker counts as silent.
+        least_workers: Minimum number of workers. Training ends when fewer are left.
+        warn: Called with a line when a worker becomes silent or is back.
         ended_by: The signal with which the chief ended the training, or 0.
     """
 
@@ -76,7 +78,7 @@ class Server:
         self._shard = self.updates.table.shard
         self._liveness = WorkerLiveness(workers, self.silence_s)
         self._lost = messages.lost.difference(workers)
-        self._signal = 0  # that a worker received
+        self._signal = 0  # a signal that a worker received
         self._snapshot = ConsistentSnapshot(self.consistency, workers)
         self._positions = dict.fromkeys(workers, NO_POSITION)
         self._gathered_positions: dict[int, tuple[int, ...]] = {}
@@ -91,8 +93,8 @@ class Server:
         """Serve until every worker is done.
 
         Raises:
-            PeerFailedError: A rank failed, or the chief or another server died.
-            CollectiveTimeoutError: No request came in time.
+            PeerFailedError: If a rank failed, or if the chief or another server died.
+            CollectiveTimeoutError: If no request came in time.
         """
         while self._liveness.connected or self._waiting:
             entry = self._snapshot.next_held() or self._receive_request()
@@ -103,7 +105,7 @@ class Server:
                 except REFUSALS as error:
                     self._refuse(worker, error)
                 except PeerLostError:
-                    pass  # in the middle of a request; handled next
+                    pass  # the worker died during its request; handled next
             self._check_liveness()
             self._send_replies()
         self._replies.finish()
@@ -123,7 +125,7 @@ class Server:
             case Kind.END:
                 self._liveness.disconnect(worker)
                 if worker in self._waiting:
-                    # It abandoned a push, whose reply still comes first.
+                    # The worker abandoned a push, but still expects the reply to it first.
                     self._reply_with_weights(worker, [])
                 self._waiting[worker] = True
                 self._stop_training(worker, request)
@@ -221,7 +223,7 @@ class Server:
         self._complete_step()
 
     def _complete_step(self) -> None:
-        """Apply the mean of the gathered gradients if no other gradient is awaited."""
+        """Apply the mean of the gathered gradients if the step is complete."""
         if self._snapshot.may_advance and self.consistency.complete():
             self._positions.update(self._gathered_positions)
             self._gathered_positions = {}
@@ -251,7 +253,7 @@ class Server:
         """Reply with the weights, then ``extra``.
 
         Weights are sent unless the worker reads them from shared memory. With ``exact`` they are
-        always sent, as those in shared memory may be newer.
+        always sent, because those in shared memory may be newer.
         """
         weights = self.updates.publish()
         reads = worker in self.memory.readers and not exact
@@ -283,8 +285,8 @@ class Server:
         """Receive a worker's gradients.
 
         Raises:
-            MismatchError: They are of another model.
-            NonFiniteError: They have NaN or infinity.
+            MismatchError: If they belong to a different model.
+            NonFiniteError: If they have NaN or infinity.
         """
         header = np.empty(1 + len(self._shard.pieces), np.int64)
         self._receive(worker, [header])

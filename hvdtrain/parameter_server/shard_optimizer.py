@@ -35,8 +35,8 @@ __all__ = [
     "unsplittable_variables",
 ]
 
-# In these an element's update depends only on its own gradient, value and state, and on the step,
-# and no gradient is kept. Subclasses may do anything.
+# In these optimizers, an element's update depends only on the step and on the element's own
+# gradient, value and state, and no gradient is kept. Subclasses don't count: they may do anything.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta",
                 "Ftrl", "Lion")  # fmt: skip
 
@@ -114,8 +114,8 @@ def is_elementwise(optimizer: Any) -> bool:
 def unsplittable_variables(optimizer: Any, variables: Sequence[Any]) -> set[int]:
     """Return the numbers of the variables that must be on one server as a whole.
 
-    Their updates use more than one element: with optimizers that are not elementwise, with
-    ``clipnorm``, and with a constraint.
+    The update of such a variable uses more than one element, because the optimizer is not
+    elementwise or has a ``clipnorm``, or because the variable has a constraint.
     """
     if not is_elementwise(optimizer) or plain_optimizer(optimizer).clipnorm:
         return set(range(len(variables)))
@@ -125,10 +125,10 @@ def unsplittable_variables(optimizer: Any, variables: Sequence[Any]) -> set[int]
 def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
     """Return a copy of ``optimizer``, built on ``pieces`` of the variables ``wholes``.
 
-    It expects gradients that are already accumulated and unscaled.
+    The copy expects gradients that are already accumulated and unscaled.
 
     Raises:
-        ModelError: It can't be created from its configuration.
+        ModelError: If the optimizer can't be created from its configuration.
     """
     plain = plain_optimizer(optimizer)
     kind = type(plain)
@@ -136,7 +136,7 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
     own_kind: Any = type(kind.__name__, (_ShardOptimizer, kind), names)
     try:
         with warnings.catch_warnings():
-            # A function that gives the learning rate is passed on without serialization below.
+            # A function that computes the learning rate is passed on below without serialization.
             warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
             config = plain.get_config()
         for done_before in ("gradient_accumulation_steps", "loss_scale_factor"):
@@ -151,7 +151,7 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
             f"have the arguments of its constructor, got {error!r}. Complete its get_config()."
         ) from error
     object.__setattr__(own, "_hvdtrain_steps", _accumulated_steps(optimizer))
-    # The configuration doesn't have exclusions, which depend on variables and their names.
+    # The configuration lacks exclusions from weight decay, because they depend on the variables.
     excluded = [p for p, whole in zip(pieces, wholes) if not has_weight_decay(plain, whole.value)]
     if excluded:
         own.exclude_from_weight_decay(var_list=excluded)
@@ -180,7 +180,7 @@ def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
     """Return a shard's part of the state of the whole model's optimizer.
 
     Raises:
-        ModelError: The optimizer is not built, or its state can't be split.
+        ModelError: If the optimizer is not built, or if its state can't be split.
     """
     plain, variables = _built(model_optimizer)
     state = {
@@ -201,8 +201,8 @@ def unpack_states(
 ) -> None:
     """Assign the flat states of all shards to the whole model's optimizer.
 
-    State that belongs to no variable is taken from the first shard, except for a learning rate that
-    can be set: servers have an earlier one of this rank.
+    State that belongs to no variable is taken from the first shard. A learning rate that can be set
+    is left alone, because servers have an older value of it.
     """
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
@@ -213,11 +213,11 @@ def unpack_states(
                 continue
             value = values[key]
             if key == _ITERATIONS:
-                # Servers don't count steps whose gradients still wait to be accumulated.
+                # Servers don't count steps whose gradients have not been sent yet.
                 steps = _accumulated_steps(plain)
                 value = value * steps + int(_value(variable)) % steps
             parts.setdefault(id(variable), (variable, []))[1].append((piece, value))
-    # One copy at a time: an optimizer may be several times as large as the model.
+    # Copy one variable at a time, because the state may be several times as large as the model.
     for variable, pieces in parts.values():
         whole = _value(variable)
         for piece, value in pieces:
@@ -232,12 +232,12 @@ def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
 def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
     """Return the variables of a plain optimizer for a shard, in the same order on all ranks.
 
-    The key of a scalar such as ``iterations`` is its attribute without leading underscores. The
-    key of a slot such as a momentum also has the piece. ``numbers`` has the number of each piece's
-    variable in the optimizer.
+    The key of a scalar is its attribute's name without leading underscores, such as ``iterations``.
+    The key of a slot also has the piece's variable and start, such as ``momentums/0003/0``.
+    ``numbers`` has, for each piece, the number of its variable in the optimizer.
 
     Raises:
-        ModelError: The optimizer has variables that are neither scalars nor slots.
+        ModelError: If the optimizer has variables that are neither scalars nor slots.
     """
     count = len(own_trainable_variables(optimizer))
     all_ids = {id(variable) for variable in optimizer.variables}
@@ -282,7 +282,7 @@ def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
 def _part(whole: np.ndarray, piece: VariableSlice | None, variables: Sequence[Any]) -> np.ndarray:
     """Return a view of the part of a variable's state that belongs to ``piece``."""
     if piece is None or piece.stop - piece.start == math.prod(variables[piece.variable].shape):
-        return whole  # may have another shape than the variable
+        return whole  # its shape may differ from that of the variable
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
 
 
@@ -291,6 +291,6 @@ def _value(variable: Any) -> np.ndarray:
 
 
 def _scalar(variable: Any) -> np.ndarray:
-    """Return a copy in a dtype that is the same for all shards."""
+    """Return a copy as int64 or float64, so that the dtype is the same for all shards."""
     value = _value(variable)
     return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)

@@ -68,8 +68,8 @@ class VariableSlice:
 
     Attributes:
         variable: The variable's number.
-        shape: ``(rows, ...)`` for whole rows, the variable's shape if it is complete, otherwise
-            ``(stop - start,)``.
+        shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if it is
+            the complete variable, otherwise ``(stop - start,)``.
         offset: Position in the shard's buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
     """
 
@@ -121,13 +121,14 @@ def shard_variables(
 ) -> tuple[Shard, ...]:
     """Return a shard for each server, of nearly equal size in bytes.
 
-    Variables are cut between rows, so that a row has one owner, unless rows are so large that the
-    shards would be unbalanced. Variables whose number is in ``whole`` are not cut: the largest goes
-    to the server with the fewest bytes, and so on; all other variables then balance the shards.
+    Variables are cut between rows, so that each row is on one server, unless rows are so large that
+    the shards would be unbalanced. Variables whose numbers are in ``whole`` are not cut. They are
+    assigned first, from the largest to the smallest, each to the server with the fewest bytes so
+    far. Then the other variables balance the shards.
 
     Raises:
-        ConfigurationError: There are too many servers for the variables.
-        ModelError: The model lacks trainable variables.
+        ConfigurationError: If there are too many servers for the variables.
+        ModelError: If the model has no trainable variables with elements.
     """
     kept = sorted((i for i in set(whole) if specs[i].size), key=lambda i: (-specs[i].nbytes, i))
     loose = [i for i, spec in enumerate(specs) if spec.size and i not in set(kept)]
@@ -147,7 +148,10 @@ def shard_variables(
 def assemble(
     specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return all variables from the buffers of all shards; uncut variables are views."""
+    """Return all variables from the buffers of all shards.
+
+    Variables that were not cut are views of the buffers.
+    """
     arrays: dict[int, np.ndarray] = {}
     for shard, buffer in zip(shards, buffers):
         for piece, view in zip(shard.pieces, shard.views(buffer)):
@@ -178,7 +182,7 @@ class _Sequence:
         self.items, self.nbytes = self._items[-1], self._bytes[-1]
 
     def nearest(self, byte: float) -> int:
-        """Return the element next to ``byte`` before which the sequence may be cut."""
+        """Return the element closest to ``byte`` before which the sequence may be cut."""
         at = bisect.bisect_right(self._bytes, byte) - 1
         if at >= len(self._members):
             return self.items

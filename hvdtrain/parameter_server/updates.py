@@ -32,11 +32,11 @@ class StalenessStats:
     """Statistics of the gradients that one server received.
 
     Attributes:
-        pushed: Gradients received, by worker.
-        taken: Gradients that went into an update.
-        late: Gradients that came after their step, and were dropped.
-        staleness: Updates by staleness: the number of updates between the weights that a gradient
-            was computed with and the weights that it was applied to.
+        pushed: Number of gradients received, per worker.
+        taken: Number of gradients that went into an update.
+        late: Number of gradients that were dropped because their step had already ended.
+        staleness: Number of updates, per staleness. Staleness is the number of updates between the
+            weights that a gradient was computed with and the weights that it was applied to.
     """
 
     pushed: Counter[int] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class StalenessStats:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StalenessStats:
         """Return the statistics from the value that ``to_json`` returned."""
-        # JSON makes keys strings.
+        # JSON turns keys into strings.
         counters = {
             name: Counter({int(key): count for key, count in value[name].items()})
             for name in ("pushed", "staleness")
@@ -71,7 +71,8 @@ class ShardUpdates:
         table: The variables, with their optimizer.
         published: Where the weights are published.
         log: Receives a line of JSON for each update: which gradients went into it, and the version
-            of the weights that each was computed with. One process can replay the updates.
+            of the weights that each gradient was computed with. A single process can replay the
+            updates from the log.
 
     Attributes:
         version: How many times the weights have changed.
@@ -114,10 +115,10 @@ class ShardUpdates:
         self.counts.taken += 1
 
     def gather(self, gradients: ShardGradients, origin: Origin) -> None:
-        """Add one worker's gradients to the next ``apply_mean``.
+        """Add one worker's gradients to the mean that the next ``apply_mean`` will apply.
 
         Raises:
-            MismatchError: They are of other variables than the gradients before.
+            MismatchError: If earlier gradients are for different variables.
         """
         self.counts.pushed[origin.worker] += 1
         self._mean.add(gradients, origin.weight)

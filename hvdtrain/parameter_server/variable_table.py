@@ -29,22 +29,23 @@ _DEVICE = "/CPU:0"
 
 
 class VariableTable:
-    """The variables of one shard and their optimizer, for one thread at a time.
+    """The variables of one shard and their optimizer. Only one thread may use it at a time.
 
-    Buffers are uint8 of shape ``(shard.nbytes,)`` with the layout of ``shard``; one that is aligned
-    to ``ALIGNMENT_BYTES`` saves a copy in ``apply``.
+    Buffers are uint8 arrays of shape ``(shard.nbytes,)`` with the layout of ``shard``. ``apply``
+    saves a copy if its buffer is aligned to ``ALIGNMENT_BYTES``.
 
     Args:
-        optimizer: The model's, which is copied. Gradients must be unscaled and accumulated.
+        optimizer: The model's optimizer, of which a copy is used. Gradients must already be
+            unscaled and accumulated.
         shard: The parts of the variables.
-        variables: All trainable variables of the model, for their names, constraints and exclusions
-            from weight decay; see ``load`` for their values.
+        variables: All trainable variables of the model. Their names, constraints and exclusions
+            from weight decay are used. ``load`` sets the values.
 
     Attributes:
         paths: The path of each piece's variable in the model.
 
     Raises:
-        ModelError: The optimizer can't be applied to parts of the model.
+        ModelError: If the optimizer can't be applied to parts of the model.
     """
 
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
@@ -96,21 +97,22 @@ class VariableTable:
             for number in sorted(rows):
                 indices, values = rows[number]
                 sparse += [tf.constant(indices, tf.int64), tf.constant(values)]
-            self._bytes = ()  # or variables would get new memory
+            self._bytes = ()  # otherwise variables would get new memory
             self._bytes = self._steps[key](self._tensor(gradients.flat), *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return copies of the optimizer's state, as ``read_state``."""
+        """Return copies of the optimizer's state, in the format of ``read_state``."""
         return read_state(self._optimizer, self.shard)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Set the optimizer's state, as ``assign_state``."""
+        """Set the optimizer's state from values in the format of ``read_state``."""
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
         """Return a traced update for gradients of these kinds.
 
-        It also returns the weights: a second call would cost as much as copying a megabyte.
+        The update also returns the weights, because reading them in a second call would cost as
+        much as copying a megabyte.
         """
         signature = [self._flat]
         for number in sorted(sparse):
@@ -137,7 +139,7 @@ class VariableTable:
         return _trace(step, signature)
 
     def _count_update(self) -> None:
-        """Do what Keras does in an update, without any gradient."""
+        """Do what Keras does in an update besides applying gradients."""
         optimizer = self._optimizer
         update_moving_averages(optimizer, self._variables)
         iterations_of(optimizer).assign_add(1)
@@ -196,7 +198,7 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
     """Return the value of ``piece`` in a flat buffer.
 
-    It must be copied if a variable may keep its memory, because buffers are reused.
+    The value must be ``copied`` if a variable may keep its memory, because buffers are reused.
     """
     part = tf.slice(flat, [piece.offset], [piece.nbytes])
     if copied:
@@ -208,7 +210,10 @@ def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.
 
 
 def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Return a sparse gradient with unique rows; Keras would square repeated ones separately."""
+    """Return a sparse gradient with unique rows.
+
+    Repeated rows are added up, because Keras would square each of them separately.
+    """
     unique, places = tf.unique(indices)
     sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
     return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))
