@@ -22,8 +22,8 @@ logger = logging.getLogger(__package__)
 class BatchWeight(NamedTuple):
     """The weight of this rank's batch."""
 
-    rows: tf.Tensor  # that count
-    joint_rows: tf.Tensor  # of all ranks
+    rows: tf.Tensor  # number of this rank's rows that count
+    joint_rows: tf.Tensor  # number of rows of all ranks
     weight: tf.Tensor  # from LossWeights.weight
 
 
@@ -31,7 +31,8 @@ class OneDevice:
     """Computes whole batches where TensorFlow places them, compiled with XLA if ``jit``.
 
     Attributes:
-        joint_loss: ``LossWeights.joint_loss``, which communicates; set before the first step.
+        joint_loss: ``LossWeights.joint_loss``, in which ranks may communicate. Must be set before
+            the first step.
     """
 
     joint_loss: Callable[..., Any]
@@ -58,13 +59,17 @@ class OneDevice:
             counts: The weight of the batch.
 
         Returns:
-            The gradients of the weighted loss, scaled by the optimizer, for all trainable weights;
-            the terms of ``joint_loss``; the result of the model's ``compute_metrics``.
+            Three values: the gradients of the weighted loss, scaled by the optimizer, for all
+            trainable weights; the terms that ``joint_loss`` yields; and the result of the model's
+            ``compute_metrics``.
         """
         return self._run(self._differentiate, x, y, sample_weight, counts)
 
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
-        """Run the model's ``test_step``; for the rows see ``LossWeights.joint_loss``."""
+        """Run the model's ``test_step``.
+
+        ``rows`` and ``joint_rows`` are the arguments of ``LossWeights.joint_loss``.
+        """
         return self._run(self._test, batch, rows, joint_rows)
 
     def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
@@ -90,9 +95,9 @@ class OneDevice:
             if not collectives_of(compiled.get_concrete_function(*arguments).graph):
                 return compiled(*arguments)
             logger.info(
-                "jit_compile is ignored: ranks communicate within the steps of this model, as for "
-                "masked losses and BatchNormalization(synchronized=True), which XLA does not "
-                "support."
+                "jit_compile is ignored, because ranks communicate within the steps of this model, "
+                "and XLA does not support that. Masked losses and "
+                "BatchNormalization(synchronized=True) need such communication."
             )
             del draws[before:]
             self._jit = False
@@ -107,7 +112,7 @@ def call(model: keras.Model, x: Any, *, training: bool) -> Any:
 def scaled_loss(
     model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, counts: BatchWeight
 ) -> tf.Tensor:
-    """Return the loss to differentiate; the model's tracker gets it without the weight."""
+    """Return the weighted loss, and update the model's loss tracker with the unweighted loss."""
     loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
     weight = counts.weight

@@ -1,4 +1,4 @@
-"""Towers: one process computes a batch on several devices, a part of it on each.
+"""Towers: one process computes a batch on several devices, a part of the batch on each device.
 
 The variables exist once. Each tower runs the model on its part. Loss and metrics are computed from
 the joined outputs, which is correct for any kind of loss. The gradient of the loss then flows back
@@ -29,7 +29,7 @@ from hvdtrain.private_api.keras import (
 
 __all__ = ["Towers"]
 
-# Batches are sliced here, so that each device only gets its part.
+# Batches are sliced on this device, so that each other device gets only its part.
 _HOST = "/device:CPU:0"
 
 
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
     first: tf.Tensor  # its first row
     rows: tf.Tensor
-    share: tf.Tensor  # of the batch, from 0 to 1
+    share: tf.Tensor  # rows as a share of the batch, from 0 to 1
 
 
 class _Pass(NamedTuple):
@@ -51,13 +51,14 @@ class _Pass(NamedTuple):
 
 
 class Towers:
-    """Computes a batch on several devices; for the methods see ``OneDevice``.
+    """Computes a batch on several devices. The methods are those of ``OneDevice``.
 
     Args:
-        devices: Their names; the first also computes loss, metrics and sums of gradients.
+        devices: Names of the devices. The first one also computes loss, metrics and sums of
+            gradients.
 
     Raises:
-        ModelError: Batches of this model can't be divided.
+        ModelError: If batches of this model can't be divided.
     """
 
     joint_loss: Callable[..., Any]
@@ -96,7 +97,7 @@ class Towers:
         return gradients, terms, metrics
 
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
-        """Run Keras' ``test_step`` on all devices, or the user's own on the first."""
+        """Run Keras' ``test_step`` on all devices, or a custom ``test_step`` on the first one."""
         if self._own_test is not None:
             with tf.device(self._devices[0]), self.joint_loss(rows, joint_rows, "test"):
                 return self._own_test(batch)
@@ -112,7 +113,7 @@ class Towers:
             return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict(self, batch: Any) -> Any:
-        """Run Keras' ``predict_step`` on all devices, or the user's own on the first."""
+        """Run Keras' ``predict_step`` on all devices, or a custom one on the first device."""
         if self._own_predict is not None:
             with tf.device(self._devices[0]):
                 return self._own_predict(batch)
@@ -170,8 +171,8 @@ class Towers:
 class _Statistics:
     """Statistics of batches in layers, such as the moving moments of BatchNormalization.
 
-    Each tower starts with the values before the step, and the mean of their results is kept, as
-    between ranks. Integers are taken from the first tower.
+    Each tower starts with the values before the step. Afterwards the statistics are the weighted
+    mean of the towers' results, as they are for ranks. Integers are taken from the first tower.
     """
 
     def __init__(self, model: keras.Model, parts: Sequence[_Part]) -> None:
@@ -227,7 +228,8 @@ def _backward(
 ) -> list[list[Any]]:
     """Return the gradients of all weights in each tower.
 
-    ``inward`` has the gradients of the loss for the ``_float_leaves`` of all towers, or None.
+    ``inward`` has the loss's gradient for each of the ``_float_leaves`` of all towers; None for a
+    leaf that the loss does not depend on.
     """
     columns = []
     left = iter(inward)
@@ -244,7 +246,7 @@ def _backward(
 
 
 def _add(weight: Any, *gradients: Any) -> Any:
-    """Return the sum of all towers' gradients of a weight, or None without any."""
+    """Return the sum of all towers' gradients for a weight, or None if no tower has one."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -280,7 +282,7 @@ def _added_losses(model: keras.Model) -> list[tf.Tensor]:
 
 
 def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Return the first rows of an output and of its mask."""
+    """Return the first ``rows`` rows of an output, with the same rows of its mask."""
     if output.shape.rank == 0:
         raise ModelError(
             "Outputs must have a row for each sample with --mode towers, got a scalar; pass it to "

@@ -30,7 +30,7 @@ __all__ = ["LocalModelPatch"]
 
 
 class LocalModelPatch(ModelPatch):
-    """Replaces the methods of a model in a job of ``--mode local-sgd``."""
+    """Replaces the methods of a model in a job with ``--mode local-sgd``."""
 
     def __init__(
         self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
@@ -116,6 +116,6 @@ class _LocalLossWeights(IndependentLossWeights):
         weight = super().weight(rows, joint_rows, sums)
         if not sums:
             return weight
-        # Ranks without samples count in the average too; they add zero.
+        # Ranks without samples also count in the average, and add zero to it.
         self.contribution = tf.ones_like(self.contribution)
         return weight * self.ranks.value * ratio(rows, joint_rows)

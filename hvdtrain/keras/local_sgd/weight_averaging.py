@@ -1,4 +1,4 @@
-"""Averages the weights of all ranks after a number of independent steps."""
+"""Averages of all ranks' weights after a number of independent steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["OuterOptimizer", "WeightAveraging"]
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """SGD with Nesterov momentum on the change of the weights in a round.
+    """SGD with Nesterov momentum, applied to the change of the weights in a round.
 
-    DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-    Models", arXiv 2311.08105), algorithm 1. With a rate of 1 and without momentum it is plain
-    averaging, local SGD (Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv
-    1805.09767).
+    This is algorithm 1 of DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
+    Training of Language Models", arXiv 2311.08105). With a learning rate of 1 and no momentum, it
+    is plain averaging, which is called local SGD (Stich 2019, "Local SGD Converges Fast and
+    Communicates Little", arXiv 1805.09767).
 
     Attributes:
         learning_rate: The factor of the outer gradient.
@@ -58,16 +58,16 @@ class WeightAveraging:
     """The rounds of a model's training: independent steps of each rank, then an average.
 
     A round also ends at the end of an epoch, before a validation and before a checkpoint. The next
-    one starts with the next step, from the weights at that time.
+    round starts with the next step, from the weights at that time.
 
     Args:
-        model: Compiled and built.
+        model: A compiled and built model.
         reducer: Averages the weights.
-        sync_every: Steps of a round.
-        outer: Applies the average.
+        sync_every: Number of steps in a round.
+        outer: Optimizer that applies the average.
 
     Attributes:
-        velocities: Of the outer optimizer, which are equal on all ranks.
+        velocities: Velocities of the outer optimizer, equal on all ranks.
     """
 
     def __init__(
@@ -90,12 +90,14 @@ class WeightAveraging:
         self.velocities = self._like_variables("outer_velocity") if outer.momentum else []
 
     def begin_step(self) -> None:
-        """Call before each step, within its graph."""
+        """Start a round if none is in progress. Must be called first in each step's graph."""
         if self._anchors:
             tf.cond(self._steps.value == 0, self._begin_round, lambda: None)
 
     def end_step(self, contribution: tf.Tensor) -> None:
-        """Call after each step, within its graph; averages after the last step of a round.
+        """Count a step, and average the weights after the last step of a round.
+
+        Must be called last in each step's graph.
 
         Args:
             contribution: The step's number of samples, float64.
@@ -110,10 +112,10 @@ class WeightAveraging:
         return int(self._steps.numpy()) == 0
 
     def end_round(self) -> Collection[int] | None:
-        """End the round between two steps; collective.
+        """End the round between two steps. All ranks must call this.
 
         Returns:
-            The members whose steps are in the average; None without any steps.
+            The members whose steps are in the average; None if the round had no steps.
         """
         if self.joined:
             return None
@@ -170,7 +172,10 @@ def _averaged_variables(model: keras.Model) -> list[Any]:
 
 
 def _weight_of_rank(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
-    """Return the factor of this rank's weights in the average, 1 for equal counts; communicates."""
+    """Return the factor of this rank's weights in the average.
+
+    Ranks exchange their counts. The factor is 1 if all counts are equal.
+    """
     own = tf.stack([tf.convert_to_tensor(counts), tf.ones([], counts.dtype)])
     total, ranks = tf.unstack(reducer.reduce(own, "sum", "steps of all ranks"))
     return tf.where(total > 0, ranks * counts / total, tf.ones_like(total))

@@ -1,6 +1,7 @@
 """A worker's exchange with the servers, which replaces the update of a Keras optimizer.
 
-It comes after gradient accumulation. The servers' optimizers clip, decay and update.
+The exchange comes after gradient accumulation. The servers' optimizers then clip the gradients,
+decay the weights and update them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
 class WorkerLossWeights(IndependentLossWeights):
-    """A worker's loss weights; ``gathers`` is whether servers average gradients of workers."""
+    """A worker's loss weights. ``gathers`` tells if servers average the gradients of workers."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
         self._gathers = gathers
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
-        """Return the weight; raise ModelError for sums that would be averaged."""
+        """Return the weight of this worker's loss.
+
+        Raises:
+            ModelError: If the losses are sums, and servers would average them.
+        """
         if sums and self._gathers:
             raise ModelError(
                 "Losses with reduction='sum' are not supported if parameter servers average the "
@@ -53,7 +58,7 @@ class WorkerLossWeights(IndependentLossWeights):
 
 
 class _ServedOptimizerMixin(WeightedStepsMixin):
-    """Leaves updates and moving averages to the servers; saved as the plain class."""
+    """Leaves updates and moving averages to the servers. Saved as the plain class."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -83,7 +88,7 @@ class _ServedOptimizerMixin(WeightedStepsMixin):
 
 
 class _OverflowMixin:
-    """Reports steps in which gradients of a ``LossScaleOptimizer`` overflow to the servers."""
+    """Reports a step to the servers if gradients of a ``LossScaleOptimizer`` overflow."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -96,12 +101,13 @@ class _OverflowMixin:
 class GradientExchange:
     """Replaces the optimizer's update on a worker.
 
-    With ``--overlap`` the gradients of a step are in flight while the next one is computed, which
-    therefore lacks their update. Nothing is in flight between epochs, and during validations and
-    checkpoints.
+    With ``--overlap`` the gradients of a step are in flight while the next step is computed, so the
+    next step's weights don't include their update yet. Nothing is in flight between epochs, during
+    validations and during checkpoints.
 
     Attributes:
-        position: Returns this worker's position in its data, given the counts of ``ModelSteps``.
+        position: Function that returns this worker's position in its data, given ``ModelSteps.ran``
+            and ``ModelSteps.samples``.
     """
 
     def __init__(self, job: ServedJob) -> None:
@@ -116,7 +122,7 @@ class GradientExchange:
         self._has_averages = job.is_chief and job.has_averages
 
     def attach(self, optimizer: Any) -> None:
-        """Let ``optimizer`` exchange with the servers; it is saved and loaded as before."""
+        """Make ``optimizer`` use the servers for its updates. It is saved and loaded as before."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             mix_in(optimizer, _OverflowMixin, self)
         for leaf in plain_optimizers(optimizer):
@@ -138,7 +144,7 @@ class GradientExchange:
 
     @property
     def client(self) -> Client:
-        """The connection to the servers; ModelError outside of ``fit``."""
+        """The connection to the servers. Raises ModelError outside of ``fit``."""
         if self._client is None:
             refuse_training()
         return self._client
@@ -188,9 +194,11 @@ class GradientExchange:
         Args:
             gradients: A tensor or ``IndexedSlices`` for each of ``variables``.
             variables: Keras variables.
-            weight: The weight of the gradients relative to other workers' gradients; 0 sends none.
-            learning_rate: The optimizer's; None if it follows a schedule.
-            ends: Whether gradients of all steps until now are sent.
+            weight: The weight of the gradients relative to other workers' gradients. If it is 0, no
+                gradients are sent.
+            learning_rate: The optimizer's learning rate; None if it follows a schedule.
+            ends: Whether this sends the gradients of all steps so far, so that none are still
+                accumulated.
         """
         numbers = [self._numbers[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
@@ -242,7 +250,7 @@ class GradientExchange:
         tf.cond(has_weights, assign, lambda: None)
 
     def skip_step(self) -> None:
-        """Tell the servers about a step without gradients."""
+        """Report a step without gradients to the servers."""
         zero = tf.constant(0.0, tf.float64)
         # Accumulated gradients of earlier steps may still wait for their update.
         self.step([], [], weight=zero, learning_rate=None, ends=not self._accumulates)
@@ -250,7 +258,7 @@ class GradientExchange:
     def _unflatten(
         self, numbers: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
     ) -> list[Gradient]:
-        """Return the gradients of all variables; None without a gradient."""
+        """Return the gradients of all variables; None for a variable without a gradient."""
         gradients: list[Gradient] = [None] * len(self._variables)
         left = iter(arrays)
         for number, is_sparse in zip(numbers, sparse):
@@ -273,8 +281,8 @@ class GradientExchange:
 
 
 def refuse_training(*args: Any, **options: Any) -> NoReturn:
-    """Raise ModelError for a training outside of ``fit``."""
+    """Raise ModelError, because parameter servers support training only in ``fit``."""
     raise ModelError(
-        "Parameter servers support training only in fit, not in train_on_batch or a training loop "
-        "of your own. Call model.fit, or leave --mode out."
+        "Parameter servers support training only in fit, not in train_on_batch or a custom "
+        "training loop. Call model.fit, or leave --mode out."
     )

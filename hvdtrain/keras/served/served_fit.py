@@ -54,10 +54,12 @@ class ServedJob:
     """A model in a job of workers and servers, on one rank.
 
     Attributes:
-        messages: Between workers and servers; ``collectives`` are between all ranks.
+        collectives: Communication between all ranks.
+        messages: Communication between workers and servers.
         reducer: Reduces within this rank only, and keeps errors that TensorFlow would hide.
-        shards: The shard of each server; ``specs`` are of all trainable variables.
-        memory: Shared with other ranks of this host.
+        specs: The specs of all trainable variables.
+        shards: The shard of each server.
+        memory: Memory shared with other ranks on this host.
     """
 
     model: keras.Model
@@ -78,10 +80,10 @@ class ServedJob:
         return self.collectives.rank == 0
 
     def remaining_workers(self) -> tuple[int, ...]:
-        """Return the workers that are left; collective.
+        """Return the workers that are left. All ranks must call this.
 
         Raises:
-            PeerFailedError: The chief or a server was lost, or too few ranks are left.
+            PeerFailedError: If the chief or a server was lost, or if too few ranks are left.
         """
         self.membership.renew()
         members = self.membership.members
@@ -100,7 +102,7 @@ class ServedJob:
     def pack_state(self) -> list[np.ndarray]:
         """Return the model's optimizer state in a new flat buffer for each server.
 
-        The servers' state can also be received in these.
+        The buffers can also be used to receive the servers' state.
         """
         return pack_states(self.model.optimizer, self.shards)
 
@@ -117,18 +119,21 @@ class ServedJob:
                     variable.assign(average)
 
     def end_if_preempted(self, number: int) -> None:
-        """Raise Preempted on all ranks if ``number`` is a signal; collective."""
+        """Raise Preempted on all ranks if ``number`` is a signal. All ranks must call this."""
         if number:
             self.collectives.barrier(name="checkpoint is saved")
             raise Preempted(number)
 
     def end(self, pushed: int, stats: StalenessStats | None, history: Any) -> None:
-        """Check that no gradient was lost, and give all ranks the same weights; collective.
+        """Check that no gradient was lost, and give all ranks the same weights.
+
+        All ranks must call this.
 
         Args:
-            pushed: How many gradients this rank sent.
-            stats: The gradients that this server received; None on a worker.
-            history: The callback of this rank's ``fit``; becomes the chief's on a server.
+            pushed: Number of gradients that this rank sent.
+            stats: Statistics of the gradients that this server received; None on a worker.
+            history: The ``History`` callback of this rank's ``fit``. On a server it receives the
+                chief's history.
         """
         rank = self.collectives.member
         entry = {"rank": rank, "pushed": pushed, "counts": stats and stats.to_json()}
@@ -136,7 +141,7 @@ class ServedJob:
         sent = {entry["rank"]: entry["pushed"] for entry in entries if entry["counts"] is None}
         served = {e["rank"]: StalenessStats.from_json(e["counts"]) for e in entries if e["counts"]}
         for server, counts in served.items():
-            # Only of the remaining workers is it known how many they sent.
+            # Only the remaining workers can report how many gradients they sent.
             received = {worker: counts.pushed[worker] for worker in sent}
             if received != sent or counts.taken + counts.late != counts.pushed.total():
                 raise CollectiveError(
@@ -173,10 +178,10 @@ class ServedJob:
 def find_for_all(
     store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot] | None:
-    """Return the newest checkpoint of the chief's ``store``, on all ranks; collective.
+    """Return the newest checkpoint of the chief's ``store``. All ranks must call this.
 
     Raises:
-        CheckpointError: No checkpoint can be used; on all ranks.
+        CheckpointError: If no checkpoint can be used; raised on all ranks.
     """
     newest = find_checkpoint(store, state, collectives)
     if newest is None:
@@ -191,7 +196,7 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
     """Serve until all workers are done; replaces ``fit`` on a server.
 
     Raises:
-        Preempted: A rank received a signal, and a checkpoint was saved.
+        Preempted: If a rank received a signal. A checkpoint has been saved.
     """
     workers = job.remaining_workers()
     checkpoint = find_checkpoint_callback(list_callbacks(arguments.arguments.get("callbacks")))
@@ -213,7 +218,7 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
             consistency=_consistency(settings, workers),
             require_finite=settings.non_finite == "error",
             received_signal=lambda: signals.received,
-            # Before workers that wait for it time out.
+            # A worker must become silent before the workers that wait for it time out.
             silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
             least_workers=settings.min_np - len(servers),
             warn=logger.warning if rank == servers[0] else lambda line: None,

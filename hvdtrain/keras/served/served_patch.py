@@ -58,13 +58,13 @@ class ServedModelPatch(ModelPatch):
         self._settings = settings
         self._roles = roles
         self._serves = collectives.member in roles.servers
-        # A worker's learning rate does not depend on the number of ranks: no followers.
+        # No callbacks, because a worker's learning rate does not depend on the number of ranks.
         self._membership = Membership(collectives, settings.min_np)
         self._alone = single_engine()
         self._reducer = GradientReducer(EngineRanks(self._alone))
 
     def install(self) -> None:
-        """Replace the model's methods; collective."""
+        """Replace the model's methods. All ranks must call this."""
         model, collectives = self._model, self._collectives
         self._remove_earlier()
         seed = draw_seed(collectives)

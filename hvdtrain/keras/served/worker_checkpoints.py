@@ -1,4 +1,4 @@
-"""Checkpoints of a ``fit`` with parameter servers, in which workers are at different steps."""
+"""Checkpoints of ``fit`` with parameter servers, where workers are at different steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _FIRST_POLL_S = 0.01
 
 
 class WorkerSession(CheckpointSession):
-    """The checkpoints of one worker's ``fit``; servers know the state of the other workers.
+    """The checkpoints of one worker's ``fit``. Servers know the positions of the other workers.
 
-    Every worker has the whole checkpoint that training resumes from. The constructor is collective,
-    with ``find_for_all`` on servers.
+    Every worker gets the whole checkpoint that training resumes from. All workers must create a
+    session while servers call ``find_for_all``.
 
     Raises:
-        CheckpointError: No checkpoint can be used; on all ranks.
+        CheckpointError: If no checkpoint can be used; raised on all ranks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkerSession(CheckpointSession):
         super().__init__(checkpoint.options, state, worker, store, newest)
         self._job = job
         self._exchange = exchange
-        self._starts: Sequence[WorkerPosition] = ()  # of each worker
+        self._starts: Sequence[WorkerPosition] = ()  # the starting position of each worker
         self._moved_back = False  # the chief resumes in an earlier epoch than the checkpoint's
         self._ran_before = 0
 
@@ -93,7 +93,7 @@ class WorkerSession(CheckpointSession):
         rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Start an epoch; the first one is where all workers start without a checkpoint."""
+        """Start an epoch. Without a checkpoint, the first one is where all workers start."""
         super().on_epoch_begin(epoch)
         if not self._starts:
             size = self._membership.size
@@ -120,7 +120,7 @@ class WorkerSession(CheckpointSession):
             self._export()
 
     def _own_progress(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """Return the progress that this worker resumes from, and set where later passes begin."""
+        """Return the progress that this worker resumes from, and set where its passes begin."""
         size, rank = self._membership.size, self._membership.rank
         self._starts, epochs.begins = _starting_positions(saved, epochs, size)
         start = self._starts[rank]
@@ -148,23 +148,23 @@ class WorkerSession(CheckpointSession):
         self._exchange.pull()
 
     def _stopped_early(self, epochs: int) -> bool:
-        # Only the chief has EarlyStopping, and the others may have epochs left.
+        # Only the chief runs EarlyStopping, and other workers may have epochs left.
         return False
 
     def _signal(self) -> int:
         own = super()._signal()
         client = self._exchange.client
         if not self._job.is_chief:
-            # Sent with the next gradient; the chief's reaction counts.
+            # The signal is sent with the next gradient. The chief decides how to react.
             client.own_signal = own
             return client.signal
-        # Servers are gone once all workers are done.
+        # Servers don't reply any more once all workers are done.
         if client.training and time.monotonic() - client.last_reply_s > LOOK_S:
             client.update_status()
         return own or client.signal
 
     def _save(self, save: Callable[[], object]) -> None:
-        # Servers time out if no worker sends a request.
+        # Send requests while saving, because servers time out if no worker sends one.
         client = self._exchange.client
         with ThreadPoolExecutor(1, "hvdtrain save") as thread:
             saved = thread.submit(save)
@@ -204,7 +204,11 @@ class WorkerSession(CheckpointSession):
 def _starting_positions(
     saved: TrainingProgress, epochs: EpochIterator, size: int
 ) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
-    """Return the positions that ``size`` workers resume from, and where later passes begin."""
+    """Return the position that each of ``size`` workers resumes from, and where passes begin.
+
+    The second result maps an epoch to the position where its pass begins, for passes that don't
+    begin at the start of the data.
+    """
     data, place = epochs.sharded, saved.place
     begins = {position.epoch: position for position in saved.begins}
     before = [WorkerPosition(saved.epoch, place, 0), *saved.others]
@@ -238,14 +242,17 @@ def remaining_positions(
     units: int | None,
     begins: Mapping[int, Position],
 ) -> list[Position]:
-    """Return what remains of each pass for all ranks together, from the slowest rank's pass on.
+    """Return the joint position of all ranks in each pass that is not finished.
+
+    The first position is in the pass of the slowest rank.
 
     Args:
-        positions: The position of each rank, which took its share of every joint step before.
-        each: Units that a rank takes in a whole step.
-        units: The length of a pass; None if unknown or endless. What a rank did in a pass of
-            unknown length after all other ranks is then unknown too, and is repeated.
-        begins: Where passes begin, if not at their start.
+        positions: The position of each rank. The rank has taken its share of every joint step
+            before that position.
+        each: Number of units that a rank takes in a full step.
+        units: Length of a pass in units; None if unknown or endless. If it is unknown and a rank
+            has finished a pass, the units that this rank took after all others are repeated.
+        begins: The positions where passes begin, per epoch, if not at the start of the data.
     """
     size = len(positions)
     remaining = []
@@ -280,13 +287,13 @@ def _places_below(start: int, position: Position, joint: JointSteps, rank: int) 
     for step in itertools.count() if joint.steps is None else range(joint.steps):
         places = position.places(joint.share(step, rank))
         yield from (place for place in places if place < start)
-        # Places ascend.
+        # Places are in ascending order.
         if places and places[-1] >= start:
             return
 
 
 def _reset_accumulation(optimizer: Any) -> None:
-    """Discard accumulated gradients, which only the chief restores."""
+    """Discard accumulated gradients, because only the chief restores its own."""
     for leaf in plain_optimizers(optimizer):
         for variable in accumulator_variables(leaf):
             variable.assign(np.zeros(variable.shape))

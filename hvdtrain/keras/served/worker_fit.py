@@ -23,7 +23,7 @@ from hvdtrain.private_api.keras import split_validation
 
 __all__ = ["WorkerFit"]
 
-# These need validation results, or decide for all workers.
+# Callbacks that need validation results, or that decide for all workers.
 _CHIEF_DECIDES = (
     *CHIEF_ONLY,
     keras.callbacks.EarlyStopping,
@@ -42,10 +42,10 @@ class _WorkerMembership(Membership):
 
 
 class WorkerFit(keras.callbacks.Callback):
-    """Runs ``fit`` on a worker, and is its first callback.
+    """Runs ``fit`` on a worker, and is the first callback of that ``fit``.
 
-    As the first one it loads weights before the user's callbacks read them, and does not overwrite
-    what they assign when training ends.
+    Because it comes first, it loads weights before the user's callbacks read them, and does not
+    overwrite weights that they assign when training ends.
 
     Attributes:
         membership: This worker's rank among all workers.
@@ -62,7 +62,7 @@ class WorkerFit(keras.callbacks.Callback):
         """Train with ``loop`` and the arguments of ``fit`` until all workers are done.
 
         Raises:
-            Preempted: A rank received a signal, and a checkpoint was saved.
+            Preempted: If a rank received a signal. A checkpoint has been saved.
         """
         job, exchange = self._job, self._exchange
         self.membership.members = job.remaining_workers()
@@ -93,7 +93,7 @@ class WorkerFit(keras.callbacks.Callback):
         return history
 
     def begin(self) -> None:
-        """Send the chief's weights to the servers, and get them on all workers."""
+        """Send the weights to the servers if this is the chief, and load them on every worker."""
         if self._job.is_chief:
             if self._session is not None:
                 self._session.restore_shared()
@@ -102,7 +102,7 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.pull()
 
     def session(self) -> WorkerSession:
-        """Return the checkpoints of the running ``fit``, which has a ``Checkpoint``."""
+        """Return the checkpoint session of the running ``fit``. It must have a ``Checkpoint``."""
         assert self._session is not None
         return self._session
 
@@ -137,7 +137,10 @@ class WorkerFit(keras.callbacks.Callback):
             self._job.assign_averages()
 
     def _end(self, client: Client, *, stop: bool) -> list[np.ndarray]:
-        """Wait for the others and return the final weights; load the final state on the chief."""
+        """Wait for the other workers, and return the final weights.
+
+        The chief also loads the final state of the optimizer.
+        """
         states = self._job.pack_state() if self._job.is_chief else []
         weights = client.end(stop=stop, states=states)
         if self._job.is_chief:
