@@ -148,8 +148,8 @@ def pack_gradients(
 ) -> ShardGradients:
     """Return a shard's part of the gradients of whole variables.
 
-    Dense gradients are copied to ``flat``, a buffer with the shard's layout. ``slot`` is the slot in
-    shared memory that contains ``flat``, or SENT.
+    Dense gradients are copied to ``flat``, a buffer with the shard's layout. ``slot`` is the slot
+    in shared memory that contains ``flat``, or SENT.
     """
     rows, missing = {}, set()
     for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
