@@ -1,4 +1,4 @@
-"""Small, slow and read-only file systems; mounting them needs root."""
+"""Small, slow and read-only file systems, which only root can mount."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def _mounted(command: list[str], path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: a caught error may still hold a store, and so its open lock file.
+        # Unmount lazily, because a caught error may still refer to a store with an open lock file.
         subprocess.run(["umount", "--lazy", path], check=True, timeout=30)

@@ -1,9 +1,9 @@
-"""Interrupts processes that write checkpoints and checks what they leave behind.
+"""Interrupts processes that write checkpoints and checks the files that they leave behind.
 
 ``python -m tests.checkpoint.killed_writer DIRECTORY random KILLS`` kills processes that write
-continuously, at random moments. With ``kill`` instead of ``random KILLS``, a process is killed
-before its first file operation, the next one before its second, and so on. With ``fail`` these
-operations raise an error.
+continuously, at random moments. With ``kill`` instead of ``random KILLS``, the first process is
+killed before its first file operation, the second process before its second one, and so on. With
+``fail`` these operations raise an error instead.
 
 The writers are forked, because importing NumPy would take longer than a write.
 """
@@ -28,7 +28,7 @@ from hvdtrain.checkpoint.files import check_contents, read_manifest
 from hvdtrain.checkpoint.folders import find_complete
 from tests.checkpoint.samples import check, files, snapshot, step_of
 
-# A kill hits small models between two files, and large ones during a write or a checksum.
+# Small models are usually hit between two files, and large models during a write or a checksum.
 SIZES = (1, 100, 10_000, 300_000)
 
 # Exit codes: not interrupted, interrupted in an optional operation, failed.
@@ -67,7 +67,11 @@ def kill_at_random(directory: Path, kills: int) -> None:
 
 
 def interrupt_each_operation(directory: Path, interrupt: Callable[[], None]) -> None:
-    """Write a new step, for which an old one is removed, and an existing step."""
+    """Interrupt each operation of two writes.
+
+    The first one writes a new step, for which an old one is removed. The second one writes an
+    existing step.
+    """
     for write in (3, 4):  # both of step 2
         operation, outcome = 0, _IGNORED
         while outcome != _WRITTEN:
@@ -137,7 +141,7 @@ def _fail() -> None:
 
 
 def _check_newest(directory: Path, last: int) -> int:
-    """Check that a reader finds the last published write, or the next one; return its number."""
+    """Return the number of the newest write, which must be the last published one or the next."""
     for folder in find_complete(directory):
         check_contents(folder.path, read_manifest(folder.path, folder.step))
     notices: list[str] = []

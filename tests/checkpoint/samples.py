@@ -13,7 +13,7 @@ __all__ = ["check", "files", "flip", "same_bits", "saved_steps", "snapshot", "st
 
 
 def step_of(write: int) -> int:
-    """Return the step of a write; some steps are written twice, as after a resume."""
+    """Return the step of a write. Some steps are written twice, as if training had resumed."""
     return write * 2 // 3
 
 
@@ -29,7 +29,7 @@ def snapshot(write: int, *, step: int | None = None, floats: int = 1000) -> Snap
 
 
 def check(found: Snapshot) -> int:
-    """Check that the whole snapshot comes from one write; return its number."""
+    """Check that the whole snapshot comes from one write, and return the write's number."""
     write = found.state["write"]
     same_bits(found, snapshot(write, step=found.step, floats=found.state["floats"]))
     return write

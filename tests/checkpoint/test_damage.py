@@ -1,4 +1,4 @@
-"""Damaged checkpoints are detected and reported, and the previous one is used."""
+"""Damaged checkpoints, which are reported while an older one is used."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_file_of_another_kind(name: str, kind: str, directory: Path) -> None:
     write, notices = _newest(directory)
     assert write == 10
     if (name, kind) == ("manifest.json", "missing"):
-        assert notices == []  # looks like the remains of a killed writer
+        assert notices == []  # without a manifest, it looks like the remains of a killed writer
     else:
         assert len(notices) == 1
         assert name in notices[0]
@@ -159,7 +159,7 @@ def test_invalid_files_with_matching_checksums(name: str, content: bytes, direct
     assert f"{name}: it" in notice or "could not convert" in notice, notice
 
 
-def test_if_all_are_damaged_the_error_lists_them(directory: Path) -> None:
+def test_the_error_lists_all_checkpoints_if_none_is_intact(directory: Path) -> None:
     flip(directory / "step-00000010" / "state.json", 0)
     (directory / "step-00000020" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as raised:

@@ -1,4 +1,4 @@
-"""Disk errors are clear, leave nothing behind and keep earlier checkpoints intact."""
+"""Disk errors: their messages, and the files that are left after them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_read_only_disk(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("below", [".", "deeper/still"])
-def test_a_file_where_the_directory_should_be(below: str, tmp_path: Path) -> None:
+def test_a_file_instead_of_the_directory(below: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
     _check_refused(Store(path / below), str(path), "Choose a directory, not a file")
@@ -137,7 +137,7 @@ def test_a_directory_without_permission(tmp_path: Path, run_command) -> None:
         assert "Permission denied" in write
         assert "Grant write permission" in write
         assert newest.startswith("done Snapshot(step=0")
-        # An unreadable checkpoint may be intact: using an older one would lose steps.
+        # An unreadable checkpoint may be intact, so using an older one would lose steps.
         (directory / "step-00000000" / "model.safetensors").chmod(0)
         assert "can't be read: Permission denied" in as_nobody()[1]
         directory.chmod(0)

@@ -1,4 +1,4 @@
-"""A kill or a power cut at any moment leaves the newest complete checkpoint readable."""
+"""Writers that are killed at any moment, and power cuts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Store(directory, keep=1).write(snapshot(1, step=1))
 
 
 def test_files_are_flushed_before_the_rename(tmp_path: Path, run_command) -> None:
-    """Stands in for a power cut, which a test can't make."""
+    """A test can't cut the power, so it checks the order of these operations."""
     directory = tmp_path / "runs"
     done = run_command([sys.executable, "-c", ORDER, directory])
     assert done.returncode == 0, done

@@ -78,7 +78,7 @@ def test_a_second_writer_gets_an_error_that_names_the_first(start, tmp_path: Pat
         store.write(snapshot(1, step=1))
 
 
-def test_a_writer_waits_for_another_that_ends(start, tmp_path: Path) -> None:
+def test_a_writer_waits_until_another_writer_has_ended(start, tmp_path: Path) -> None:
     holder, _ = start()
     store = Store(tmp_path, lock_timeout_s=60)
     timer = threading.Timer(0.5, holder.kill)
@@ -100,7 +100,9 @@ def test_children_of_a_killed_writer_dont_hold_the_lock(start, tmp_path: Path) -
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_child_cant_write_next_to_its_parent(tmp_path: Path, run_command) -> None:
+def test_a_forked_child_cant_write_while_its_parent_holds_the_lock(
+    tmp_path: Path, run_command
+) -> None:
     program = """
 import os, sys
 from hvdtrain import CheckpointError
@@ -141,7 +143,7 @@ def test_stores_of_one_process_share_the_lock(tmp_path: Path) -> None:
 def test_a_concurrent_reader_always_finds_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
-    """A slow reader lists folders that are removed before it reads them."""
+    """The reader is slow, so folders that it lists are removed before it reads them."""
     store = Store(tmp_path, keep=1)
     store.write(snapshot(0, step=0))
     published = reads = 0

@@ -1,4 +1,4 @@
-"""Checkpoints can be opened without hvdtrain, as docs/checkpoints.md shows."""
+"""The ways in docs/checkpoints.md to open a checkpoint without hvdtrain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _snapshot() -> Snapshot:
     )
 
 
-def test_the_program_in_the_docs(tmp_path: Path, run_command) -> None:
+def test_the_program_in_the_docs_reads_a_checkpoint(tmp_path: Path, run_command) -> None:
     folder = Store(tmp_path / "runs" / "mnist").write(_snapshot())
     assert folder.name == "step-00000080"
     text = (REPOSITORY / "docs" / "checkpoints.md").read_text()

@@ -39,7 +39,7 @@ def _round_trip(directory: Path, written: Snapshot) -> Snapshot:
 
 
 def _random(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Return random bits; includes NaN."""
+    """Return arrays of random bits, which include NaN."""
     values = np.random.default_rng(7).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     if dtype.name == "bool":
         values &= 1
@@ -156,7 +156,7 @@ def test_keep_may_be_reduced(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [4, 5]
 
 
-def test_a_step_that_is_saved_again_gets_another_name_and_counts_once(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_gets_a_new_name_and_counts_once(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=2)
     store.write(snapshot(100, step=5))
     for write in range(11):
@@ -167,7 +167,7 @@ def test_a_step_that_is_saved_again_gets_another_name_and_counts_once(tmp_path: 
 
 
 def test_the_newest_intact_checkpoint_of_a_step_is_used(tmp_path: Path) -> None:
-    """A writer that is killed before it removes the previous one leaves several."""
+    """A step has two checkpoints if a writer is killed before it removes the older one."""
     store = Store(tmp_path / "runs")
     (tmp_path / "runs").mkdir()
     for write, name in enumerate(["step-00000007", "step-00000007-10", "step-00000007-9"], start=1):
@@ -197,8 +197,8 @@ def test_keep_ignores_damaged_checkpoints(damage: str, tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [30, 40]
 
 
-def test_later_steps_neither_count_nor_are_removed(tmp_path: Path) -> None:
-    """A training that resumed before a damaged checkpoint must keep its own."""
+def test_checkpoints_of_later_steps_are_ignored_and_kept(tmp_path: Path) -> None:
+    """If training has resumed from an older step, its new checkpoints must be kept."""
     store = Store(tmp_path, keep=1)
     store.write(snapshot(1, step=500))
     flip(tmp_path / "step-00000500" / "model.safetensors", -1)
@@ -208,7 +208,7 @@ def test_later_steps_neither_count_nor_are_removed(tmp_path: Path) -> None:
     assert check(store.newest()) == 20
 
 
-def test_folders_with_similar_names_are_left_alone(tmp_path: Path) -> None:
+def test_folders_with_similar_names_are_ignored_and_kept(tmp_path: Path) -> None:
     others = ["step-1", "step-000000010", "step-00000001x", "step-00000001-1", "notes"]
     others.append(".writing-mine")
     for name in others:
@@ -220,7 +220,9 @@ def test_folders_with_similar_names_are_left_alone(tmp_path: Path) -> None:
     assert files(tmp_path) == sorted([*others, "step-00000002", "step-00000009"])
 
 
-def test_a_file_or_link_of_that_name_does_not_block_a_step(tmp_path: Path) -> None:
+def test_a_file_or_link_with_the_name_of_a_step_does_not_prevent_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path / "runs")
     folder = store.write(snapshot(1, step=7))
     folder.rename(tmp_path / "moved")

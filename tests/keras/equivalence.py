@@ -1,4 +1,4 @@
-"""Training on N ranks compared with one process: the same model, data and steps."""
+"""Comparisons of training on N ranks with training in one process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if REFERENCES not in os.environ:
 
 
 def branches(case: str) -> tuple[str, ...]:
-    """Return the parts of the model, which share only the optimizer and are traced together."""
+    """Return the parts of the model. They share only the optimizer and are traced together."""
     # XLA can't compile synchronized BatchNormalization.
     return ("dense", "embedding") if case == "jit" else ("dense", "embedding", "conv")
 
 
 def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
-    """Return the compiled model, with the same weights for each call."""
+    """Return the compiled model. It has the same weights in each call."""
     # Resets the counters in layer names. Collecting garbage would take long.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
@@ -56,7 +56,7 @@ def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
 
 
 def _create_variables(model: keras.Model, case: str) -> None:
-    """Create the variables of losses, metrics and optimizer, to avoid a second trace."""
+    """Create the variables of losses, metrics and the optimizer, so ``fit`` traces only once."""
     arguments = data(case)
     x = {name: rows[:1] for name, rows in arguments["x"].items()}
     y = {name: labels[:1] for name, labels in arguments["y"].items()}
@@ -128,13 +128,13 @@ def fit(model: keras.Model, arguments: dict[str, Any], batch_size: int) -> dict[
 
 
 def weights(model: keras.Model) -> list[np.ndarray]:
-    """Return weights and optimizer state, without random seeds."""
+    """Return the weights and the optimizer state, without random seeds."""
     variables = [*model.weights, *model.optimizer.variables]
     return [np.asarray(variable.numpy()) for variable in variables]
 
 
 def distance(model: keras.Model, other: list[np.ndarray]) -> float:
-    """Return the largest difference of a weight, relative to the largest value of its variable."""
+    """Return the largest difference of weights, relative to the largest value of the variable."""
     return max(
         float(np.max(np.abs(one - two)) / max(np.max(np.abs(two)), 1e-30))
         for one, two in zip(weights(model), other, strict=True)
@@ -142,7 +142,7 @@ def distance(model: keras.Model, other: list[np.ndarray]) -> float:
 
 
 def alike(model: keras.Model) -> bool:
-    """Return whether weights and optimizer state are equal on all ranks, to the bit."""
+    """Return whether the weights and the optimizer state are bitwise equal on all ranks."""
     digest = hashlib.sha256(b"".join(array.tobytes() for array in weights(model))).hexdigest()
     return len(set(state.collectives().allgather_object(digest, name="weights"))) == 1
 
@@ -155,9 +155,9 @@ def from_chief(value: Any) -> Any:
 def train_alone(
     optimizer: str, case: str, dtype: str
 ) -> tuple[list[np.ndarray], dict[str, list[float]]]:
-    """Return weights and history of a plain Keras model on the joint batches.
+    """Train a plain Keras model on the joint batches, and return its weights and history.
 
-    The results are stored for the rest of the test run, as they don't depend on the ranks.
+    The results are stored for the rest of the test run, because they don't depend on the ranks.
     """
     path = Path(os.environ[REFERENCES]) / f"{optimizer}-{case}-{dtype}.npz"
     if not path.exists():

@@ -27,7 +27,7 @@ def classifier(**options: Any) -> keras.Model:
 
 
 def compare(hvdtrain, make, train) -> keras.Model:
-    """Compare the weights of ``make()`` after training on the chief alone and on all ranks."""
+    """Train ``make()`` on the chief alone and on all ranks, and compare the weights."""
     alone = make()
     # Running these few steps eagerly is faster than tracing them.
     alone.jit_compile, alone.run_eagerly = False, True

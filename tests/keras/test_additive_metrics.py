@@ -1,4 +1,4 @@
-"""Metrics that are additive are combined over ranks; others are errors on all ranks."""
+"""Metrics that can be summed over ranks, and errors for other metrics."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ P = tf.nn.softmax(tf.constant(np.random.default_rng(1).normal(size=(12, 3)), tf.
 
 
 def tried(metric: keras.metrics.Metric, *args: Any) -> tuple[bool, bool]:
-    """Return the results of ``adds_up`` run eagerly and by XLA; check that it keeps the state."""
+    """Return the results of ``adds_up``, eagerly and with XLA. Check that it restores the state."""
     metric.update_state(*args)
     before = [np.asarray(variable.numpy()) for variable in metric.variables]
 
@@ -67,7 +67,7 @@ def tried(metric: keras.metrics.Metric, *args: Any) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_sums_add_up_and_others_do_not(dtype):
+def test_only_sums_and_means_are_additive(dtype):
     for made in (Total, Difference):
         assert tried(made(dtype), P, P) == (True, True)
     for made in (Largest, Last, Seen, *([Moving] if dtype == "float32" else [])):
@@ -99,7 +99,7 @@ BUILT_IN = {
 }
 
 
-def test_metrics_of_keras_add_up():
+def test_additive_metrics_of_keras_are_recognized():
     one_hot = tf.one_hot(np.arange(12) % 3, 3)
     tested = 0
     for name, made in vars(keras.metrics).items():
@@ -125,7 +125,7 @@ def test_metrics_of_keras_add_up():
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", [Largest, LargestOfAll, Last, Moving, Product, Seen])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
-def test_a_metric_that_does_not_add_up_is_an_error_on_all_ranks(world, kind, method):
+def test_a_metric_that_is_not_additive_is_an_error_on_all_ranks(world, kind, method):
     model = classifier(metrics=[kind()])
     world.distribute(model)
     with pytest.raises(ModelError, match=r"metric 'own' \(Own\).*Keep sums"):
@@ -174,7 +174,7 @@ def test_one_rank_accepts_any_metric(world):
 
 
 @pytest.mark.ranks(2)
-def test_only_first_replica_is_the_chief(world):
+def test_only_first_replica_aggregation_uses_the_chiefs_value(world):
     class First(OwnMetric):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks on ranks: files of the chief only, and equal decisions on all ranks."""
+"""Callbacks on several ranks: only the chief writes files, and all ranks decide equally."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(world):
 
 
 class StopAt(keras.callbacks.Callback):
-    """Stops a loop on the last rank in the call of a hook with a number."""
+    """Stops a loop on the last rank when a hook is called with a certain number."""
 
     def __init__(self, hook: str, number: int, attribute: str = "stop_training") -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_a_stop_on_one_rank_stops_evaluation_and_prediction_on_all(world):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_agree_after_every_batch_only_for_hooks_of_the_user(world, monkeypatch):
+def test_ranks_agree_after_every_batch_only_with_custom_batch_hooks(world, monkeypatch):
     engine = type(state.collectives())
     names = []
     allreduce = engine.allreduce
@@ -204,7 +204,7 @@ def test_ranks_agree_after_every_batch_only_for_hooks_of_the_user(world, monkeyp
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_early_stopping_and_plateaus_decide_equally(world):
+def test_early_stopping_and_reduce_lr_on_plateau_decide_equally_on_all_ranks(world):
     model = classifier(optimizer=keras.optimizers.SGD(0.5))
     world.distribute(model)
     stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
@@ -279,7 +279,7 @@ def test_ranks_wait_without_timeout_while_the_chief_restores(launch):
 
 
 @pytest.mark.ranks(2)
-def test_logs_of_an_own_train_step_are_weighted_by_samples(world):
+def test_logs_of_a_custom_train_step_are_weighted_by_samples(world):
     class Own(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -319,7 +319,7 @@ def test_the_planned_steps_are_reported_even_after_resuming(world, monkeypatch, 
 
 @pytest.mark.ranks(2)
 def test_all_samples_of_a_short_training_are_reported(world, monkeypatch):
-    # Including the ones since the last reading of the loss, which happens once a second.
+    # This includes the samples since the loss was last read, which happens once a second.
     reported = []
     monkeypatch.setattr(report, "learned", lambda samples, loss: reported.append(samples))
     monkeypatch.setattr(report, "is_heard", lambda: True)

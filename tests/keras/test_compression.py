@@ -1,4 +1,4 @@
-"""Training with compressed gradients, with each rank as a host."""
+"""Training with compressed gradients, in which each rank counts as a host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "way",
     ["plain", *(pytest.param(way, marks=pytest.mark.more) for way in WAYS if way != "plain")],
 )
-def test_ranks_stay_equal_and_learn_nearly_as_fast(compressed, way):
+def test_compressed_training_keeps_ranks_equal_and_learns_nearly_as_fast(compressed, way):
     losses = []
     for compression in ("none", FORM):
         world = compressed(compression)
@@ -85,7 +85,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(compressed, tmp_path, ca
     whole = outcome(*run(world, make, fit(), seed=1))
     with pytest.raises(Stop):
         run(world, make, fit(Checkpoint(tmp_path, every_steps=2), StopAfter(9)), seed=1)
-    # Another seed, as the state must come from the checkpoint.
+    # Use a different seed, because the state must come from the checkpoint.
     resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=2)), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
@@ -119,7 +119,7 @@ def test_a_tape_and_an_optimizer_in_a_custom_loop(compressed):
             np.testing.assert_allclose(tapes, optimizers, atol=1e-4)
 
 
-def test_another_number_of_ranks_restores_the_mean_residual():
+def test_resuming_on_a_different_number_of_ranks_restores_the_mean_residual():
     def state_of() -> tuple[TrainingState, ErrorFeedback, list[Any]]:
         model, feedback = make(), ErrorFeedback(PowerSGD(1))
         samples = keras.Variable(0, dtype="int64", trainable=False)

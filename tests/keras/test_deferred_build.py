@@ -1,4 +1,4 @@
-"""Models that are built by their first data."""
+"""Models that are built when they get their first data."""
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ def test_applying_gradients_to_an_unbuilt_model_is_an_error(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_layers_that_nothing_builds_are_an_error(world):
+def test_layers_that_are_never_built_are_an_error(world):
     class Holder(keras.Model):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Training on N ranks equals one process on the joint batch."""
+"""The equivalence of training on N ranks and in one process on the joint batch."""
 
 import keras
 import numpy as np
@@ -98,7 +98,7 @@ WAYS = {
 @pytest.mark.more
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_buckets_change_no_bit(world, monkeypatch, way):
+def test_training_with_buckets_is_bitwise_equal(world, monkeypatch, way):
     states = []
     for size in (0, 8):
         monkeypatch.setattr(job.collectives(), "bucket_bytes", size)

@@ -1,4 +1,4 @@
-"""Models, data and programs that can't train end in an error on every rank."""
+"""Errors on every rank for models, data and programs that can't train."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An error of one rank ends ``fit`` on all ranks, and the next ``fit`` works."""
+"""Errors on one rank, which end ``fit`` on all ranks. After that, ``fit`` works again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fails(keras.callbacks.Callback):
 
 
 def losses(world: Any, key: str, **options: Any) -> list[float]:
-    """Train a new model, and check that its losses equal the ones of the first call."""
+    """Train a new model, and check that its losses are the same as in the first call."""
     model = classifier()
     world.distribute(model)
     history = model.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0, **options).history
@@ -88,7 +88,9 @@ OTHERS: dict[str, Callable[[Any, keras.Model], object]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fail", OTHERS.values(), ids=OTHERS)
-def test_an_error_in_other_places(world: Any, fail: Callable[..., object]) -> None:
+def test_errors_in_other_methods_and_arguments_end_all_ranks(
+    world: Any, fail: Callable[..., object]
+) -> None:
     losses(world, "plain")
     model = classifier()
     world.distribute(model)
@@ -110,7 +112,7 @@ def test_evaluate_on_one_rank_and_fit_on_another_is_an_error(world: Any) -> None
 
 
 @pytest.mark.ranks(2)
-def test_training_another_model_or_longer_on_one_rank_is_an_error(world: Any) -> None:
+def test_a_different_model_or_more_epochs_on_one_rank_is_an_error(world: Any) -> None:
     models = [classifier(), classifier()]
     for model in models:
         world.distribute(model)
@@ -123,7 +125,7 @@ def test_training_another_model_or_longer_on_one_rank_is_an_error(world: Any) ->
 
 @pytest.mark.ranks(2)
 def test_a_skipped_trial_on_one_rank_is_an_error(world: Any) -> None:
-    # So the ranks train on different data, or with different regularizers.
+    # If a rank skips a trial, the ranks train on different data, or with different regularizers.
     models = [classifier() for _ in range(2)]
     for model in models:
         world.distribute(model)
@@ -181,7 +183,7 @@ SCRIPT = """
 
 
 def outcomes(stdout: str, ranks: int) -> dict[int, list[str]]:
-    """Return the results that each rank printed of its trials."""
+    """Return the results that each rank has printed for its trials."""
     entries = [part.split(">")[0] for part in stdout.split("<")[1:]]
     return {
         rank: [entry[4:] for entry in entries if entry.startswith(f"{rank} ")]

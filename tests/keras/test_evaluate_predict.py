@@ -1,4 +1,4 @@
-"""``evaluate`` and ``predict`` on all ranks have the same results as on one process."""
+"""The results of ``evaluate`` and ``predict`` on several ranks, compared with one process."""
 
 import time
 from typing import Any
@@ -171,7 +171,7 @@ def test_callbacks_see_the_outputs_of_this_rank(world, block):
 
 
 class Repeats(keras.layers.Layer):
-    """Repeats the first entry of each row by its second entry, in a ragged tensor."""
+    """Returns a ragged tensor that repeats each row's first entry as often as its second says."""
 
     def call(self, inputs):
         counts = tf.cast(inputs[:, 1], tf.int32)

@@ -1,4 +1,4 @@
-"""Training on every kind of input equals one process on the joint batch."""
+"""Training on every kind of input, compared with one process on the joint batch."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class Window(Batches):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.ranks(1, 2, 3)
-def test_a_py_dataset_may_change_its_length(world, tmp_path):
+def test_the_length_of_a_py_dataset_may_change(world, tmp_path):
     def train(model: keras.Model, size: int, *callbacks: Any) -> Any:
         data, validation = Window(size, 48, 40, 25, 13, 60), Window(size, 12, 30, 20, 31, 13, 40)
 
@@ -82,7 +82,7 @@ def test_a_py_dataset_may_change_its_length(world, tmp_path):
     alone.run_eagerly = True  # a traced step without data would advance the optimizer
     expected = train(alone, JOINT_BATCH)
     world.distribute(together)
-    # With a Checkpoint, a single rank doesn't run Keras' own loop either.
+    # With a Checkpoint, even a single rank doesn't run Keras' own loop.
     history = train(together, JOINT_BATCH // world.size(), world.Checkpoint(tmp_path))
     assert int(together.optimizer.iterations) == 4 + 3 + 2 + 4 + 4
     assert history.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""The measured time that training waits for its batches."""
+"""The measurement of the time that training waits for its batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slow(tuned: bool) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_the_time_of_prefetching_is_excluded(report: Report, tuned: bool) -> None:
+def test_time_spent_prefetching_is_excluded(report: Report, tuned: bool) -> None:
     wait = InputWait()
     iterator = iter(wait.timed(slow(tuned)))
 
@@ -80,7 +80,7 @@ def test_the_time_of_prefetching_is_excluded(report: Report, tuned: bool) -> Non
     assert len(rest_s) <= 2 + (STEPS - 1) * 5 * READ_S
 
 
-def test_elements_are_the_same(
+def test_the_timed_dataset_yields_the_same_elements(
     report: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -119,7 +119,7 @@ def test_the_timed_dataset_is_reused_until_it_is_released(report: Report) -> Non
 
 
 @pytest.mark.ranks(2)
-def test_fit_reports_the_time_it_waited(world, report: Report) -> None:
+def test_fit_reports_the_time_it_waited_for_input(world, report: Report) -> None:
     model = classifier()
     world.distribute(model)
 

@@ -1,4 +1,4 @@
-"""The learning rate is scaled by the number of ranks, warmed up, and rescaled for lost ranks."""
+"""Learning rates: scaling by the number of ranks, warm-up, and rescaling after losses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RATES = ["number", "schedule", "function"]
 
 
 def step_of(optimizer: Any) -> tuple[Callable[[], list[float]], list[int]]:
-    """Return a traced step that returns the updates of two weights, and its list of traces."""
+    """Return a traced step and its list of traces. The step returns the updates of two weights."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     optimizer.build(model.trainable_variables)
     traces = []
@@ -148,7 +148,7 @@ def test_fit_continues_with_the_new_rate(scaled, compiled):
 
 
 class Piecewise(keras.optimizers.schedules.LearningRateSchedule):
-    """``schedule()``, divided by 3 from the third step on."""
+    """A schedule that returns ``schedule()`` for two steps and a third of it after that."""
 
     def __call__(self, step: Any) -> Any:
         return schedule()(step) * tf.where(step < 2, 1.0, 1 / 3)

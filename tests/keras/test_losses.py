@@ -1,4 +1,4 @@
-"""Losses, sample weights and masks: each equals one process on the joint batch."""
+"""Losses, sample weights and masks, compared with one process on the joint batch."""
 
 from typing import Any
 

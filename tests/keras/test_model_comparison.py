@@ -1,4 +1,4 @@
-"""Differences between the models of ranks: which are errors, and which are not."""
+"""Differences between the ranks' models that are errors, and differences that are allowed."""
 
 from __future__ import annotations
 

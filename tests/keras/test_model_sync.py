@@ -1,4 +1,4 @@
-"""The variables that are sent when the chief's weights are broadcast."""
+"""The variables that are sent when the chief broadcasts its weights."""
 
 from __future__ import annotations
 

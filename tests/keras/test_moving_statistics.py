@@ -1,4 +1,4 @@
-"""Ranks without rows contribute nothing, and moving statistics are weighted by rows."""
+"""Ranks without rows in a step, and moving statistics weighted by rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def _moments(model: keras.Model) -> list[np.ndarray]:
 
 
 def _expected() -> list[np.ndarray]:
-    """Return the moments after two epochs of one step with two ranks' rows and nine with one's."""
+    """Return the moments after two epochs.
+
+    An epoch has one step with the rows of two ranks, and nine steps with the rows of one rank.
+    """
     mean, variance = np.zeros(4), np.ones(4)
     for _ in range(2):
         for start in range(2, ROWS, 2):
@@ -102,7 +105,7 @@ def test_a_rank_without_rows_contributes_nothing(world, name, kind):
 
 
 @pytest.mark.ranks(2, 3)
-def test_synchronized_layers_of_an_own_step_ignore_ranks_without_rows(world):
+def test_synchronized_layers_in_a_custom_step_ignore_ranks_without_rows(world):
     alone = _model(OwnStep, True)
     for _ in range(2):
         first = [2, 3, 0, 1]
@@ -244,7 +247,7 @@ def test_a_metric_may_hold_tensors_of_its_last_update(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_includes_whose_statistics_are_complete(world):
+def test_a_checkpoint_records_which_ranks_have_complete_statistics(world):
     # The chief made two of ten steps before the job was resumed.
     collectives = job.collectives()
 

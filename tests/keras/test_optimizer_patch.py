@@ -1,4 +1,4 @@
-"""Averaged gradients with any optimizer, precision and train step."""
+"""Averaging of gradients with any optimizer, precision and train step."""
 
 import keras
 import numpy as np
@@ -36,7 +36,7 @@ def test_gradients_of_different_batches_are_averaged(world):
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_without_averaging_ranks_differ(world, monkeypatch):
+def test_ranks_differ_without_averaging(world, monkeypatch):
     monkeypatch.setattr(
         GradientReducer, "average", lambda self, gradients, *_, **__: list(gradients)
     )
@@ -92,7 +92,7 @@ def test_a_multi_optimizer_must_be_built_before_it_is_distributed(world):
 
 
 @pytest.mark.ranks(2)
-def test_accumulation_with_an_own_train_step(world):
+def test_accumulation_with_a_custom_train_step(world):
     def make() -> keras.Model:
         keras.utils.set_random_seed(3)
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -124,7 +124,7 @@ def test_sparse_gradients_are_sent_as_rows(world, monkeypatch):
     model.compile("sgd", "mse")
     world.distribute(model)
     model.fit(np.arange(16).reshape(8, 2), np.zeros(8), batch_size=4, verbose=0)
-    # The rows of the batch, and one with the weight of the rank: 3 values and an index each.
+    # The rows of the batch, and one row with the rank's weight. Each has 3 values and an index.
     assert sizes == [(8 + 1, 3 * 4 + 4)]
 
 

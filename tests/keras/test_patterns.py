@@ -1,4 +1,4 @@
-"""Programs from Keras' guides have the same results on two ranks as in one process."""
+"""Programs from Keras' guides on two ranks, compared with one process."""
 
 import random
 
@@ -125,7 +125,7 @@ def _reset_generators():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.more)])
-def test_a_resumed_gan_ends_like_an_uninterrupted_one(world, tmp_path_factory, steps):
+def test_a_resumed_gan_equals_an_uninterrupted_one(world, tmp_path_factory, steps):
     # The optimizers are not built yet when training resumes.
     def train(*callbacks):
         keras.utils.set_random_seed(3)

@@ -1,3 +1,5 @@
+"""The progress that ``fit`` prints: lines of ``StepLog`` and progress bars."""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +28,7 @@ EPOCH = re.compile(r"epoch (\d+)/(\d+): (\w+ = -?\d+\.\d{4}(, )?)+")
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")
 
-# The same for other processes.
+# The source code of the same training, for other processes.
 FIT = """
 import time
 import numpy as np, keras, hvdtrain
@@ -62,7 +64,7 @@ def _fit(model: keras.Model, every: int = 10, **options: object) -> list[float]:
     return history.history["loss"]
 
 
-def test_lines_of_one_process(capsys) -> None:
+def test_progress_lines_of_one_process(capsys) -> None:
     model = _model()
     _fit(model, epochs=2, validation_data=(X, Y))
     _fit(model)
@@ -92,7 +94,7 @@ def test_several_steps_in_one_execution_print_one_line(capsys) -> None:
 
 
 def test_an_epoch_may_have_more_steps_than_keras_knows(capsys) -> None:
-    # As after ranks were lost.
+    # This happens after ranks were lost.
     class KnowsFewer(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
             self.params["steps"] = 7
@@ -122,8 +124,8 @@ def test_only_the_chief_prints_and_counts_all_ranks(launch) -> None:
     done = launch(2, program)
     assert done.returncode == 0, done
     lines = [line for line in done.stdout.splitlines() if line]
-    # 7 steps of 16 rows per epoch. No bar: the output of mpirun is a pipe, though Open MPI gives
-    # each rank a terminal.
+    # An epoch has 7 steps of 16 rows. The chief draws no bar because the output of mpirun is a
+    # pipe, even though Open MPI gives each rank a terminal.
     assert [_kind(line) for line in lines] == [
         *("step 5", "epoch 1/3", "step 10", "epoch 2/3"),
         *("step 15", "step 20", "epoch 3/3"),
@@ -169,7 +171,7 @@ model.fit(x, batch_size=4, epochs=3, verbose=0, callbacks=[hvdtrain.StepLog(2)])
 """
 
 
-def test_the_next_chief_continues(elastic) -> None:
+def test_the_new_chief_continues_printing_after_a_loss(elastic) -> None:
     done = elastic(LOSES_ITS_CHIEF)
     assert done.returncode == 0, done
     lines = [line for line in done.stdout.splitlines() if "step" in line or "epoch" in line]
@@ -180,7 +182,8 @@ def test_the_next_chief_continues(elastic) -> None:
         *[("[1", kind) for kind in ("step 16", "step 18", "step 20", "epoch 3/3")],
     ]
     steps = [match for match in (STEP.search(line) for line in lines) if match]
-    # Means over two steps each on rank 0; then of step 10, and of 11 and 12, on rank 1.
+    # Rank 0 prints means over two steps each. Then rank 1 prints the loss of step 10, and the mean
+    # of steps 11 and 12.
     assert [float(match[2]) for match in steps[:6]] == [1.5, 3.5, 5.5, 7.5, 11.0, 12.5]
     # Each rank has 4 rows per step. The first line includes a slow step.
     for match, ranks in zip(steps[1:], [*[3] * 3, *[2] * 6]):
@@ -226,7 +229,7 @@ def test_the_chief_draws_on_the_terminal_of_mpirun(
 def test_the_chief_draws_on_the_terminal_of_hvdtrain_run(
     forked_python: list[str], tmp_path: Path
 ) -> None:
-    # Below the lines of all ranks, though their output is a pipe.
+    # The bar is below the lines of all ranks, even though their output is a pipe.
     script = tmp_path / "train.py"
     script.write_text(
         FIT + "hvdtrain.init()\n"

@@ -1,4 +1,4 @@
-"""``SyncBatchNormalization`` has the moments of all ranks, with gradients."""
+"""``SyncBatchNormalization``, which normalizes with the moments of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(rank: int) -> np.ndarray:
 
 @several
 @WAYS
-def test_it_equals_one_process(world, compiled):
+def test_synchronized_training_equals_one_process(world, compiled):
     every = np.concatenate([rows(rank) for rank in range(hvd.size())])
     weights = np.random.default_rng(1).normal(size=every.shape).astype("float32")
     start = sum(ROWS + rank for rank in range(hvd.rank()))
@@ -49,7 +49,7 @@ def test_it_equals_one_process(world, compiled):
 
 
 @several
-def test_it_can_be_saved_and_loaded(world, tmp_path):
+def test_the_layer_can_be_saved_and_loaded(world, tmp_path):
     model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(center=False)])
     file = tmp_path / f"{hvd.rank()}.keras"
     model.save(file)
@@ -58,6 +58,6 @@ def test_it_can_be_saved_and_loaded(world, tmp_path):
     assert not layer.center
 
 
-def test_fused_is_an_error(world):
+def test_the_argument_fused_is_an_error(world):
     with pytest.raises(ValueError, match="Received fused=True"):
         hvd.SyncBatchNormalization(fused=True)

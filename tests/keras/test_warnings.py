@@ -1,4 +1,4 @@
-"""A training with ``-W error`` raises no warnings."""
+"""Training with ``-W error``, which turns warnings into errors."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ assert model.predict(x, verbose=0).shape == (48, 1)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("mode", "ranks"), [("allreduce", 2), ("local-sgd", 2), ("async-ps", 3)])
-def test_nothing_warns(launch, mode, ranks):
+def test_training_raises_no_warnings(launch, mode, ranks):
     done = launch(ranks, SCRIPT, env={"HVDTRAIN_MODE": mode}, timeout_s=100)
     assert done.returncode == 0, done

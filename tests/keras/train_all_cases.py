@@ -1,4 +1,4 @@
-"""Train cases like one process, with the job's collectives: train_all_cases.py CASE ..."""
+"""Trains cases for a comparison with one process: train_all_cases.py CASE ..."""
 
 import sys
 
@@ -14,5 +14,6 @@ for case in sys.argv[1:]:
     assert alike(together), case
     assert joint.keys() == alone.keys()
     np.testing.assert_allclose(joint["loss"], alone["loss"], rtol=1e-5, err_msg=case)
-# In one write: unbuffered output, as under horovodrun, is tagged by mpirun per write.
+# Print the line in one write, because mpirun tags each write if the output is unbuffered, as under
+# horovodrun.
 print(f"trained {len(sys.argv) - 1}\n", end="", flush=True)

@@ -31,7 +31,7 @@ def main(*chosen: str) -> None:
     keras.config.set_floatx("float64")
     for case in chosen or CASES:
         line = json.dumps({"what": case, "rank": hvdtrain.rank(), **differences(case)})
-        # A single write, so that lines of several ranks are not mixed.
+        # Print each line in a single write, so that lines of several ranks are not mixed.
         os.write(1, (line + "\n").encode())
 
 

@@ -181,7 +181,7 @@ RESUMED = program("""
 """)
 
 
-def test_training_resumes_with_another_number_of_devices(launch, tmp_path):
+def test_training_resumes_with_a_different_number_of_devices(launch, tmp_path):
     stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
     assert launch(None, RESUMED, "1", stopped, env=towers(2)).returncode == 0
     resumed = launch(None, RESUMED, "2", stopped, env=towers(3))

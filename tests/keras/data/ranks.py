@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 class ThreadEngine:
-    """``allgather_object`` between threads, the only operation that sharding needs."""
+    """An engine for threads. It only has ``allgather_object``, which is all that sharding needs."""
 
     survives_losses = False
 
@@ -47,7 +47,7 @@ class ThreadEngine:
 
 
 def on_ranks(size: int, function: Callable[[ThreadEngine], Any]) -> list[Any]:
-    """Run ``function`` on all ranks at once; return its results and exceptions."""
+    """Run ``function`` on all ranks at once, and return its results and exceptions."""
     barrier, slots = threading.Barrier(size), [""] * size
 
     def run(rank: int) -> Any:
@@ -68,7 +68,7 @@ def shard(engine: Any, x: Any, **options: Any) -> ShardedInput:
 
 
 def shard_on_ranks(size: int, make: Callable[[int], Any], **options: Any) -> list[ShardedInput]:
-    """Return each rank's share of ``make(rank)``, as ``shard`` does."""
+    """Return each rank's share of ``make(rank)``. The options are passed to ``shard``."""
     results = on_ranks(size, lambda engine: shard(engine, make(engine.rank), **options))
     for result in results:
         if isinstance(result, Exception):
@@ -77,7 +77,7 @@ def shard_on_ranks(size: int, make: Callable[[int], Any], **options: Any) -> lis
 
 
 class Step:
-    """An element of a sharded dataset, with its ids, which are the values of y, or else of x."""
+    """An element of a sharded dataset. Its ids are the values of y, or of x without targets."""
 
     def __init__(self, element: Any) -> None:
         self.batch, rows, joint_rows = element
@@ -96,11 +96,11 @@ def read(sharded: ShardedInput | Pass, limit: int | None = None) -> list[Step]:
 
 
 def joint(shares: list[ShardedInput], passes: list[Pass] | None = None) -> list[list[int]]:
-    """Return the ids of each joint step; check the number of steps and ``joint_rows``.
+    """Return the ids of each joint step, and check the number of steps and ``joint_rows``.
 
     Args:
         shares: The shares of all ranks.
-        passes: Their passes; whole ones by default.
+        passes: The passes of all ranks; whole passes by default.
     """
     inputs: list[Any] = shares if passes is None else passes
     steps_by_rank = [read(each) for each in inputs]

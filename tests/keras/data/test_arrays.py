@@ -21,7 +21,7 @@ def _chunks(order, joint_batch: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_joint_steps_are_those_of_a_single_process(size: int, shuffle) -> None:
+def test_joint_steps_equal_steps_of_a_single_process(size: int, shuffle) -> None:
     for rows, batch_size in ((1, 4), (23, 4), (24, 2)):
         shares = shard_on_ranks(
             size, lambda _, rows=rows: _arrays(rows), batch_size=batch_size, shuffle=shuffle
@@ -55,7 +55,7 @@ def test_the_shape_is_static_without_a_partial_batch() -> None:
     assert spec[0][0].shape.as_list() == [None, 3]
 
 
-def test_the_default_batch_size_is_that_of_keras() -> None:
+def test_the_default_batch_size_equals_that_of_keras() -> None:
     share = shard_on_ranks(2, lambda _: _arrays(100))[0]
     assert [step.rows for step in read(share)] == [32, 18]
     assert share.steps == int(share.dataset.cardinality()) == 2
@@ -115,7 +115,7 @@ def test_class_weights_become_sample_weights() -> None:
         shard_on_ranks(1, lambda _: (x, [y, y]), class_weight={0: 2.0})
 
 
-def test_other_rows_of_the_same_shape_are_an_error() -> None:
+def test_different_rows_of_the_same_shape_are_an_error() -> None:
     rows = np.random.default_rng(0).permutation(1000)
 
     def make(rank: int):

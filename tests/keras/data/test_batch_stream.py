@@ -1,4 +1,4 @@
-"""Generators, the same one on all ranks or one per rank."""
+"""Generators that are the same on all ranks, or different on each rank."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ SIZE = 4
 
 
 def batches(rank, ranks, rows=ROWS):
-    """Yield every N-th batch; the first ranks may have one more."""
+    """Yield every N-th batch. The first ranks may have one batch more than other ranks."""
     for first in range(rank * SIZE, rows, ranks * SIZE):
         yield X[first : min(first + SIZE, rows)], Y[first : min(first + SIZE, rows)]
 
@@ -28,7 +28,7 @@ def distributed(world, **options):
 
 
 def numbered(count, *, last=SIZE):
-    """Yield batches whose targets are their numbers; the last one may be shorter."""
+    """Yield batches whose targets are their numbers. The last batch may be shorter."""
     for number in range(count):
         rows = last if number == count - 1 else SIZE
         yield np.full((rows, 2), number, "float32"), np.full((rows, 1), number)
@@ -75,7 +75,7 @@ def test_ranks_compare_all_batches_at_the_end_of_an_epoch(later):
         assert "different input" in str(result)
 
 
-def test_a_generator_cant_be_read_in_another_epoch():
+def test_a_finished_generator_is_an_error_in_the_next_epoch():
     shares = shard_on_ranks(2, lambda _: numbered(4))
     assert len(joint(shares)) == 2
     for share in shares:
@@ -163,7 +163,7 @@ def test_an_epoch_without_batches_is_an_error_on_all_ranks(world, presharded):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [5 * SIZE, 4 * SIZE + 1])
 @pytest.mark.parametrize("block", [1, 2])
-def test_an_epoch_ends_with_the_longest_generator(world, rows, block):
+def test_an_epoch_lasts_as_long_as_the_longest_generator(world, rows, block):
     """Rank 0 has three batches and rank 1 two."""
     model = distributed(world, steps_per_execution=block)
     history = model.fit(batches(world.rank(), 2, rows), verbose=0).history

@@ -1,4 +1,4 @@
-"""Batches have the structure that Keras passes to a step in a single process."""
+"""The structure of batches, compared with Keras in a single process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _generator(make: Callable[[np.ndarray, np.ndarray], Any]) -> Iterator[Any]:
     return (make(A[n : n + 2], B[n : n + 2]) for n in (0, 2, 4))
 
 
-# Each returns x, or a tuple of positional arguments for ``evaluate``.
+# Each function returns x, or a tuple of positional arguments for ``evaluate``.
 INPUTS: dict[str, Callable[[], Any]] = {
     "array": lambda: A,
     "dict of arrays": lambda: {"b": B, "a": A},
@@ -117,7 +117,7 @@ def test_batches_have_the_structure_of_keras(name: str, size: int) -> None:
                 )
 
 
-def test_leaves_have_names() -> None:
+def test_leaf_names() -> None:
     assert leaf_names(A) == ["x"]
     assert leaf_names({"b": B, "a": [A, B]}) == ["x['a'][0]", "x['a'][1]", "x['b']"]
     assert leaf_names((A, None, B)) == ["x", "y", "sample_weight"]
@@ -126,7 +126,7 @@ def test_leaves_have_names() -> None:
     assert signature(spec) == {"x": "float32 of shape (2,) per row", "y": "None"}
 
 
-def test_another_structure_on_a_rank_is_an_error() -> None:
+def test_a_different_structure_on_one_rank_is_an_error() -> None:
     def make(rank: int) -> tf.data.Dataset:
         return _dataset({"a": A} if rank else {"a": A, "b": B})
 

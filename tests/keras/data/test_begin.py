@@ -117,7 +117,7 @@ def test_the_same_number_of_ranks_resumes_with_the_next_batches(make, options) -
 
 
 @kinds
-def test_other_numbers_of_ranks_read_the_rest_once_and_in_order(make, options) -> None:
+def test_a_different_number_of_ranks_reads_the_rest_once_and_in_order(make, options) -> None:
     expected = flat(_read_epochs(4, make, options))
     position, ids = Position(epoch=EPOCH), []
     for size, steps in ((4, 2), (3, 1), (1, 100)):
@@ -146,7 +146,7 @@ def test_the_units_of_a_lost_rank_come_first(make, options) -> None:
 
 
 @kinds
-def test_remaining_ranks_reshard_in_the_same_process(make, options) -> None:
+def test_remaining_ranks_divide_the_rest_of_the_data(make, options) -> None:
     later = _read_epochs(2, make, options)
 
     def train(engine) -> Any:
@@ -166,7 +166,7 @@ def test_remaining_ranks_reshard_in_the_same_process(make, options) -> None:
         passes = _begin(shares, trained[0][2], repeatable=True)
         rest = flat(joint(shares, passes))
     assert sorted(done + rest) == list(range(ROWS))
-    if "batch" not in options.values():  # whose order depends on the joint batch
+    if "batch" not in options.values():  # with shuffle="batch", the order differs
         assert joint(shares, _begin(shares, Position(epoch=EPOCH))) == (
             later if make is not _shuffled and make is not _nested else _second_pass(make, options)
         )
@@ -224,7 +224,7 @@ def test_endless_input_resumes_at_any_position(make) -> None:
     assert begun[0].after(3) == Position(epoch=0, start=1004, joint_batch=2)
 
 
-def test_an_endless_shuffle_goes_on_in_its_order() -> None:
+def test_an_endless_shuffle_continues_its_order() -> None:
     def make(_: int) -> tf.data.Dataset:
         return tf.data.Dataset.range(10).shuffle(10, seed=1).repeat().batch(2)
 
@@ -298,7 +298,7 @@ def test_a_position_after_the_end_is_an_error(make, units: int, name: str) -> No
         share.begin(Position(epoch=0, start=units + 1))
 
 
-def test_a_pydataset_that_shuffles_itself_catches_up() -> None:
+def test_a_pydataset_that_shuffles_its_batches_catches_up() -> None:
     def uninterrupted(engine) -> list[list[int]]:
         share = shard(engine, Reshuffled(np.random.default_rng(5)), trains=True)
         for epoch in range(EPOCH + 1):

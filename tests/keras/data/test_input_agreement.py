@@ -38,7 +38,7 @@ def test_a_missing_leaf_is_a_difference() -> None:
         raise_if_different(facts, remedies="")
 
 
-def test_many_ranks_and_differences_stay_readable() -> None:
+def test_messages_about_many_ranks_and_differences_are_shortened() -> None:
     facts = [{f"fact {i}": rank * i for i in range(1, 9)} for rank in range(64)]
     with pytest.raises(DataError, match=r"; and 4 more\. ") as caught:
         raise_if_different(facts, remedies="")
@@ -65,14 +65,14 @@ def test_presharded_needs_a_known_amount_of_data(steps, message) -> None:
         compare([_report(steps=count) for count in steps], presharded=True)
 
 
-def test_endless_on_some_ranks_only_is_an_error() -> None:
+def test_data_that_is_endless_on_some_ranks_only_is_an_error() -> None:
     endless = _report(steps=None, endless=True)
     assert compare([endless] * 2, presharded=True) is None
     with pytest.raises(DataError, match="endless on rank 1 only"):
         compare([_report(), endless], presharded=True)
 
 
-def test_the_failure_of_another_rank_is_named() -> None:
+def test_the_error_contains_the_failure_of_another_rank() -> None:
     failed = InputReport(error="ValueError: bad shape")
     with pytest.raises(DataError, match="rank 1: ValueError: bad shape"):
         compare([_report(), failed], presharded=False)

@@ -30,7 +30,7 @@ def test_an_unsupported_input_is_an_error(x, message: str) -> None:
         shard_on_ranks(2, lambda _: (x,))
 
 
-def test_another_kind_of_input_on_a_rank_is_an_error() -> None:
+def test_a_different_kind_of_input_on_one_rank_is_an_error() -> None:
     array = np.zeros((4, 2), "float32")
 
     def make(rank: int):
@@ -40,7 +40,7 @@ def test_another_kind_of_input_on_a_rank_is_an_error() -> None:
         shard_on_ranks(2, make, batch_size=2)
 
 
-def test_other_arguments_on_a_rank_are_an_error_on_all() -> None:
+def test_different_arguments_on_one_rank_are_an_error_on_all() -> None:
     def run(engine):
         options = {"batch_size": 2 + engine.rank, "steps": 3 + engine.rank, "seed": engine.rank}
         return shard(engine, np.zeros((40, 2)), **options)

@@ -29,7 +29,7 @@ for step in steps:
 print(f"{len(steps)} sparse batches")
 """
 
-# Two loaders on each rank: one resumes in the second pass of the other.
+# Each rank has two loaders. One of them resumes in the second pass of the other.
 TORCH = """
 import torch
 

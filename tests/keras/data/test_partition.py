@@ -21,7 +21,9 @@ from hvdtrain.keras.data.partition import (
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
-def test_a_joint_step_is_the_batch_of_a_single_process(size: int, batch_size: int, shuffle) -> None:
+def test_a_joint_step_equals_the_batch_of_a_single_process(
+    size: int, batch_size: int, shuffle
+) -> None:
     joint_batch = size * batch_size
     for rows in range(1, 40):
         order = epoch_order(rows, shuffle=shuffle, joint_batch=joint_batch, seed=3, epoch=1)
@@ -62,7 +64,7 @@ def test_shuffling_batches_keeps_each_sample_in_its_joint_batch() -> None:
 
 
 @pytest.mark.parametrize("units", [1, 7, 44])
-def test_units_in_steps_are_those_of_all_shares(units: int) -> None:
+def test_units_in_steps_equal_the_sum_of_all_shares(units: int) -> None:
     joint = JointSteps(units=units, each=2, size=3)
     steps = joint.steps or 0
     for first in range(steps + 1):
@@ -153,6 +155,6 @@ def test_an_invalid_position_is_an_error(value) -> None:
 
 
 @pytest.mark.parametrize("places", [[2], [-1], [0, 7]])
-def test_only_places_below_the_start_can_be_missing(places: list[int]) -> None:
+def test_only_places_before_the_start_can_be_missed(places: list[int]) -> None:
     with pytest.raises(DataError, match="Invalid position"):
         Position(epoch=0).after(2).missing(places)

@@ -1,4 +1,4 @@
-"""The order of a pipeline that shuffles, after a restart and in a repeated pass."""
+"""The order of pipelines that shuffle, after a restart and in a repeated pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _many_parts() -> Dataset:
     return dataset.padded_batch(4).with_options(tf.data.Options())
 
 
-# A pipeline; whether creating an iterator draws the next order; whether a pass is repeatable.
+# A pipeline, whether creating an iterator draws the next order, and whether a pass is repeatable.
 PIPELINES: dict[str, tuple[Callable[[], Dataset], bool, bool]] = {
     "shuffle": (_shuffled, True, True),
     "batch": (lambda: _shuffled().batch(4).prefetch(2), True, True),
@@ -139,7 +139,7 @@ def test_a_pass_that_cant_be_repeated_is_an_error(name: str) -> None:
         passes.begin(0, within=True, repeatable=True)
 
 
-def test_a_pass_is_not_repeated_in_another_order() -> None:
+def test_repeating_a_pass_in_a_different_order_is_an_error() -> None:
     passes = PipelinePasses(_shuffled())
     for epoch in (0, 1):
         passes.begin(epoch, within=False, repeatable=False)
@@ -148,7 +148,7 @@ def test_a_pass_is_not_repeated_in_another_order() -> None:
             passes.begin(epoch, within=True, repeatable=True)
 
 
-def test_another_training_with_the_same_dataset_continues_its_orders() -> None:
+def test_a_second_training_with_the_same_dataset_continues_its_orders() -> None:
     dataset, orders = _shuffled(), _orders(_shuffled, 4)
     first = PipelinePasses(dataset)
     results = [_ids(first.begin(epoch, within=False, repeatable=False)) for epoch in (0, 1)]
@@ -157,7 +157,7 @@ def test_another_training_with_the_same_dataset_continues_its_orders() -> None:
         second.catch_up(1)
     second.catch_up(2)
     results.append(_ids(second.begin(2, within=False, repeatable=False)))
-    # Even if it starts from the beginning.
+    # This is also the case if it starts from the beginning.
     results.append(_ids(PipelinePasses(dataset).begin(0, within=False, repeatable=False)))
     assert results == orders
 

@@ -170,7 +170,7 @@ def test_an_empty_dataset_is_an_error() -> None:
         shard_on_ranks(1, lambda _: Batches(0))
 
 
-def test_another_order_on_a_rank_is_an_error() -> None:
+def test_a_different_order_on_one_rank_is_an_error() -> None:
     class Shuffled(Batches):
         def __init__(self, seed: int) -> None:
             super().__init__(100, 10)
@@ -182,7 +182,7 @@ def test_another_order_on_a_rank_is_an_error() -> None:
 
 
 class Reshuffled(Batches):
-    """Draws another order after each epoch, as is common."""
+    """Draws a new order after each epoch, as many datasets do."""
 
     def __init__(self, random: np.random.Generator) -> None:
         super().__init__(60, 6)
@@ -211,13 +211,13 @@ def test_ranks_may_reshuffle_in_the_same_order() -> None:
         assert sorted(flat(flat(ids[epoch] for ids in ranks))) == list(range(60))
 
 
-def test_reshuffling_in_another_order_is_an_error() -> None:
+def test_reshuffling_in_different_orders_is_an_error() -> None:
     for result in _two_epochs(lambda rank: Reshuffled(np.random.default_rng(rank))):
         with pytest.raises(DataError, match="first batch in epoch 0"):
             raise result
 
 
-def test_the_users_hooks_are_called_as_by_keras() -> None:
+def test_the_users_hooks_are_called_as_in_keras() -> None:
     alone = Batches(8)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -232,7 +232,7 @@ def test_the_users_hooks_are_called_as_by_keras() -> None:
 
 
 class Changing(Batches):
-    """Has another number of rows in each epoch; ids of rank 1 start at 100."""
+    """Has a different number of rows in each epoch. The ids of rank 1 start at 100."""
 
     def __init__(self, rank: int, *rows: int, **options) -> None:
         super().__init__(rows[0], **options)
@@ -267,7 +267,7 @@ def test_presharded_ranks_agree_on_the_most_steps_in_each_epoch() -> None:
         assert flat(ranks[rank][6:]) == [100 * rank + i for i in range(min(second, 4 - 2 * rank))]
 
 
-def test_another_length_on_a_rank_is_an_error() -> None:
+def test_a_different_length_on_one_rank_is_an_error() -> None:
     for result in _two_epochs(lambda rank: Changing(0, 12, 8 + 4 * rank), trains=True):
         with pytest.raises(DataError, match="number of batches is 4 on rank 0, 6 on rank 1"):
             raise result

@@ -69,7 +69,7 @@ def test_a_seeded_shuffle_yields_every_sample_once() -> None:
     first, second = flat(joint(shares)), flat(joint(shares))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    # The same orders as without hvdtrain.
+    # The orders are the same as without hvdtrain.
     plain = Dataset.range(50).shuffle(50, seed=3)
     assert [int(i) for i in plain] == first
     assert [int(i) for i in plain] == second
@@ -157,7 +157,7 @@ def test_targets_in_addition_to_a_dataset_are_an_error() -> None:
         shard_on_ranks(1, lambda _: (_ids(4, 2), np.zeros(4)))
 
 
-def test_another_length_or_type_on_a_rank_is_an_error() -> None:
+def test_a_different_length_or_type_on_one_rank_is_an_error() -> None:
     with pytest.raises(DataError, match="number of batches is 6 on rank 0, 5 on rank 1"):
         shard_on_ranks(2, lambda rank: _ids(12 - 2 * rank, 2))
     with pytest.raises(DataError, match=r"x is float32 .* float64 .* on rank 1"):
@@ -189,7 +189,7 @@ def test_an_unseeded_shuffle_is_an_error_after_the_first_step() -> None:
             raise result
 
 
-def test_a_late_difference_is_an_error_at_the_end_of_the_pass() -> None:
+def test_a_difference_after_the_first_step_is_an_error_at_the_end_of_the_pass() -> None:
     def make(rank: int) -> Dataset:
         ids = np.arange(100)
         ids[90] += rank
@@ -209,7 +209,7 @@ def test_random_augmentation_of_inputs_is_allowed(batches: int) -> None:
         assert not isinstance(result, Exception), result
 
 
-def test_the_order_is_deterministic_even_with_other_options() -> None:
+def test_the_order_is_deterministic_despite_the_users_options() -> None:
     def make(_: int) -> Dataset:
         options = tf.data.Options()
         options.deterministic = False

@@ -21,7 +21,7 @@ DILOCO = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
 def make() -> keras.Model:
-    """Return a model with much state that differs by rank; an epoch has six steps."""
+    """Return a model with many states that differ between ranks. An epoch has six steps."""
     layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization()]
     optimizer = keras.optimizers.Adam(0.01, use_ema=True)
     return model_of([*layers, keras.layers.Dropout(0.4)], optimizer=optimizer)
@@ -40,7 +40,10 @@ def fit(*callbacks: Any, epochs: int = 3) -> Any:
     ("outer", "stop"), [(DILOCO, 5), pytest.param({}, 8, marks=pytest.mark.more)]
 )
 def test_a_resumed_training_equals_one_without_checkpoints(local_sgd, tmp_path, outer, stop):
-    """To the bit, on each rank. Checkpoints wait for the end of a round or epoch."""
+    """The results are bitwise equal on each rank.
+
+    Checkpoints are delayed until the end of a round or epoch.
+    """
     world = local_sgd(4, **outer)
     whole = outcome(*run(world, make, fit(), seed=1))
     saving = Checkpoint(tmp_path, every_steps=1)
@@ -49,7 +52,7 @@ def test_a_resumed_training_equals_one_without_checkpoints(local_sgd, tmp_path, 
     if world.is_chief():
         # A checkpoint is skipped while the previous one is being written.
         assert {4} <= {*saved_steps(tmp_path)} <= {4, 6}
-    # Another seed: the state must come from the checkpoint.
+    # Use a different seed, because the state must come from the checkpoint.
     resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=1)), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
@@ -67,7 +70,7 @@ def test_a_checkpoint_waits_for_the_end_of_the_epoch_if_rounds_are_longer(local_
 
 
 @pytest.mark.ranks(2)
-def test_a_signal_ends_a_round(local_sgd, tmp_path):
+def test_a_signal_ends_the_current_round(local_sgd, tmp_path):
     world = local_sgd(100)
     means: list[np.ndarray] = []
 
@@ -93,7 +96,7 @@ def test_a_signal_ends_a_round(local_sgd, tmp_path):
 @pytest.mark.more
 @pytest.mark.ranks(2)
 def test_modes_resume_from_each_others_checkpoints(world, local_sgd, tmp_path):
-    """As in post-local SGD: first gradients are averaged, then weights."""
+    """In post-local SGD, for example, gradients are averaged first, and weights later."""
     modes = [lambda: world, lambda: local_sgd(4, **DILOCO), lambda: local_sgd(2)]
     for epochs, mode in enumerate(modes, 1):
         model, history = run(mode(), make, fit(Checkpoint(tmp_path), epochs=epochs), seed=epochs)
@@ -104,7 +107,7 @@ def test_modes_resume_from_each_others_checkpoints(world, local_sgd, tmp_path):
     assert losses[2] < losses[0]
 
 
-def test_another_number_of_ranks_gets_means_of_the_optimizers_state():
+def test_resuming_on_a_different_number_of_ranks_averages_optimizer_states():
     model = make()
     model.optimizer.build(model.trainable_variables)
     samples = keras.Variable(0, dtype="int64", trainable=False)

@@ -1,4 +1,4 @@
-"""A rank that dies within a round is excluded from the average, and its samples are used again."""
+"""A rank that dies within a round: the average without it, and the use of its samples."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_training_continues_without_a_rank_and_uses_its_samples(elastic):
     assert done.returncode == 0, done
     (result,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
     assert (result["size"], result["chief"]) == (1, True)
-    # Each sample is used once. Sums of the second round, in which a rank was lost, were scaled for
-    # one rank more than were in the average.
+    # Each sample is used once. A rank was lost in the second round, so the sums of that round were
+    # scaled for one rank more than the average contains.
     for counts, before, after in zip(result["counts"], (3, 2), (2, 1)):
         scaled = before / after
         assert sorted(set(counts)) == [1.0, scaled]

@@ -24,14 +24,14 @@ def weights_of(model: keras.Model) -> list[np.ndarray]:
 
 
 def ranks_agree(model: keras.Model, variables: Any = None) -> bool:
-    """Return whether all ranks have the same weights, to the bit; collective."""
+    """Return whether all ranks have bitwise equal weights. All ranks must call this."""
     values = weights_of(model) if variables is None else [v.numpy() for v in variables]
     data = b"".join(np.asarray(value).tobytes() for value in values).hex()
     return len(set(job.collectives().allgather_object(data, name="weights"))) == 1
 
 
 class Observer(keras.callbacks.Callback):
-    """Records whether ranks agree after each step, and in validations and ends of epochs."""
+    """Records whether ranks agree after each step, in validations and at the end of epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_a_stop_on_one_rank_stops_all_after_that_batch(local_sgd):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("outer", [{}, {"outer_learning_rate": 0.7, "outer_momentum": 0.9}])
 def test_ranks_agree_after_each_round_and_at_the_end_of_epochs(local_sgd, outer):
-    """On weights, final moving averages of them, and moving statistics."""
+    """All ranks have the same weights, moving averages of weights, and moving statistics."""
     world = local_sgd(3, **outer)
     model, observer = normalized(), Observer()
     world.distribute(model)
@@ -200,8 +200,8 @@ def test_rounds_of_one_step_equal_synchronous_training(world, local_sgd, case):
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
-def test_rounds_with_an_outer_optimizer_are_diloco(local_sgd):
-    """Adam within and Nesterov momentum between rounds, repeated by hand."""
+def test_rounds_with_an_outer_optimizer_implement_diloco(local_sgd):
+    """The test repeats training by hand, with Adam in rounds and Nesterov momentum after them."""
     world = local_sgd(2, outer_learning_rate=0.7, outer_momentum=0.9)
     # Each rank takes six rows of a joint batch; an epoch has three steps.
     x, y = X[:36], Y[:36]
@@ -234,7 +234,7 @@ def test_rounds_with_an_outer_optimizer_are_diloco(local_sgd):
 
 @pytest.mark.ranks(2)
 def test_ranks_are_weighted_by_their_samples(local_sgd):
-    """A step without samples changes nothing, despite momentum and weight decay."""
+    """A step without samples must not change weights, despite momentum and weight decay."""
     world = local_sgd(100)
     model = classifier(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1))
     world.distribute(model)
@@ -260,7 +260,7 @@ def test_ranks_are_weighted_by_their_samples(local_sgd):
 
 @pytest.mark.ranks(2)
 def test_callbacks_may_set_weights_between_rounds(local_sgd):
-    """The outer optimizer starts from them."""
+    """The outer optimizer starts from the weights that callbacks set."""
     world = local_sgd(3, outer_learning_rate=0.5)
     model = classifier(optimizer=keras.optimizers.SGD(0.0))
     world.distribute(model)
@@ -275,7 +275,7 @@ def test_callbacks_may_set_weights_between_rounds(local_sgd):
 
 
 @pytest.mark.ranks(2)
-def test_weights_that_are_not_finite_are_named(local_sgd):
+def test_the_error_names_weights_that_are_not_finite(local_sgd):
     world = local_sgd(2)
     model = classifier()
     world.distribute(model)
@@ -307,7 +307,7 @@ def test_float8_scales_can_not_be_averaged(local_sgd):
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_outer_optimizer_is_applied_on_one_rank_too(local_sgd):
+def test_the_outer_optimizer_is_also_applied_on_a_single_rank(local_sgd):
     world = local_sgd(2, outer_learning_rate=0.5)
     model = classifier(optimizer=keras.optimizers.SGD(0.1))
     world.distribute(model)

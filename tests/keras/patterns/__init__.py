@@ -1,4 +1,4 @@
-"""The examples of Keras' guides and API pages, each as a small model and its training."""
+"""Examples from Keras' guides and API pages, each with a small model and its training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guides on callbacks, saving and the API."""
+"""Examples from the guides on callbacks, saving and the API."""
 
 from __future__ import annotations
 

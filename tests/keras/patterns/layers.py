@@ -1,4 +1,4 @@
-"""Guides on layers, models, losses and data."""
+"""Examples from the guides on layers, models, losses and data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ layers = keras.layers
 
 
 class Watching(layers.Layer):
-    """Adds a loss and a metric of its input."""
+    """Adds a loss and a metric that are computed from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Linear(layers.Layer):
 
 
 class Autoencoder(keras.Model):
-    """A variational autoencoder; its samples depend only on the input."""
+    """A variational autoencoder whose samples depend only on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ LAYERS: dict[str, Pattern] = {
     ),
     "masked outputs of each time step": Pattern(_tagger, fit(TOKENS, TOKENS % 3)),
     "a user-defined metric": Pattern(
-        # No validation: Keras alone would report its value for the training as well.
+        # Don't validate, because Keras alone would report the value of the validation for training.
         lambda: classifier(metrics=[Hits(), "accuracy"]),
         fit(),
         eager=False,

@@ -1,4 +1,4 @@
-"""Guide "Writing a training loop from scratch in TensorFlow", and ``train_on_batch``."""
+"""Custom training loops, as in "Writing a training loop from scratch", and ``train_on_batch``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Pattern(NamedTuple):
     Attributes:
         make: Returns the compiled model.
         train: Takes the model and a batch size, and returns the results that a user sees.
-        often: Whether ``make test-keras`` runs it, not only ``make test-all``.
+        often: Whether ``make test-keras`` runs the pattern. ``make test-all`` runs all patterns.
         since: The first version of Keras that supports it.
         eager: Whether the reference may run eagerly, which is faster than tracing.
     """
@@ -72,7 +72,7 @@ def built(model: keras.Model, x: Any = X, **options: Any) -> keras.Model:
 
 
 def stack(*parts: Any, start: Any = None, **options: Any) -> keras.Model:
-    """Return a compiled Sequential; the input has six numbers per row unless ``start`` is set."""
+    """Return a compiled Sequential. The input has six numbers per row unless ``start`` is set."""
     model = keras.Sequential([keras.Input((6,)) if start is None else start, *parts])
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": LOSS, **options})
     return model

@@ -1,4 +1,4 @@
-"""Guide "Customizing what happens in fit() with TensorFlow"."""
+"""Custom train steps, as in "Customizing what happens in fit() with TensorFlow"."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ layers = keras.layers
 
 
 class NestedLogs(keras.Model):
-    """Returns all metrics of a step by name; the compiled ones are a nested dict."""
+    """Returns all metrics of a step by name. The compiled metrics are in a nested dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _reduced(reduction: str) -> keras.losses.Loss:
 
 
 def _weights_alone(model: keras.Model, size: int) -> Any:
-    """Train without comparing the losses, which the step sums over this rank's rows."""
+    """Train without comparing the losses, because the step sums them over this rank's rows only."""
     fit()(model, size)
     return {}
 
@@ -121,7 +121,10 @@ class OwnTrackers(keras.Model):
 
 
 class Gan(keras.Model):
-    """Two networks and two optimizers without call(); noise is in the data or drawn."""
+    """A model with two networks and two optimizers, but without call().
+
+    The noise is part of the data, or drawn in the step.
+    """
 
     def __init__(self, every: int = 1, draw: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -201,7 +204,7 @@ def make_gan(scaled: bool = False, **options: Any) -> keras.Model:
 
 
 class Distiller(keras.Model):
-    """Holds built models, and is not called before fit."""
+    """Contains built models, but is not called itself before fit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,8 @@
 
     program.py DIRECTORY [--fault kill|stop|preempt]
 
-Unless training resumes, one rank receives a signal after two checkpoints have been written.
+With ``--fault``, one rank receives a signal after two checkpoints have been written, unless the
+training was resumed.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class Fault(keras.callbacks.Callback):
         self.left -= 1
         if self.left > 0 or self.sent or hvdtrain.rank() != self.rank:
             return
-        # Wait for a checkpoint in progress; the next one needs another step of this rank.
+        # Wait for a checkpoint in progress. The next one needs another step of this rank.
         before, deadline = len(written()), time.monotonic() + PATIENCE_S
         while len(written()) == before < 2 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -70,7 +70,7 @@ def outcome(model: keras.Model, history: Any) -> dict[str, Any]:
 
 
 def run(world: Any, make: Callable[[], keras.Model], fit: Callable[..., Any], seed: int) -> Any:
-    """Create, distribute and train a model; return it and its history."""
+    """Create, distribute and train a model, and return it with its history."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
     model = make()

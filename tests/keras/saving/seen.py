@@ -8,10 +8,10 @@ __all__ = ["Seen"]
 
 
 class Seen(keras.metrics.Metric):
-    """The least and most frequent use of a sample in the epoch.
+    """The least and the greatest number of times that a sample was used in the epoch.
 
     Args:
-        samples: The number of samples; their ids are in the second column of the targets.
+        samples: The number of samples. Their ids are in the second column of the targets.
     """
 
     def __init__(self, samples: int) -> None:

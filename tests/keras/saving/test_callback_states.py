@@ -1,4 +1,4 @@
-"""Callback states as JSON and arrays."""
+"""The conversion of callback states into JSON and arrays."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""When ranks synchronize, when a checkpoint is due, and the effect of signals."""
+"""The schedule of synchronizations and checkpoints, and the handling of signals."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_due_by_steps():
     schedule = CheckpointSchedule(5, None)
     due = [step for step in range(1, 17) if schedule.is_due(step, step - 1)]
     assert due == [5, 10, 15]
-    # After several steps in one execution.
+    # Several steps may be made in one execution.
     assert schedule.is_due(6, 3)
     assert not schedule.is_due(9, 6)
     assert not CheckpointSchedule(None, 1.0).is_due(5, 4)

@@ -92,7 +92,7 @@ def test_a_full_disk_is_an_error_on_request(launch, small_disk):
     assert "No space left" in done.stderr
 
 
-# Each file has 14 MB, whose writing takes longer than the time-out.
+# Each file has 14 MB, so writing it takes longer than the time-out.
 SLOW = """
     import sys
     import keras, numpy as np

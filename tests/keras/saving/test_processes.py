@@ -1,4 +1,7 @@
-"""Jobs that are killed and started again; test_real_training.py tests ``hvdtrain run``."""
+"""Jobs that are killed and started again.
+
+tests/launch/test_real_training.py does the same with ``hvdtrain run``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def killed(launch: Any, tmp_path: Path, tmp_path_factory: Any) -> Path:
 
 @pytest.fixture
 def finish(launch: Any) -> Callable[[int | None, Path], str]:
-    """Run the training to its end; check that each epoch has used each sample once."""
+    """Run the training to its end, and check that each epoch has used each sample once."""
 
     def run(ranks: int | None, directory: Path) -> str:
         done = launch(ranks, PROGRAM, str(directory), timeout_s=TIMEOUT_S)
@@ -49,7 +52,7 @@ def test_a_killed_job_resumes_exactly(killed, finish, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [None, 3])
-def test_another_number_of_ranks_uses_each_sample_once(killed, finish, ranks):
+def test_resuming_on_a_different_number_of_ranks_uses_each_sample_once(killed, finish, ranks):
     finish(ranks, killed)
 
 
@@ -64,7 +67,7 @@ def test_a_damaged_checkpoint_is_logged_and_the_previous_one_is_used(killed, lau
     assert f"resuming from the checkpoint of step {before} " in done.stderr
 
 
-def test_damaged_checkpoints_only_are_an_error_on_every_rank(killed, launch):
+def test_a_directory_of_damaged_checkpoints_is_an_error_on_every_rank(killed, launch):
     for folder in killed.glob("step-*"):
         (folder / "state.json").write_text("{}")
     done = launch(2, PROGRAM, str(killed), timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Restored random states yield the same numbers."""
+"""Saved and restored random states."""
 
 import random
 
@@ -18,7 +18,10 @@ def restore_state():
 
 
 def draw() -> list[float]:
-    """Draw from every generator; an odd number of Gaussians, which are generated in pairs."""
+    """Draw from every generator.
+
+    Gaussian numbers are generated in pairs, so an odd number of them is drawn.
+    """
     numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal()]
     return [*map(float, numbers), float(tf.random.uniform([])), float(keras.random.normal([]))]
 
@@ -39,7 +42,7 @@ def test_every_generator_is_restored(drawn_before):
 
 
 def test_all_states_have_the_same_shapes():
-    """Ranks exchange them as bytes."""
+    """Ranks exchange the states as bytes, so the shapes must be equal."""
     keras.utils.set_random_seed(7)
     shapes = {name: (array.shape, array.dtype) for name, array in random_state().items()}
     draw()

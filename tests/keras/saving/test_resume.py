@@ -1,4 +1,4 @@
-"""Interrupted and resumed trainings equal uninterrupted ones to the last bit."""
+"""Interrupted and resumed trainings, compared bitwise with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dropout() -> keras.Model:
 
 
 def accumulating() -> keras.Model:
-    """Return a model with statistics, accumulated gradients and dropout, which differ by rank."""
+    """Return a model with statistics, gradients and random states that differ between ranks."""
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.4)]
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=3)
     return model_of(layers, optimizer=optimizer)
@@ -73,7 +73,7 @@ def several_steps() -> keras.Model:
 def check_exact(
     world: Any, make: Any, fit: Any, tmp_path: Any, stop: int, *, every_steps: int | None = 2
 ) -> None:
-    """Compare a run that is interrupted after ``stop`` steps and resumed with a whole one."""
+    """Interrupt a run after ``stop`` steps, resume it, and compare it with an uninterrupted run."""
 
     def saving() -> Checkpoint:
         return Checkpoint(tmp_path, every_steps=every_steps)
@@ -81,7 +81,7 @@ def check_exact(
     whole = outcome(*run(world, make, fit([Checkpoint(tmp_path / "whole")]), seed=1))
     with pytest.raises(Stop):
         run(world, make, fit([saving(), StopAfter(stop)]), seed=1)
-    # With another seed, as the state must be the checkpoint's.
+    # Use a different seed, because the state must come from the checkpoint.
     resumed = outcome(*run(world, make, fit([saving()]), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
@@ -168,7 +168,7 @@ def shuffled_pipeline(callbacks: list[Any], *, seed: int = 5) -> Any:
 
 
 @pytest.mark.ranks(2)
-def test_another_order_of_a_pipeline_is_a_warning(world, tmp_path, capfd):
+def test_resuming_with_a_different_seed_of_a_pipeline_is_a_warning(world, tmp_path, capfd):
     callbacks = [Checkpoint(tmp_path, every_steps=1), StopAfter(3)]
     with pytest.raises(Stop):
         run(world, dropout, shuffled_pipeline(callbacks), seed=1)
@@ -255,7 +255,10 @@ def test_resuming_is_exact(world, make, fit, stop, tmp_path):
 @pytest.mark.more
 @pytest.mark.ranks(2)
 def test_a_pass_of_unknown_length_may_end_within_an_epoch(world, tmp_path):
-    """Its six steps end within the second epoch of four; the third epoch starts another pass."""
+    """The pass has six steps, so it ends within the second epoch of four steps.
+
+    The third epoch starts another pass.
+    """
 
     def fit(callbacks: list[Any]) -> Any:
         return of_unknown_length(callbacks, steps_per_epoch=4)
@@ -305,7 +308,7 @@ def setting() -> list[Any]:
     ("own", "first"),
     [(counting, True), (setting, False), (lambda: [Draws()], True)],
 )
-def test_callbacks_resume_their_state(world, own, first, tmp_path):
+def test_callback_states_are_restored(world, own, first, tmp_path):
     def fit(saving: list[Any]) -> Any:
         return plain([*saving, *own()] if first else [*own(), *saving], batch_size=6)
 
@@ -332,7 +335,7 @@ def test_only_the_chief_needs_the_directory(world, tmp_path):
     ("patience", "ranks", "epochs"), [(9, [0, 1], EPOCHS), (1, [0, 1], 2), (1, [0], 2)]
 )
 def test_a_complete_training_is_not_continued(world, patience, ranks, epochs, tmp_path, capfd):
-    """It may have been stopped by EarlyStopping, on all ranks or on one."""
+    """Training may also have been completed by EarlyStopping, on all ranks or on one."""
 
     def fit() -> Any:
         stopping = keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=10.0)
@@ -424,7 +427,7 @@ def test_a_validation_is_repeated_after_a_signal(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_another_model_is_an_error_on_every_rank(world, tmp_path):
+def test_a_checkpoint_of_a_different_model_is_an_error_on_every_rank(world, tmp_path):
     run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
 
     def wider() -> keras.Model:
@@ -435,7 +438,7 @@ def test_another_model_is_an_error_on_every_rank(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_another_kind_of_input_within_an_epoch_is_an_error(world, tmp_path):
+def test_resuming_within_an_epoch_with_a_different_kind_of_input_is_an_error(world, tmp_path):
     fit = plain([Checkpoint(tmp_path, every_steps=2), StopAfter(3)], batch_size=6)
     with pytest.raises(Stop):
         run(world, dropout, fit, seed=1)

@@ -1,7 +1,7 @@
 """Trains models in many ways on any number of ranks, and saves the results.
 
-``python oracle.py FOLDER [CASE ...]``: after each case every rank compares its weights with the
-chief's, and the chief writes weights and the optimizer's state to ``FOLDER/CASE.npz``.
+Run it with ``python oracle.py FOLDER [CASE ...]``. After each case, every rank compares its weights
+with the chief's, and the chief writes the weights and the optimizer's state to ``FOLDER/CASE.npz``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(folder: Path, *chosen: str) -> None:
 
 
 def _like_chief(model: keras.Model) -> bool:
-    """Return whether this rank has the chief's weights; collective."""
+    """Return whether this rank has the chief's weights. All ranks must call this."""
     broadcast = world.collectives().broadcast
     values = [np.asarray(variable.numpy()) for variable in model.weights]
     chiefs = [broadcast(value.copy(), name="the chief's") for value in values]

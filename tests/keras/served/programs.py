@@ -1,4 +1,4 @@
-"""Test programs of several ranks with parameter servers, and their output."""
+"""Helpers for test programs with parameter servers, and for their output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trains a small model with parameter servers; test_replay.py repeats the training in one process.
+"""Trains a small model with parameter servers. test_replay.py repeats the training in one process.
 
-``python replayed.py FOLDER``: the chief writes ``before.npz``, and ``after.npz`` with the weights
-and then the optimizer's momentums.
+Run it with ``python replayed.py FOLDER``. The chief writes ``before.npz`` and ``after.npz``, which
+contain the weights, followed by the optimizer's momentums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_of(worker: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the batch of a worker; the batches of all workers in a step are neighbours."""
+    """Return a worker's batch. The batches of all workers in a step are next to each other."""
     start = (step % STEPS * WORKERS + worker) * BATCH
     x, y = make_data()
     return x[start : start + BATCH], y[start : start + BATCH]

@@ -1,4 +1,4 @@
-"""Workers that die or become silent: training continues without them."""
+"""Workers that die or become silent, and training without them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def start(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
         pytest.param({"mode": "async-ps", "count": 1, "staleness_bound": 0}, id="bound 0"),
     ],
 )
-def test_steps_without_a_lost_worker_have_the_gradients_of_the_others(start, settings):
+def test_steps_after_a_loss_use_the_gradients_of_the_remaining_workers(start, settings):
     ranks = 3 + settings["count"]
     done = start(EXACT, settings.pop("mode"), ranks, **settings)
     assert done.returncode == 0, done
@@ -146,7 +146,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_worker_may_die_at_any_time(start, tmp_path, mode):
-    """During a push, a snapshot or an evaluation, or at the end."""
+    """The worker dies during a push, a snapshot or an evaluation, or at the end."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -190,7 +190,7 @@ SKIPPED = program(
 
 
 def test_a_resumed_training_uses_the_samples_that_a_lost_worker_skipped(start, tmp_path):
-    """With the remaining two workers, or with three again."""
+    """Training resumes with the remaining two workers, or with three again."""
     done = start(SKIPPED, "async-ps", 4)
     assert done.returncode == 0, done
     assert reports(done, "seen") == [
@@ -243,7 +243,7 @@ VITAL = program("""
     ("who", "what", "restarts"), [(3, "a parameter server", 0), (0, "the chief", 1)]
 )
 def test_a_lost_server_or_chief_ends_the_job(start, tmp_path, who, what, restarts):
-    """With the documented exit code and a hint, or a restart."""
+    """The job ends with the documented exit code and a hint, or it restarts."""
     options = "--elastic", "--max-restarts", str(restarts)
     done = start(VITAL, "async-ps", 4, who, tmp_path / "checkpoints", options=options)
     assert f"rank {who} on " in done.stderr
@@ -292,8 +292,11 @@ SILENT = program("""
 @pytest.mark.parametrize(
     ("mode", "settings"), [("sync-ps", {}), ("async-ps", {"staleness_bound": 2})]
 )
-def test_nobody_waits_for_a_silent_worker(launch, mode, settings):
-    """Under any MPI, without --elastic. Its later gradients are applied, or too late."""
+def test_workers_and_servers_dont_wait_for_a_silent_worker(launch, mode, settings):
+    """This is the case under any MPI, and without --elastic.
+
+    The silent worker's later gradients are applied, or dropped because they are too late.
+    """
     environment = servers(mode, worker_timeout_s=4, **settings)
     done = launch(4, SILENT, timeout_s=120, env=environment)
     assert done.returncode == 0
@@ -328,7 +331,7 @@ def test_a_hanging_worker_is_killed_and_the_others_continue(start):
     options = "--hang-timeout-s", "5"
     done = start(HANGS, "sync-ps", 3, options=options, python=[sys.executable])
     assert done.returncode == 0, done
-    # If it is stopped while it receives a reply, the server and the others wait for it.
+    # If the worker is stopped while it receives a reply, the server and other workers wait for it.
     others_continue = r"has completed no step for \d+ s"
     waited = r"keeps the others waiting \(stopped \(state T\)\)"
     assert re.search(rf"rank 1 on \S+ ({others_continue}|{waited}); killing it", done.stderr)
@@ -360,7 +363,7 @@ TOO_FEW = program("""
 """)
 
 
-def test_with_too_few_ranks_the_job_saves_and_ends_as_the_lost_rank_did(start, tmp_path):
+def test_with_too_few_ranks_the_job_saves_and_ends_with_the_lost_ranks_exit_code(start, tmp_path):
     options = "--elastic", "--min-np", "4"
     done = start(TOO_FEW, "async-ps", 4, tmp_path / "checkpoints", options=options)
     assert done.returncode == 137, done

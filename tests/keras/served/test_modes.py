@@ -1,4 +1,4 @@
-"""With synchronous steps, training equals that of one process with the joint batch."""
+"""Training with synchronous steps, compared with one process on the joint batch."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def alone(tmp_path_factory, fork_servers):
 SPREAD = ["accumulation, uneven", "clipnorm", "embedding", "averages"]
 # The order of messages could matter for these.
 BOUND = ["embedding", "averages", "momentum", "schedule, uneven", "own_step"]
-# All others, and an own train_step in each mode.
+# All other cases, and a custom train_step in each mode.
 OTHERS = [case for case in oracle.CASES if case == "own_step" or case not in SPREAD + BOUND]
 BOUND_0 = {"staleness_bound": 0}
 

@@ -95,13 +95,13 @@ ALONE = program("""
     ("count", "cases"),
     [
         (1, ["sgd", "adam", "rows", "eager", "several", "jit", "accumulation"]),
-        # The step's graph is the same as with one server, the messages are not.
+        # The step's graph is the same as with one server, but the messages differ.
         (2, ["adam", "rows"]),
     ],
     ids=["one server", "two servers"],
 )
-def test_a_step_lacks_the_last_gradient(launch, count, cases):
-    """Validation, callbacks at the end of an epoch and the final weights have all gradients."""
+def test_each_step_uses_weights_without_the_previous_gradient(launch, count, cases):
+    """Validations, callbacks at the end of an epoch and the final weights include all gradients."""
     env = servers("async-ps", count, overlap=1)
     done = launch(1 + count, ALONE, *cases, env=env, timeout_s=150)
     assert done.returncode == 0
@@ -140,8 +140,8 @@ PROGRESS = program("""
 
 
 @pytest.mark.parametrize("transport", [{}, {"OMPI_MCA_btl": "self,tcp"}])
-def test_gradients_are_sent_while_their_worker_computes(launch, transport):
-    """Even if MPI makes progress only within its calls, as over TCP."""
+def test_gradients_are_sent_while_the_worker_computes(launch, transport):
+    """This works even if MPI makes progress only within its calls, as over TCP."""
     done = launch(2, PROGRESS, env=servers("async-ps", overlap=1) | transport)
     assert done.returncode == 0
     assert [entry["same"] for entry in reports(done, "done")] == [True] * 2
@@ -230,7 +230,7 @@ REFUSED = program("""
 
 @pytest.mark.parametrize(("steps", "started"), [(3, 3), (5, 4)])
 def test_a_refusal_is_raised_at_the_next_exchange(launch, steps, started):
-    """In the next step or, after the last step of an epoch, by the next request."""
+    """It is raised in the next step or, after an epoch's last step, by the next request."""
     env = servers("async-ps", overlap=1) | {"STEPS": str(steps)}
     done = launch(3, REFUSED, env=env, timeout_s=100)
     assert done.returncode != 0

@@ -11,9 +11,9 @@ class Ranks:
     """Ranks that go through the data at their own pace.
 
     Args:
-        begins: Where passes begin, by epoch.
-        each: Units that a rank takes in a step.
-        size: How many ranks there are.
+        begins: The position where each epoch's pass begins.
+        each: The number of units that a rank takes in a step.
+        size: The number of ranks.
         units: The length of a pass; None if it is endless.
         first: The first epoch.
     """
@@ -41,7 +41,7 @@ class Ranks:
 
 @pytest.mark.parametrize("units", [1, 23, 40, None])
 def test_every_unit_is_done_once(units):
-    """Ranks stop and resume repeatedly, each time with another number of ranks."""
+    """Ranks stop and resume repeatedly, each time with a different number of ranks."""
     apart = 0
     for seed in range(150):
         chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The servers' logs say all: one process that makes the same updates has the same weights."""
+"""The servers' logs: one process that repeats the logged updates gets the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Server:
     """A server's variables, one after another, with a plain optimizer.
 
     Args:
-        log: What it has written.
+        log: The log that the server has written.
         initial: The first weights by name.
     """
 
@@ -40,12 +40,12 @@ class Server:
         self.versions = [np.empty(0), self.held.numpy().copy()]
 
     def cut(self, whole: dict[str, np.ndarray]) -> np.ndarray:
-        """Return the part of this server."""
+        """Return this server's part of the weights."""
         parts = [whole[path].reshape(-1)[start:stop] for path, start, stop in self.pieces]
         return np.concatenate(parts)
 
     def put(self, version: int, whole: dict[str, np.ndarray]) -> None:
-        """Assign the part of this server, at a version."""
+        """Assign this server's part of a version of the weights."""
         values = self.versions[version]
         for path, start, stop in self.pieces:
             whole[path].reshape(-1)[start:stop] = values[: stop - start]
@@ -124,7 +124,10 @@ def _key(entry: dict[str, Any]) -> tuple[int, int]:
     ],
 )
 def test_one_process_makes_the_same_updates(launch, tmp_path, mode, count, settings):
-    """Servers apply gradients in different orders, computed with weights of several versions."""
+    """Servers apply gradients in different orders.
+
+    The gradients are computed with weights of several versions.
+    """
     env = servers(mode, count, update_log=tmp_path, **settings)
     done = launch(replayed.WORKERS + count, PROGRAM, str(tmp_path), timeout_s=100, env=env)
     assert done.returncode == 0

@@ -142,7 +142,7 @@ COUNTS = {
 }
 
 
-# Input is read in the same way in all modes, but ends in three.
+# All modes read input in the same way. These three cases end an epoch in different ways.
 ENDS = ["unknown length", "steps", "presharded"]
 
 
@@ -270,7 +270,7 @@ BACKUP = program("""
 """)
 
 
-def test_nobody_waits_for_a_backup_worker(launch):
+def test_other_workers_dont_wait_for_a_backup_worker(launch):
     done = launch(4, BACKUP, env=servers("sync-ps", backup_workers=1), timeout_s=100)
     assert done.returncode == 0
     assert [entry["like_chief"] for entry in reports(done, "done")] == [True] * 4

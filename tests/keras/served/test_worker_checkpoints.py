@@ -117,8 +117,8 @@ OVERLAP = servers("async-ps", overlap=1)
         pytest.param(2, OVERLAP, ("deep 0", "accumulating 0"), id="one worker, overlap"),
     ],
 )
-def test_a_resumed_training_is_exactly_the_same(launch, ranks, environment, cases):
-    """After a signal to a worker or a server; cases are models and the rank with the signal."""
+def test_a_resumed_training_equals_an_uninterrupted_one(launch, ranks, environment, cases):
+    """A worker or a server gets a signal. A case has a model and the rank that gets the signal."""
     done = launch(ranks, EXACT, *cases, timeout_s=300, env=environment)
     assert done.returncode == 0
     entries = reports(done, "exact")
@@ -287,7 +287,7 @@ _stopped = []
 
 @pytest.fixture
 def stopped(launch, tmp_path_factory, tmp_path):
-    """Return a folder with trainings that two workers left when one was some epochs behind."""
+    """Return a folder of interrupted trainings in which one worker was some epochs behind."""
     if not _stopped:
         done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
         assert done.returncode == 0
@@ -401,7 +401,7 @@ ENDS = program(
 
 
 def test_signals_while_another_worker_validates_or_waits(launch):
-    """And checkpoints that can't be used."""
+    """The test also resumes from checkpoints that can't be used."""
     done = launch(3, ENDS, timeout_s=280, env=servers("async-ps"))
     assert done.returncode == 0
     for case in ENDINGS:
@@ -429,7 +429,7 @@ STOPPED_EARLY = program(
 )
 
 
-def test_early_stopping_of_the_chief_ends_a_resumed_training_too(launch):
+def test_early_stopping_on_the_chief_also_ends_a_resumed_training(launch):
     done = launch(3, STOPPED_EARLY, timeout_s=150, env=servers("sync-ps"))
     assert done.returncode == 0
     first, again, first_worker, again_worker, *_ = reports(done, "trained")
