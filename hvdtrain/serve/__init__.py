@@ -1,1 +1,1 @@
-"""The web page of jobs and its API; all data are read from the folders of jobs."""
+"""The web page that shows jobs, and its API. All data are read from the job folders."""

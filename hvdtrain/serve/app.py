@@ -33,7 +33,7 @@ __all__ = ["make_app"]
 
 STATIC = Path(__file__).with_name("static")
 _MOST_FORM_BYTES = 4096
-# Includes the icon, as browsers would request /favicon.ico.
+# The page names its icon, because browsers would otherwise request /favicon.ico.
 _LOGGED_IN = """\
 <!doctype html>
 <meta http-equiv="refresh" content="0; url=/">
@@ -57,7 +57,7 @@ def make_app(
 
     Args:
         index: The jobs.
-        keys: The token and its signatures.
+        keys: The token, and the signatures made with it.
         hosts: Allowed Host headers.
         scheme: http or https.
         codes: One-time login codes.
@@ -104,9 +104,10 @@ def _session_routes(
     """Return the routes for logging in and out."""
 
     async def login(request: Request) -> Response:
-        """Set the session cookie for the token in a form, or for a one-time code in a link.
+        """Set the session cookie if a form has the token, or a link has a one-time code.
 
-        The token is not accepted in URLs, which browsers keep and other users may see.
+        The token is not accepted in a URL, because browsers store URLs and other users may see
+        them.
         """
         if request.method == "POST":
             body = bytearray()
@@ -120,8 +121,8 @@ def _session_routes(
         else:
             given = request.query_params.get("code", "")
             if request.method == "GET" and codes.redeem(given):
-                # Not a redirect: the link comes from a file, and browsers send no strict cookie
-                # after redirects that another site started.
+                # This is not a redirect, because the link comes from a file. Browsers don't send a
+                # strict cookie after a redirect that started on a different site.
                 return log_in(Response(_LOGGED_IN, media_type="text/html"))
         return FileResponse(STATIC / "login.html", 403 if given else 200)
 
@@ -138,7 +139,7 @@ def _session_routes(
         return response
 
     async def session(request: Request) -> Response:
-        """Return what the page needs for its requests."""
+        """Return what the page needs to know at its start, such as its CSRF token."""
         backends: list[BackendKind] = ["local"]
         if shutil.which("sbatch"):
             backends.append("slurm")

@@ -27,10 +27,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Enough time to copy a link to another machine.
 CODE_S = 300.0
 _EPILOG = """\
-The page shows and controls the jobs of one folder. It can be stopped at any time without affecting
-jobs. Anyone with the token in that folder (.serve-token) can run any program as you, unless
---read-only is given.
-From another machine: ssh -L 8264:localhost:8264 HOST, then open http://localhost:8264/ there.
+The page shows and controls the jobs of one folder. You can stop hvdtrain serve at any time without
+affecting jobs. Unless --read-only is given, anyone with the token in that folder (.serve-token) can
+run any program as you.
+To open the page on a different machine, run ssh -L 8264:localhost:8264 HOST there, then open
+http://localhost:8264/.
 """
 
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument(
         "--port", type=int, default=PORT, help="port to listen on, 0 for any; default %(default)s"
     )
-    network.add_argument("--open", action="store_true", help="open a browser, logged in")
+    network.add_argument("--open", action="store_true", help="open a browser and log in")
     network.add_argument(
         "--name",
         action="append",
@@ -54,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="additional hostname in the page's URL; may be repeated",
     )
     network.add_argument(
-        "--tls-cert", metavar="FILE", help="TLS certificate, required for other hosts"
+        "--tls-cert", metavar="FILE", help="TLS certificate; required if other hosts can connect"
     )
     network.add_argument("--tls-key", metavar="FILE", help="private key of the certificate")
     parser.add_argument(
         "--rank-metrics",
         action="store_true",
-        help="export metrics of each rank of running jobs to Prometheus, several series per rank",
+        help="export metrics of each rank of running jobs to Prometheus: several series per rank",
     )
     parser.add_argument(
         "--read-only", action="store_true", help="refuse to start, stop and change jobs"
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until a signal arrives."""
+    """Serve the page until a signal ends this process."""
     packages = ("starlette", "uvicorn", "prometheus_client")
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.host not in _LOOPBACK and not tls:
         raise ConfigurationError(
             f"--host {arguments.host} would send the token over the network unencrypted. Add "
-            "--tls-cert and --tls-key, or remove --host and connect with "
+            "--tls-cert and --tls-key, or remove --host and connect from the other host with "
             f"ssh -L {arguments.port}:localhost:{arguments.port} {socket.gethostname()}"
         )
     import uvicorn
@@ -107,11 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     redirect = None
     if arguments.open:
         redirect = _open_browser(page, codes)
-        logger.info(
-            f"if no browser opens: {_link(page, codes)} logs in once, within {CODE_S:.0f} s"
-        )
+        logger.info(f"if no browser opens: {_link(page, codes)} logs in once within {CODE_S:.0f} s")
     else:
-        logger.info(f"the token is in {directory / TOKEN}; --open logs in a browser")
+        logger.info(f"the token is in {directory / TOKEN}; --open opens a browser and logs in")
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -135,10 +134,11 @@ def _link(page: str, codes: OneTimeCodes) -> str:
 
 
 def _open_browser(page: str, codes: OneTimeCodes) -> TemporaryDirectory[str]:
-    """Open a browser, logged in; return the folder of the file that it opens.
+    """Open the page in a browser and log in; return the temporary folder that this needs.
 
-    Other users can see the arguments of a process, so the browser gets only the path of a private
-    file that redirects to a link with a one-time code.
+    The browser gets the path of a private file in that folder, which redirects to a link with a
+    one-time code. It does not get the link itself, because other users can see the arguments of a
+    process.
     """
     folder = TemporaryDirectory(prefix="hvdtrain-open-")
     file = Path(folder.name, "open.html")

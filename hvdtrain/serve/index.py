@@ -1,6 +1,6 @@
-"""An index of all jobs in memory, so that a list of ten thousand jobs is available at once.
+"""An index of all jobs in memory, so that a list of ten thousand jobs is shown without delay.
 
-The folders are the only source; only changed folders are read again.
+All data come from the job folders. A folder is only read again if it has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["JobIndex", "matching"]
 INTERVAL_S = 1.0
 # How often Slurm and Kubernetes are asked about jobs that only they know.
 QUEUES_INTERVAL_S = 15.0
-# Jobs that are read at once: first the newest, for the first page of the list.
+# How many jobs are read at a time: at first only the newest, for the first page of the list.
 FIRST = 200
 BATCH = 1000
 # The fraction of one core's time that scanning for changes may take.
@@ -31,18 +31,18 @@ class JobIndex:
     """The jobs of a directory; thread-safe.
 
     Args:
-        directory: The directory of the folders of jobs.
+        directory: The directory that contains the job folders.
 
     Attributes:
-        directory: The same directory.
-        version: A number that increases with each change.
+        directory: The directory that contains the job folders.
+        version: A number that increases with each change of a job.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.version = 0
         self._lock = threading.Lock()
-        # Refreshes, by the thread and by requests, run one at a time.
+        # The thread and requests refresh the index, but only one of them at a time.
         self._refreshing = threading.Lock()
         self._views: dict[str, JobView] = {}
         self._newest: list[JobView] = []
@@ -53,7 +53,7 @@ class JobIndex:
         self._refresh(FIRST)
 
     def start(self) -> None:
-        """Start a thread that reads the other jobs, then looks for changes about once a second."""
+        """Start a thread that reads the remaining jobs, then looks for changes every second."""
         threading.Thread(target=self._run, name="jobs", daemon=True).start()
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class JobIndex:
         return list(self._newest)
 
     def view(self, name: str) -> JobView | None:
-        """Return the current view of a job; None if there is no such job."""
+        """Return the current state of a job; None if there is no such job."""
         with self._lock:
             is_known = name in self._views
         folder = JobFolder(self.directory / name) if is_known else self.folder(name)
@@ -73,7 +73,7 @@ class JobIndex:
 
     def folder(self, name: str) -> JobFolder | None:
         """Return the folder of a job; None if there is no such job."""
-        # No name may lead out of the directory.
+        # A name must not refer to a path outside the directory.
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             return None
         path = self.directory / name
@@ -81,7 +81,7 @@ class JobIndex:
         return JobFolder(path) if is_job else None
 
     def refresh(self) -> None:
-        """Read folders that have changed, the newest first, and at most ``BATCH``."""
+        """Read at most ``BATCH`` folders that have changed, the newest first."""
         with self._refreshing:
             self._refresh(BATCH)
 
@@ -94,7 +94,8 @@ class JobIndex:
         with self._lock:
             removed = self._views.keys() - modified.keys()
             changed = [name for name, at in modified.items() if self._modified.get(name) != at]
-            # The state of an active job may change without its folder: its launcher may be gone.
+            # An active job's state may change although its folder does not, for example if its
+            # launcher is killed.
             names = [
                 name
                 for name in modified.keys() - set(changed)
@@ -126,7 +127,8 @@ class JobIndex:
             return True
         if view.is_over or ask_queues:
             return not view.is_over
-        # Without the queues: Kubernetes knows the jobs without a volume, Slurm the queued ones.
+        # These jobs can be read without asking a queue. Only Kubernetes knows jobs without a
+        # volume, and only Slurm knows its queued jobs.
         is_readable = view.spec.backend.kind != "kubernetes"
         return is_readable and (not view.spec.slurm_job or view.status == "running")
 
@@ -135,7 +137,7 @@ class JobIndex:
         modified = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
             for entry in entries:
-                # A folder may be removed in the meantime.
+                # A folder may be removed during the scan.
                 with contextlib.suppress(FileNotFoundError):
                     if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
                         # A new state is renamed into place, which modifies the folder.
@@ -148,7 +150,10 @@ class JobIndex:
 
 
 def matching(views: Sequence[JobView], text: str, status: str) -> list[JobView]:
-    """Return the jobs with ``text`` in their name or program, and this status; empty for any."""
+    """Return the jobs that have this status and ``text`` in their name or program.
+
+    An empty ``status`` or ``text`` matches all jobs.
+    """
     text = text.lower()
     return [
         view

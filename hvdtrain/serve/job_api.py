@@ -1,4 +1,4 @@
-"""The routes that show and control jobs; all respond with JSON."""
+"""The routes that show and control jobs. All of them respond with JSON."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = ["JobApi", "job_of", "view_to_json"]
 
 MOST_JOBS = 100
 MOST_LINES = 2000
-# Characters of a line; browsers can't show millions of them.
+# Characters per line of a log, because browsers can't show millions of them.
 MOST_CHARACTERS = 1 << 14
 MOST_POINTS = 2000
 # Serializing a row of a thousand ranks takes a millisecond.
 MOST_RANK_ROWS = 300
 MOST_RANK_CELLS = 40_000
-# Points of a curve in the list, and how often the curve of a running job is read.
+# The number of points of a curve in the list, and how often a running job's curve is read.
 CURVE_POINTS = 32
 CURVE_INTERVAL_S = 10.0
 MOST_CURVES = 5000
 MOST_BODY_BYTES = 1 << 20
-# The time that one request searches a log.
+# How long one request searches a log.
 SEARCH_S = 0.1
 
 
@@ -80,7 +80,7 @@ class JobApi:
         ]
 
     def _list_jobs(self, request: Request) -> Response:
-        """Return a page of the matching jobs, the newest first, and the number in each state."""
+        """Return a page of matching jobs, the newest first, and how many jobs are in each state."""
         query = request.query_params
         views = self._index.views()
         matches = matching(views, query.get("q", ""), query.get("status", ""))
@@ -119,7 +119,7 @@ class JobApi:
         )
 
     def _metrics(self, request: Request) -> Response:
-        """Return the metrics of a job over time, a list for each."""
+        """Return the metrics of a job over time, one list per metric."""
         job = job_of(self._index, request)
         count = min(_number(request.query_params, "count", 600), MOST_POINTS)
         rows = list(metrics_rows(job, count))
@@ -127,7 +127,7 @@ class JobApi:
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
 
     def _ranks(self, request: Request) -> Response:
-        """Return each rank's own time per step over time, and all current values as ``now``."""
+        """Return a history of each rank's own time per step, and all current values as ``now``."""
         job = job_of(self._index, request)
         newest = last_json_line(job.ranks)
         ranks = max(1, len(newest.get("own_s", [])))
@@ -137,10 +137,10 @@ class JobApi:
         return JSONResponse({"rows": rows, "now": newest})
 
     def _log(self, request: Request) -> Response:
-        """Return lines of a log: from ``begin``, the last, or those ``before`` a position.
+        """Return lines of a log: those from ``begin``, those ``before`` a position, or the last.
 
-        In the response, ``next`` is the position of the following lines, and ``begin`` the one
-        before which earlier lines can be requested.
+        In the response, ``next`` is the ``begin`` of a request for the following lines. ``begin``
+        is the ``before`` of a request for the lines that come earlier.
         """
         job, query = job_of(self._index, request), request.query_params
         count = min(_number(query, "count", 500), MOST_LINES)
@@ -204,14 +204,17 @@ class JobApi:
         return job, view
 
     def _options(self, body: Mapping[str, Any], folder: str) -> tuple[list[str], Mapping[str, str]]:
-        """Return the options of a request, with option files read, and the job's environment."""
+        """Return the options of a request and the job's environment.
+
+        Option files are replaced by their contents.
+        """
         options = with_files(_words(body, "options"), Path(folder))
         return options, {**self._environ, **secret_values(options)}
 
     def _new_spec(self, body: Mapping[str, Any]) -> tuple[JobSpec, Mapping[str, str]]:
         """Return the specification of a new job, and its environment.
 
-        Nothing is restricted: any program, with any options, runs as the user of this process.
+        There are no restrictions: the user of this process can run any program with any options.
         """
         program = _words(body, "program")
         folder = body.get("folder")
@@ -224,7 +227,7 @@ class JobApi:
 
 
 class CurveCache:
-    """The curve and the goodput of jobs, read again when the files of a job change or it ends."""
+    """Caches each job's curve and goodput until the job's files change or the job ends."""
 
     def __init__(self) -> None:
         self._cache: dict[str, tuple[tuple[int, int, bool], float, Mapping[str, Any]]] = {}
@@ -232,10 +235,10 @@ class CurveCache:
     def get(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
         """Return the ``curve`` and the ``goodput`` of a job.
 
-        The ``values`` of the curve are ``of`` the loss, or of samples per second if the program
-        reports no loss.
+        The curve's ``of`` says what its ``values`` are: ``loss``, or if the program reports no loss
+        ``rate`` (samples per second).
         """
-        # A job may be known to be over only after its files are complete.
+        # The end of a job may be noticed after the last change of its files.
         version, now = (size_of(job.metrics), size_of(job.events), is_over), time.monotonic()
         cached, read_at, details = self._cache.get(job.name, ((-1, -1, False), 0.0, {}))
         is_fresh = not is_over and now - read_at < CURVE_INTERVAL_S and details
@@ -274,7 +277,7 @@ def view_to_json(view: JobView) -> Mapping[str, Any]:
 
 
 def _entry_to_json(entry: LogEntry) -> list[Any]:
-    """Return begin, end, time, rank, stream and text of a line; begin and end of a gap."""
+    """Return a line as ``[begin, end, time, rank, stream, text]``, or a gap as ``[begin, end]``."""
     line = entry.line
     if line is None:
         return [entry.begin, entry.end]
@@ -328,7 +331,10 @@ def _no_such_job() -> HTTPException:
 def _action(
     act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]],
 ) -> Callable[[Request], Any]:
-    """Return a route that reads JSON, acts on a thread, and returns a result or an error."""
+    """Return a route that calls ``act`` on a thread with the JSON of the request.
+
+    It responds with the result or an error, both as JSON.
+    """
 
     async def respond(request: Request) -> Response:
         try:
@@ -337,7 +343,7 @@ def _action(
         except HvdtrainError as error:
             return JSONResponse({"error": str(error)}, 400)
         except SystemExit:
-            # From argparse, for instance for --help.
+            # argparse raises this, for instance for --help.
             return JSONResponse({"error": "These options are not supported here."}, 400)
 
     return respond

@@ -1,4 +1,4 @@
-"""Server-sent events, with which the page follows the list of jobs and single jobs."""
+"""Server-sent events, which tell the page about changes to the list of jobs or to one job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def live_routes(index: JobIndex, closing: asyncio.Event) -> list[Route]:
 
     Args:
         index: The jobs.
-        closing: Set when the server ends, which ends all streams.
+        closing: An event that is set when the server ends. All streams then end.
     """
 
     def stream(kind: str, read: Callable[[], Mapping[str, Any]]) -> StreamingResponse:
@@ -69,7 +69,7 @@ def _job_values(index: JobIndex, job: JobFolder) -> Mapping[str, Any]:
 async def _events(
     kind: str, read: Callable[[], Mapping[str, Any]], closing: asyncio.Event
 ) -> AsyncIterator[str]:
-    """Yield changed values as events, and comments if nothing changes."""
+    """Yield an event with each change of the values, and a comment if nothing changes for long."""
     sent: Mapping[str, Any] = {}
     quiet_s = 0.0
     while not closing.is_set():

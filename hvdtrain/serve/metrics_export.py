@@ -13,7 +13,7 @@ from hvdtrain.serve.index import JobIndex
 
 __all__ = ["export"]
 
-# Metric: field of metrics.jsonl and description.
+# For each metric: its field in metrics.jsonl, and a description.
 _JOB_METRICS = {
     "hvdtrain_job_step": ("step", "Completed optimizer steps."),
     "hvdtrain_job_epoch": ("epoch", "Epoch of the last step, from 0."),
@@ -21,16 +21,19 @@ _JOB_METRICS = {
     "hvdtrain_job_samples": ("samples", "Samples that all ranks have trained on."),
     "hvdtrain_job_own_step_seconds": (
         "own_s",
-        "Median over the ranks of a step's duration without waits for other ranks.",
+        "Duration of a step without waits for other ranks, median over the ranks.",
     ),
     "hvdtrain_job_reduced_bytes_per_second": (
         "reduced_bytes_per_s",
         "Bytes that all ranks contribute to allreduce per second.",
     ),
-    "hvdtrain_job_slow_rank": ("slow", "Rank that the others wait for."),
-    "hvdtrain_job_slow_factor": ("slow_factor", "Step duration of that rank relative to others."),
+    "hvdtrain_job_slow_rank": ("slow", "Slow rank that the other ranks wait for."),
+    "hvdtrain_job_slow_factor": (
+        "slow_factor",
+        "Step duration of the slow rank, relative to the usual duration.",
+    ),
 }
-# Metric: field of ranks.jsonl, description, and the factor that converts the unit.
+# For each metric: its field in ranks.jsonl, a description, and the factor that converts its unit.
 _RANK_METRICS = {
     "hvdtrain_rank_step": ("step", "Completed optimizer steps.", 1),
     "hvdtrain_rank_own_step_seconds": (
@@ -46,20 +49,23 @@ _RANK_METRICS = {
     "hvdtrain_rank_gpu_percent": ("gpu", "GPU utilization.", 1),
     "hvdtrain_rank_gpu_memory_bytes": ("gpu_mb", "GPU memory in use.", 1 << 20),
 }
-# Prometheus itself uses the label "job".
+# Not "job", because Prometheus itself uses that label.
 _LABEL = "hvdtrain_job"
 _ACTIVE = ("running", "restarting", "silent")
 
 
 def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
-    """Return the text of ``/metrics``, optionally with series for each rank of running jobs."""
+    """Return the text of ``/metrics``.
+
+    With ``with_ranks`` it contains series for each rank of running jobs.
+    """
     registry = CollectorRegistry()
     registry.register(_JobCollector(index, with_ranks))
     return generate_latest(registry)
 
 
 class _JobCollector(NamedTuple):
-    """The collector that prometheus_client asks for metrics."""
+    """The collector from which prometheus_client gets the metrics."""
 
     jobs: JobIndex
     with_ranks: bool

@@ -1,9 +1,10 @@
 """Access control for all routes and methods of the page.
 
-Host and Origin headers must be allowed, which prevents requests from other sites and DNS rebinding.
-Users exchange the token for a session cookie that is not readable by scripts and not sent by other
-sites. Requests that change something also need a CSRF token. Cookies are signed with the token,
-so they stay valid when the server restarts, and a new token invalidates them.
+Only certain Host and Origin headers are allowed. This prevents requests from other sites and DNS
+rebinding. Users exchange the token for a session cookie. Scripts can't read the cookie, and
+browsers don't send it with requests from other sites. Requests that change something also need a
+CSRF token. Cookies are signed with the token, so they stay valid when the server restarts, and a
+new token invalidates them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ COOKIE = "hvdtrain_session"
 CSRF_HEADER = "x-csrf-token"
 SESSION_S = 30 * 86400
 READING = ("GET", "HEAD")
-# Paths without a session, in addition to static files.
+# Paths that need no session, in addition to static files.
 _OPEN = ("/login", "/favicon.ico")
-# The only routes that accept POST with --read-only: they only change the cookie.
+# The only routes that accept POST with --read-only, because they only change the cookie.
 _SESSION = ("/login", "/logout")
 _STATIC = "/static/"
 _METHODS = (*READING, "POST")
@@ -56,7 +57,7 @@ _HEADERS = {
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, which is created if missing.
+    """Return the token in a file. If the file does not exist, create it with a new token.
 
     Raises:
         ConfigurationError: If other users can read the file, or it is not valid.
@@ -91,7 +92,7 @@ def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozense
 
 @dataclass(frozen=True)
 class Keys:
-    """The token and its signatures."""
+    """The token, and the signatures made with it."""
 
     token: str
 
@@ -113,7 +114,7 @@ class Keys:
         return int(until.partition("-")[0]) > now_s
 
     def csrf(self, cookie: str) -> str:
-        """Return the CSRF token of a session cookie."""
+        """Return the CSRF token that belongs to a session cookie."""
         return self._sign(f"csrf {cookie}")
 
     def _sign(self, text: str) -> str:
@@ -121,7 +122,7 @@ class Keys:
 
 
 class OneTimeCodes:
-    """Login codes for links, valid once, for a limited time, and in this process only.
+    """Login codes for links. Each is valid once, for a limited time, and only in this process.
 
     Args:
         valid_s: Seconds until an unused code expires.
@@ -132,7 +133,7 @@ class OneTimeCodes:
         self._expires: dict[str, float] = {}
 
     def issue(self) -> str:
-        """Return a new code."""
+        """Return a new login code."""
         now = time.monotonic()
         self._expires = {code: until for code, until in self._expires.items() if until > now}
         code = secrets.token_urlsafe(32)
@@ -149,8 +150,8 @@ class Guard:
 
     Args:
         app: The application.
-        keys: The token and its signatures.
-        hosts: Allowed Host headers; with ``scheme`` in front, allowed origins.
+        keys: The token, and the signatures made with it.
+        hosts: Allowed Host headers. Prefixed with ``scheme``, they are the allowed origins.
         scheme: http or https.
         read_only: Whether to refuse all requests that could change something, on every route.
     """
@@ -192,7 +193,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the response to a request that is not allowed; None if it is allowed."""
+        """Return the error response to a request; None if the request is allowed."""
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
             return _refuse("Unknown Host header; add it with hvdtrain serve --name.", 421)
@@ -214,7 +215,7 @@ class Guard:
     def _session_refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._keys.is_token(given.strip()):
-            # No CSRF token is needed, as browsers never send this header on their own.
+            # No CSRF token is needed, because browsers never send this header on their own.
             return None
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         if not self._keys.is_session(cookie, time.time()):

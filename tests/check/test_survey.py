@@ -10,8 +10,8 @@ from tests.check.answers import answer
 
 def test_format_allreduce() -> None:
     assert format_allreduce("mpi", 4, 4_000_000, 0.01, 2.5e-4) == (
-        "allreduce over 4 ranks (mpi): 4.0 MB in 10 ms, 0.40 GB/s (bus 0.60 GB/s); 4 bytes in "
-        "250 us"
+        "allreduce over 4 ranks (mpi): 4.0 MB in 10.0 ms, 0.40 GB/s (bus 0.60 GB/s); 4 bytes "
+        "in 250 us"
     )
 
 

@@ -26,7 +26,7 @@ export function session() {
   return known;
 }
 
-// The server's time in seconds since 1970, as the local clock may differ.
+// The server's time in seconds since 1970. The local clock may differ from it.
 export function now() {
   return Date.now() / 1000 + clock_ahead_s;
 }
@@ -64,7 +64,7 @@ async function ask(path, options = {}) {
   try {
     response = await fetch(path, { ...options, headers: { accept: "application/json", ...options.headers } });
   } catch {
-    throw new ApiError("hvdtrain serve does not answer. Jobs continue without it; restart it to see them.");
+    throw new ApiError("hvdtrain serve does not answer. Jobs continue without it; restart hvdtrain serve to see them.");
   }
   if (response.status === 401) {
     location.assign(`/login${location.hash}`);
@@ -76,15 +76,15 @@ async function ask(path, options = {}) {
   try {
     content = JSON.parse(text);
   } catch {
-    // A plain-text error.
+    // The server sends some errors as plain text.
   }
   if (!response.ok)
     throw new ApiError(content?.error ?? (text.trim() || `The server responded with status ${response.status}.`), response.status);
   return content;
 }
 
-// Listens to events until the returned function is called. Hidden tabs don't listen, as browsers
-// limit the connections to a server to six.
+// Listens to events until the returned function is called. Hidden tabs don't listen, because
+// browsers allow only six connections to a server.
 export function listen(path, handlers, onConnection = () => {}) {
   let source = null;
   let timer = 0;
@@ -103,7 +103,7 @@ export function listen(path, handlers, onConnection = () => {}) {
   }
 
   async function again() {
-    // EventSource hides the reason; if the session has expired, this request shows the login page.
+    // EventSource hides the error. If the session has expired, this request shows the login page.
     await ask("/api/session").catch(() => {});
     open();
   }

@@ -10,7 +10,7 @@ const TIME_STEPS = [
 
 export const curveColour = (at) => `--curve-${(at % 8) + 1}`;
 
-// Dashes distinguish curves without colours.
+// Dashes distinguish curves for readers who can't distinguish their colours.
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2], [1, 4], [9, 3, 2, 3, 2, 3]];
 
 // A sample of a curve for a legend.
@@ -29,8 +29,8 @@ export function swatch(at) {
 
 // A chart with one or more curves over steps or seconds.
 //
-// format: formats a value. labels: the names of the curves; a single one needs none. key: charts with
-// the same key zoom together. fromZero: whether the y axis starts at 0.
+// format: a function that formats a value. labels: the names of the curves; a single curve needs no
+// name. key: charts with the same key zoom together. fromZero: whether the y axis starts at 0.
 class Chart {
   constructor({ title, format = number, labels = [""], key = null, fromZero = false }) {
     this.labels = labels;
@@ -191,7 +191,8 @@ export const join = (tables) => uPlot.join(tables);
 
 // A section of charts over steps or seconds.
 //
-// kinds: for each chart the name of its column, and the options of Chart. note: an element above them.
+// kinds: for each chart, the name of its column and the options of Chart. note: an element above the
+// charts.
 export class Curves {
   constructor(key, kinds, { layout = "charts", note = null } = {}) {
     this.over = "step";
@@ -221,7 +222,7 @@ export class Curves {
     this.#press();
   }
 
-  // read: returns columns and texts for "step" or "time" and the name of a chart, for Chart.set.
+  // read: a function of "step" or "time" and the name of a chart; returns arguments for Chart.set.
   update(read) {
     this.read = read;
     for (const [name, chart] of this.charts) {

@@ -1,4 +1,4 @@
-// Compares up to eight jobs: their results, curves, and different settings.
+// Compares up to eight jobs: their results, their curves, and the settings that differ.
 import { get, jobPath, now, session } from "./api.js";
 import { Curves, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
@@ -30,7 +30,7 @@ export async function compareView({ query }) {
       }
     }),
   );
-  // Needed for the time of the server.
+  // now() needs the session, which has the server's time.
   await session();
   return (main) =>
     fill(
@@ -64,7 +64,7 @@ function fill(main, jobs) {
         : h(
             "p",
             { class: "hint" },
-            jobs.length > 1 ? "None." : "Add a job to compare it with.",
+            jobs.length > 1 ? "All settings are the same." : "Add a job to compare.",
           ),
     ),
   );
@@ -138,7 +138,7 @@ function table(caption, jobs, rows, cell) {
   );
 }
 
-// A form that adds a job and suggests the newest ones.
+// A form that adds a job to the comparison and suggests the newest jobs.
 function adder(jobs) {
   const list = newId("jobs");
   const names = h("datalist", { id: list });
@@ -169,7 +169,7 @@ function adder(jobs) {
   );
 }
 
-// Splits words into flags with their values, and the rest.
+// Splits words into flags with their values, and all other words.
 function flagsOf(words) {
   const flags = new Map();
   const rest = [];
@@ -200,7 +200,7 @@ function settingsOf(job) {
   const program = flagsOf(job.program);
   const settings = new Map([["program", joinWords(program.rest)]]);
   for (const [flag, values] of program.flags) settings.set(`program ${flag}`, joinValues(values));
-  // The last value wins, except for -x, which accumulates.
+  // The last value of a flag is used, except for -x, which collects all values.
   for (const [flag, values] of options.flags)
     settings.set(flag, joinValues(flag === "-x" ? values : values.slice(-1)));
   if (options.rest.length) settings.set("other options", joinWords(options.rest));
@@ -217,7 +217,7 @@ function settingsOf(job) {
 
 const joinValues = (values) => values.map((value) => value || "yes").join(", ");
 
-// Returns rows [name, text of each job] of the settings that differ.
+// Returns a row for each setting that differs: its name, and its text for each job.
 function differences(jobs) {
   const all = jobs.map(settingsOf);
   const names = [...new Set(all.flatMap((settings) => [...settings.keys()]))];

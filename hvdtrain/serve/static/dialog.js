@@ -3,7 +3,7 @@ import { field, h } from "./dom.js";
 import { showError } from "./notices.js";
 import { joinWords, splitWords } from "./words.js";
 
-// Shows a dialog and calls ``act`` when it is confirmed; an error keeps the dialog open.
+// Shows a dialog and calls ``act`` when the user confirms. If that fails, the dialog stays open.
 export function ask({ title, body, verb, danger = false, act }) {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const confirm = h("button", { class: danger ? "danger" : "primary" }, verb);
@@ -53,7 +53,7 @@ export function askChanges({ title, verb, intro, job, act }) {
       h("dt", {}, "Current options"),
       h("dd", {}, h("code", {}, joinWords(job.options) || "none")),
     ),
-    field("Further options", options, "They override the current ones."),
+    field("Further options", options, "They override the current options."),
     field("Program", program, "Quoted as in a shell; variables and wildcards are not expanded."),
   ];
   ask({

@@ -1,4 +1,4 @@
-// Creates elements; text is never interpreted as HTML.
+// Creates elements. Text is never interpreted as HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -21,7 +21,7 @@ export function svg(tag, attributes, ...children) {
   return element;
 }
 
-// Returns the colour of a custom property in the current theme, for a canvas.
+// Returns the colour that a custom property has in the current theme, for use in a canvas.
 export function colour(name) {
   const probe = h("i", { hidden: true });
   probe.style.color = `var(${name})`;
@@ -31,7 +31,7 @@ export function colour(name) {
   return found;
 }
 
-// Sets a text only if it differs, which keeps the selection.
+// Sets a text only if it differs, so that the user's selection is kept.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -40,7 +40,7 @@ export function setVisible(element, visible) {
   if (element.hidden === visible) element.hidden = !visible;
 }
 
-// Highlights all occurrences of a text; case-sensitive.
+// Highlights all occurrences of a text. Upper and lower case are different.
 export function marked(text, wanted) {
   if (!wanted) return [text];
   const parts = text.split(wanted);
@@ -53,7 +53,7 @@ export function newId(word) {
   return `${word}-${number}`;
 }
 
-// A labelled field; screen readers read ``hint`` with it.
+// A labelled field. Screen readers read ``hint`` together with the label.
 export function field(label, control, hint = "") {
   control.id ||= newId("field");
   const parts = [h("label", { for: control.id }, label), control];

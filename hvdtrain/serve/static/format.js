@@ -13,7 +13,7 @@ const times = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-d
 
 export const NONE = "–";
 
-// Formats a duration in at most two units, as hvdtrain jobs does: 3 h 5 min.
+// Formats a duration in at most two units, like hvdtrain jobs: 3 h 5 min.
 export function span(seconds) {
   let left = Math.max(0, Math.round(seconds));
   const parts = [];
@@ -65,7 +65,7 @@ export const date = (time_s) => (time_s ? dates.format(time_s * 1000) : NONE);
 
 export const clock = (time_s) => times.format(time_s * 1000);
 
-// Returns a line as a terminal shows it: without colours, and with the last state of a progress bar.
+// Returns a line as a terminal would show it: only the last state of a progress bar, and no colours.
 export function plain(text) {
   const words = text
     .replace(/\x1b\[[0-?]*[ -/]*[@-~]/g, "")

@@ -90,7 +90,7 @@ function fill(main, about, job, columns) {
         if (series.add(news.metrics)) charts.update(series, job);
         if (news.log_end !== undefined) log.grow(news.log_end);
         draw();
-        // The first event has the initial state, which is known.
+        // The first event has the initial state, which is already shown.
         const more = news.events !== undefined && hasState;
         hasState = true;
         if (!more) return;
@@ -101,7 +101,7 @@ function fill(main, about, job, columns) {
     async (alive) => {
       head.setLive(alive);
       if (!alive || !hasState) return;
-      // Load what was missed while disconnected.
+      // Load what the page has missed while it was disconnected.
       series = new Series(await get(jobPath(name, "/metrics"), { count: POINTS }));
       charts.update(series, job);
       job.events = (await get(jobPath(name))).events;

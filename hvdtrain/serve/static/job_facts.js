@@ -32,13 +32,13 @@ export class Tiles {
       Goodput: kept === undefined ? NONE : percent(kept),
     };
     for (const [name, text] of Object.entries(texts)) setText(this.values[name], text);
-    // The remaining time of a running job, or the goodput of one that has ended.
+    // Show the remaining time of a running job, or the goodput of a job that has ended.
     setVisible(this.values.Remaining.parentElement, !job.is_over);
     setVisible(this.values.Goodput.parentElement, job.is_over);
   }
 }
 
-// A list of names and texts, which are changed in place.
+// A list of names and texts. The texts are changed in place.
 class FactList {
   constructor(heading) {
     this.list = h("dl", { class: "facts" });

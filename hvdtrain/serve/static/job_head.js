@@ -60,7 +60,7 @@ export class JobHead {
   #stop(save) {
     const { name } = this.job;
     ask({
-      title: save ? `Stop ${name} with a checkpoint?` : `Stop ${name}?`,
+      title: save ? `Save a checkpoint and stop ${name}?` : `Stop ${name}?`,
       body: h(
         "p",
         {},
@@ -100,7 +100,7 @@ export class JobHead {
     askChanges({
       title: `Clone ${job.name}`,
       verb: "Start the clone",
-      intro: "Submits another job like this one.",
+      intro: "The clone is a new job with the same options and program, unless you change them.",
       job,
       act: async (changes) => {
         const { name } = await post(jobPath(job.name, "/clone"), changes);

@@ -11,7 +11,7 @@ import { STATES, sign } from "./status.js";
 const PAGE = 50;
 // The most jobs in one response.
 const MOST = 100;
-// While jobs run, the list changes every second.
+// The list is not loaded more often than this. While jobs run, it changes every second.
 const PAUSE_MS = 1500;
 const TICK_MS = 5000;
 const COMPARED = 8;
@@ -113,7 +113,7 @@ function show(main, filters, first, read_only) {
       row.update(job);
       kept.set(job.name, row);
     }
-    // Rows are moved only if necessary, as moving a row removes its focus.
+    // Rows are moved only if necessary, because a row that is moved loses the focus.
     for (const [name, row] of rows) if (!kept.has(name)) row.element.remove();
     let before = body.firstElementChild;
     for (const { element } of kept.values()) {
@@ -177,7 +177,7 @@ function show(main, filters, first, read_only) {
     wanted += PAGE;
     const last = body.lastElementChild;
     await load().catch(showError);
-    // If the button is gone, focus the first new row.
+    // If the button has disappeared, focus the first new row.
     if (more.hidden) last?.nextElementSibling?.querySelector("a")?.focus();
   }
 
@@ -232,7 +232,7 @@ function show(main, filters, first, read_only) {
       act: async () => {
         for (const name of names) {
           await post(jobPath(name, "/clone"));
-          // If a later one fails, a retry must not submit this one again.
+          // If a later clone fails, a retry must not submit this one again.
           selected.delete(name);
         }
         unselect();

@@ -1,10 +1,10 @@
-// The log of a job: a window of lines that moves over a log of any length.
+// The log of a job: a window that moves over a log of any length.
 import { get, jobPath } from "./api.js";
 import { debounced, field, h, setText, setVisible } from "./dom.js";
 import { bytes } from "./format.js";
 import { lineElement } from "./log_lines.js";
 
-// Lines per request, and lines kept in the page.
+// The number of lines per request, and the number of lines that the page keeps.
 const PART = 400;
 const MOST = 4000;
 // Bytes behind the end after which the view jumps to it.
@@ -128,14 +128,14 @@ export class LogView {
         const { end } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), begin: this.next });
         if (generation !== this.generation) return;
-        // The log may have grown during the request, without another event.
+        // If the log has grown during the request, no further event may follow.
         complete = part.complete && end === this.end;
         this.next = part.next;
         this.#append(part.lines);
         if (!this.following && this.lines.childElementCount >= MOST) break;
       }
     } catch {
-      // The next event retries.
+      // This is repeated at the next event.
     } finally {
       if (generation === this.generation) this.busy = false;
     }
@@ -145,7 +145,7 @@ export class LogView {
     this.lines.append(...this.#elements(lines));
     const over = this.lines.childElementCount - MOST;
     if (over > 0) {
-      // Measuring is slow, and not needed at the end of the log.
+      // Measuring the height is slow, and it is not needed at the end of the log.
       const height = this.following ? 0 : this.box.scrollHeight;
       for (let number = 0; number < over; number += 1) this.lines.firstElementChild.remove();
       this.first = this.lines.firstElementChild.positions[0];
@@ -155,7 +155,7 @@ export class LogView {
     if (this.following) this.box.scrollTop = this.box.scrollHeight;
   }
 
-  // Loads earlier lines until the view can be scrolled; a search covers the whole log.
+  // Loads earlier lines until the view can be scrolled. A search may have to read the whole log.
   async #backward() {
     if (this.back || !this.first) return;
     const { generation } = this;
@@ -165,18 +165,18 @@ export class LogView {
         const { first } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: first });
         if (generation !== this.generation) break;
-        // Lines at the top were removed in the meantime.
+        // Lines at the top were removed during the request.
         if (first !== this.first) continue;
         const height = this.box.scrollHeight;
         this.first = part.begin;
         this.lines.prepend(...this.#elements(part.lines));
         this.#showBefore();
         this.box.scrollTop += this.box.scrollHeight - height;
-        // Lines at the end are removed, and loaded again when needed.
+        // Lines at the end are removed. They are loaded again when needed.
         if (this.lines.childElementCount > MOST) this.#dropEnd();
       }
     } catch {
-      // Scrolling retries.
+      // This is repeated when the user scrolls.
     } finally {
       this.back = false;
     }

@@ -1,4 +1,4 @@
-// Shows errors without reloading the page; the form also works without this script.
+// Shows errors without reloading the page. The form also works without this script.
 const form = document.querySelector("form");
 const wrong = document.getElementById("wrong");
 

@@ -6,7 +6,7 @@ import { start } from "./router.js";
 const main = document.getElementById("main");
 
 document.getElementById("skip").addEventListener("click", (event) => {
-  // The router would treat the fragment as a view.
+  // Otherwise the router would treat the fragment as the name of a view.
   event.preventDefault();
   main.focus();
 });

@@ -1,4 +1,4 @@
-// Notices, announced by screen readers.
+// Notices, which screen readers announce.
 import { h } from "./dom.js";
 
 const MESSAGE_MS = 6000;

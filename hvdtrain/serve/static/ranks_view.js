@@ -7,7 +7,7 @@ const ROWS = 240;
 const EVERY_MS = 10_000;
 const SHOWN = 16;
 const HEIGHT = 260;
-// Step time relative to the median, and the colour from there.
+// Step times relative to the median, and the colour for this time or more.
 const HEAT = [[2, "--red"], [1.3, "--amber-line"], [1.1, "--heat-2"], [0, "--heat-1"]];
 const COLUMNS = [
   ["Step", "step", count], ["Phase", "phase", (word) => word || NONE],
@@ -67,7 +67,7 @@ export class RanksView {
   #draw() {
     const last = this.now;
     const ranks = last.step.map((_, rank) => rank);
-    // If not all are shown, the slowest ones.
+    // If there are too many ranks, show only the slowest ones.
     const own = (rank) => last.own_s[rank] ?? 0;
     const listed = this.all || ranks.length <= SHOWN ? ranks : ranks.toSorted((a, b) => own(b) - own(a)).slice(0, SHOWN);
     const columns = COLUMNS.filter(([, field]) => last[field] || !OPTIONAL.includes(field));

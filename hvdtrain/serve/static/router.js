@@ -1,6 +1,7 @@
-// Shows the view of the URL's fragment, such as #/jobs/NAME. A view loads its data, then returns a
-// function that fills an element, which returns a function that ends the view. The previous
-// view stays until the data are loaded.
+// Shows the view for the URL's fragment, such as #/jobs/NAME.
+//
+// A view is a function that loads data and returns the function "fill". Calling "fill" shows the view
+// and returns a function that ends it. The previous view stays until the data are loaded.
 import { h } from "./dom.js";
 import { showError } from "./notices.js";
 
@@ -11,7 +12,7 @@ let visits = 0;
 // routes: pairs of a pattern and a loader; the first is the default.
 export function start(routes, main) {
   async function go() {
-    // Other fragments are anchors.
+    // Other fragments are anchors in the page.
     if (location.hash && !location.hash.startsWith("#/")) return;
     const address = location.hash || "#/";
     if (address === shown) return;
@@ -28,7 +29,7 @@ export function start(routes, main) {
     } catch (error) {
       fill = () => failed(main, error);
     }
-    // The user may have left in the meantime.
+    // The user may have opened a different view in the meantime.
     if (visit !== visits) return;
     leave();
     main.replaceChildren();

@@ -1,6 +1,6 @@
 // The metrics of a job, as columns for charts.
 
-// Minimum seconds between the rows of a rate, which reduces noise.
+// The minimum number of seconds between the two rows of a rate. A longer time reduces noise.
 const LEAST_S = 4;
 
 export class Series {
@@ -20,10 +20,10 @@ export class Series {
     return true;
   }
 
-  // Samples per second since a row that is old enough.
+  // Returns the samples per second since a row that is old enough.
   #rate(row) {
     const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
-    // A restart resets the count, which may be missing in its first row.
+    // A restart resets the count of samples, and its first row may have no count.
     if (typeof before?.samples !== "number") return null;
     if (!(row.samples > before.samples) || row.step <= before.step) return null;
     return (row.samples - before.samples) / (row.time - before.time);
@@ -33,8 +33,8 @@ export class Series {
     return this.rows.at(-1) ?? {};
   }
 
-  // Returns columns x and y over "step" or "time"; over steps, steps that were repeated are replaced.
-  // In y, null interrupts the curve, and undefined is a missing value.
+  // Returns columns x and y over "step" or "time". Over steps, only the last run of a repeated step is
+  // included. In y, null interrupts the curve, and undefined is a missing value.
   columns(over, name) {
     const xs = [];
     const ys = [];

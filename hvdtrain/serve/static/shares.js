@@ -16,7 +16,7 @@ const NAMES = {
 };
 const LEAST = 0.001;
 
-// Returns the summary of the last start of a job; undefined until it has ended.
+// Returns the summary of a job's last start; undefined until the job has ended.
 export function summaryOf(events) {
   const last = events.findLast(({ kind }) => kind === "summary" || kind === "began");
   return last?.kind === "summary" ? last : undefined;

@@ -1,4 +1,4 @@
-// A curve of the size of a word.
+// A small curve that fits into a line of text.
 import { svg } from "./dom.js";
 
 const WIDTH = 64;

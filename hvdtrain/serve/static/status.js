@@ -1,7 +1,7 @@
 // The state of a job as a symbol, a colour and a word.
 import { h } from "./dom.js";
 
-// Colour is never the only difference.
+// States also differ by symbol, so that colour is never the only difference.
 const SIGNS = {
   running: "●",
   restarting: "↻",
@@ -22,8 +22,8 @@ const MEANINGS = {
   failed: "ended with an exit code other than 0",
   stopped: "stopped on request",
   preempted: "saved a checkpoint because its time was over",
-  lost: "hvdtrain run was killed, or its host went down, without a report",
-  silent: "runs on another host and has not reported for a minute",
+  lost: "hvdtrain run was killed, or its host went down, before it could report the end",
+  silent: "runs on a different host and has not reported for a minute",
   unknown: "its state can't be read, or its queue does not answer",
 };
 

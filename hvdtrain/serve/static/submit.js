@@ -1,4 +1,4 @@
-// The form that submits a job, after its plan was shown.
+// The form that submits a job after it has shown the job's plan.
 import { post, session } from "./api.js";
 import { debounced, field, h, setText } from "./dom.js";
 import { showError, showMessage } from "./notices.js";
@@ -34,7 +34,7 @@ function refuse(main) {
       h(
         "p",
         {},
-        "Without that option, anyone with the token can run programs as the user who started it.",
+        "Without that option, anyone with the token can run programs as the user who started hvdtrain serve.",
       ),
     ),
   );
@@ -46,7 +46,7 @@ const GPUS = [
   ["0", "none"],
 ];
 
-// Returns the options for GPUs; by default this machine gives each rank one if it has any.
+// Returns the options for GPUs. This machine needs none for one GPU per rank: that is the default.
 function gpuWords(count, backend) {
   if (count === "0") return ["-x", "CUDA_VISIBLE_DEVICES="];
   if (count === "1" && backend === "slurm") return ["--sbatch=--gpus-per-task=1"];
@@ -226,7 +226,7 @@ function fill(main, { folder: here, backends }) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (start.disabled) {
-      // Enter was pressed in a field.
+      // The user has pressed Enter in a field.
       await showPlan();
       return;
     }

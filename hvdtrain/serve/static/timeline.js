@@ -1,12 +1,12 @@
-// The events of a job, drawn and as a list: attempts, lost ranks and checkpoints.
+// The events of a job (attempts, lost ranks and checkpoints), as a drawing and as a list.
 import { now } from "./api.js";
 import { h } from "./dom.js";
 import { clock, count, counted, date, span } from "./format.js";
 
-// More marks would overlap.
+// The maximum number of marks. More marks would overlap.
 const MARKS = 40;
 const SHOWN = 60;
-// Longer jobs show the date as well.
+// For longer jobs the date is also shown.
 const LONG_S = 12 * 3600;
 const CAUSES = { done: "done", ordered: "stopped", preempted: "stopped" };
 
@@ -84,7 +84,7 @@ function items(events, begin_s) {
   for (let at = 0; at < events.length; at += 1) {
     const event = events[at];
     if (event.kind === "checkpoint") {
-      // One row for consecutive checkpoints.
+      // Consecutive checkpoints share one row.
       let many = 1;
       while (events[at + 1]?.kind === "checkpoint") {
         at += 1;

@@ -1,4 +1,4 @@
-// Splits a line into words as a shell does, and back, without expansion.
+// Splits a line into words like a shell, but without expansion, and joins words to a line.
 
 const PLAIN = /^[\w@%+=:,./-]+$/;
 
@@ -30,7 +30,7 @@ export function splitWords(line) {
   return words;
 }
 
-// A program for a list, without the path of Python.
+// The text of a program for a list. The path of the Python interpreter is left out.
 export function shortProgram(words) {
   const [first = "", ...others] = words;
   return joinWords(
