@@ -213,8 +213,7 @@ def read_pod_options(words: Iterable[str]) -> PodOptions:
             value = option.read(text)
         except ValueError as error:
             raise ConfigurationError(f"{name}: got {text!r}: {error}.") from None
-        repeated = (*values.get(option.field, ()), value)
-        values[option.field] = repeated if option.repeats else value
+        values[option.field] = (*values.get(option.field, ()), value) if option.repeats else value
     if "image" not in values:
         raise ConfigurationError(
             "a job on Kubernetes needs --image: a container image with hvdtrain, an MPI and sshd."

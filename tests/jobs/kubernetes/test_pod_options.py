@@ -47,7 +47,7 @@ def test_options_are_stored_and_read(tmp_path: Path) -> None:
     (template := tmp_path / "pod.yaml").write_text(POD)
     argv = ["--image", "i", IMAGE, "--volume", "data:/data:ro", "--volume=more:/more"]
     argv += ["--toleration", "gpu=yes:NoSchedule", "--toleration=any", "--node-selector", "a=b"]
-    argv += ["--resources", "cpu=4,memory=16Gi", "--gpus-per-rank", "2"]
+    argv += ["--resources", "cpu=4,memory=16Gi", "--gpus-per-rank", "1", "--gpus-per-rank=2"]
     argv += ["--template", str(template), "--node-selector=c=d=e"]
     words = _parser().parse_args(argv).pod_words
     # The content of the file is stored.
