@@ -1,7 +1,7 @@
 """The engines for the contract tests, and helpers to compare ranks.
 
-Engines are created without ``hvdtrain.init()``, which would import TensorFlow. Hosts are simulated:
-an engine takes the communicator of the ranks that share memory.
+Engines are created without ``hvdtrain.init()``, which would import TensorFlow. Hosts are simulated
+by passing each engine the communicator of the ranks that share memory.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class EngineCase:
 
     Attributes:
         hosts: The simulated host of each rank.
-        arena: Use the arena for results of any size.
-        slots: Number of slots in shared memory.
+        arena: Whether to use the arena for results of any size.
+        slots: The number of slots in shared memory.
         link: The assumed link between hosts.
-        many: Agree as if there were too many ranks for direct messages.
+        many: Whether to agree as if there were too many ranks for direct messages.
     """
 
     kind: str
@@ -114,7 +114,7 @@ CASES = [
 
 
 def on_engines(cases: Sequence[EngineCase], fixture: str = "case") -> pytest.MarkDecorator:
-    """Run a test for each case on its number of ranks; ``fixture`` gets the case."""
+    """Run a test for each case on its number of ranks. ``fixture`` gets the case."""
     return pytest.mark.parametrize(
         ("rank_count", fixture),
         [(len(case.hosts), case) for case in cases],
@@ -142,7 +142,7 @@ def _peers() -> Any:
 
 
 def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
-    """Create the engine of a case; collective over all ranks of the job."""
+    """Create the engine of a case. All ranks of the job must call this."""
     if case.kind == "single":
         return single_engine()
     comm = mpi_of_job().COMM_WORLD
@@ -171,7 +171,7 @@ def shared_engine(case: EngineCase) -> Any:
 
 
 def everyone(size: int, obj: Any) -> list[Any]:
-    """Gather objects of all ranks with MPI instead of the code under test."""
+    """Gather objects from all ranks with MPI instead of the code under test."""
     return [obj] if size == 1 else _peers().allgather(obj)
 
 
@@ -198,7 +198,7 @@ class Subject:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return the contribution of a rank: small integers with exact sums and products."""
+    """Return a rank's contribution, which consists of small integers, so results are exact."""
     numbers = np.random.default_rng([rank, *shape]).integers(1, 4, shape)
     return (numbers > 2).astype(dtype) if dtype.kind == "b" else numbers.astype(dtype)
 

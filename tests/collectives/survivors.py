@@ -3,8 +3,8 @@
     mpirun -np 4 python -m tests.collectives.survivors '{"kind": "mpi", "deaths": ...}'
 
 Rank r contributes the bit 1 << r, so that a result shows which ranks contributed. Each surviving
-rank writes a JSON file to the plan's folder, with the members of every operation, and the digest of
-its result if it is the same on all ranks.
+rank writes a JSON file to the plan's folder. The file lists the members of every operation, and the
+digest of each result that must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ROW = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """The death of a rank: after a time, or at a call of a method.
+    """The death of a rank, after a time or in a call of a method.
 
-    The method ``where`` belongs to the engine, its transport, or a part of that; the rank dies when
-    it is called for the ``call``-th time.
+    The method ``where`` belongs to the engine, its transport, or a part of the transport. The rank
+    dies when the method is called for the ``call``-th time.
     """
 
     rank: int
@@ -60,8 +60,8 @@ class Death:
 class Plan:
     """The operations and deaths of a run.
 
-    ``kind`` is the transport, or "arena" for shared memory with all results in the arena; ``hosts``
-    holds the simulated host of each rank.
+    ``kind`` is the transport, or "arena" for shared memory with all results in the arena. ``hosts``
+    contains the simulated host of each rank.
     """
 
     folder: str
@@ -139,7 +139,7 @@ def _prepare(death: Death, engine: Any) -> None:
         *(getattr(transport, "_cross", None), transport._direct, transport._small),
         engine,
     )
-    # Patch the class, as recovery recreates some of the objects.
+    # Patch the class, because recovery creates some of the objects again.
     owner = next(type(part) for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0

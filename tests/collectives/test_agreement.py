@@ -90,7 +90,7 @@ def test_different_calls(case: EngineCase, calls) -> None:
 
 @on_engines([CASES[0]])
 def test_long_mismatches_show_the_difference(case: EngineCase) -> None:
-    """One of two hundred shapes differs."""
+    """In this test, one of two hundred shapes differs."""
     engine = new_engine(case)
     arrays = [np.ones((1, index)) for index in range(200)]
     arrays[150] = np.ones((1, 7 + engine.rank))
@@ -133,7 +133,7 @@ def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
 
 @on_engines([CASES[1]])
 def test_long_reasons_are_truncated(case: EngineCase) -> None:
-    """Even within a character."""
+    """A character of several bytes may be cut."""
     engine = new_engine(case)
     if engine.rank == 0:
         engine.fail("x" + "é" * 5000)
@@ -198,7 +198,7 @@ def _wait(detector: FailureDetector) -> None:
 
 @pytest.mark.ranks(3)
 def test_simultaneous_failures_are_all_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third rank may know of only one of them when it exits."""
+    """The third rank may know of only one failure when it exits."""
     monkeypatch.setattr(failure_detector, "FAREWELL_TIMEOUT_S", 20.0)
     mpi = mpi_of_job()
     comm = mpi.COMM_WORLD.Dup()
@@ -213,7 +213,7 @@ def test_simultaneous_failures_are_all_acknowledged(monkeypatch: pytest.MonkeyPa
 
 
 @on_engines(CASES)
-def test_a_hung_rank_is_a_timeout(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_rank_causes_a_timeout(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     last = engine.size - 1
@@ -235,7 +235,7 @@ def test_a_hung_rank_is_a_timeout(case: EngineCase, monkeypatch: pytest.MonkeyPa
 
 @on_engines(CASES[:2])
 def test_an_engine_refuses_operations_after_an_interrupt(case: EngineCase) -> None:
-    """A rank that continued would be one operation behind the others."""
+    """If the rank continued, it would be one operation behind the other ranks."""
     engine = new_engine(case)
     engine.barrier()
     if engine.rank > 0:
@@ -254,7 +254,7 @@ def test_an_engine_refuses_operations_after_an_interrupt(case: EngineCase) -> No
 
 
 @on_engines([EngineCase(kind="single", hosts=(0,)), *CASES])
-def test_use_after_close(case: EngineCase) -> None:
+def test_operations_after_close_are_errors(case: EngineCase) -> None:
     engine = new_engine(case)
     engine.close()
     engine.close()

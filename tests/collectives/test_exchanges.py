@@ -14,7 +14,7 @@ pytestmark = EVERY_ENGINE
 
 
 class Answer:
-    """An object for pickle only."""
+    """A class that can be pickled, but not converted to JSON."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -26,7 +26,7 @@ class Answer:
 
 
 def _noise(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return random bytes, including NaNs; valid ones for bool."""
+    """Return random bytes, which include NaNs. For bool, return valid values."""
     generator = np.random.default_rng([rank, *shape, dtype.itemsize])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
@@ -132,7 +132,7 @@ def test_invalid_arguments(subject: Subject) -> None:
     engine.barrier(name="after")
 
 
-def test_barrier_waits_for_everyone(subject: Subject) -> None:
+def test_barrier_waits_for_all_ranks(subject: Subject) -> None:
     engine = subject.engine
     for late in range(engine.size):
         engine.barrier(name="start")
@@ -181,7 +181,7 @@ def test_objects_that_json_can_not_represent(subject: Subject) -> None:
 
 
 def test_different_operations_in_sequence(subject: Subject) -> None:
-    """They share memory and communicators."""
+    """The operations share memory and communicators."""
     engine = subject.engine
     size, rank = engine.size, engine.rank
     ranks = sum(range(size))

@@ -1,4 +1,4 @@
-"""Ends of processes: exit codes of mpirun, error messages of ranks, and time."""
+"""The end of processes: mpirun's exit code, the ranks' error messages, and the time they take."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_exit_code_at_the_end(launch) -> None:
     assert _errors(done) == {}
 
 
-def test_one_rank_catches_an_error_of_all_ranks(launch) -> None:
+def test_a_rank_that_catches_an_error_of_all_ranks(launch) -> None:
     body = """
         try:
             engine.allreduce(np.ones(3 + rank))
@@ -194,7 +194,7 @@ def test_successful_end(launch, body: str) -> None:
 
 
 def test_failure_after_shutdown_and_init(launch) -> None:
-    """It is reported once, to the ranks of the new engine."""
+    """The failure is reported once, to the ranks of the new engine."""
     body = """
         engine.barrier()
         engine.close()

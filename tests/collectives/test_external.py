@@ -1,4 +1,4 @@
-"""Agreement on operations of other libraries, and failure checks during them."""
+"""Agreement on operations of other libraries, and checks for failures during these operations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_failure_of_another_rank(case: EngineCase) -> None:
 
 
 @several
-def test_a_hung_rank_is_a_timeout(case: EngineCase, monkeypatch) -> None:
+def test_a_hung_rank_causes_a_timeout(case: EngineCase, monkeypatch) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     engine.begin_external("copy", "weights", ())

@@ -108,7 +108,7 @@ def test_no_buffer_in_a_full_part(arena: Arena) -> None:
 
 
 def test_full_file_system(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes may fill the file system in the meantime; a failed claim frees its memory."""
+    """Other processes may fill the file system before a claim. A failed claim frees its memory."""
     monkeypatch.setattr(shared_file, "SHARED_MEMORY", str(small_disk))
     monkeypatch.setattr(shared_file, "CLAIM_BYTES", 4 * PAGE)
     free = free_bytes()
@@ -166,7 +166,7 @@ def test_no_arena_with_limited_address_space(rank_count: int, limited_addresses:
 
 
 @ON_TWO_AND_THREE
-def test_only_large_results_lie_in_the_arena(case: EngineCase) -> None:
+def test_only_large_results_are_in_the_arena(case: EngineCase) -> None:
     engine = new_engine(case)
     items = LEAST_IN_ARENA // 4
     for count, inside in ((items, True), (items - 16, False)):
@@ -215,7 +215,7 @@ def test_results_are_copied_while_one_rank_has_no_space(
 
 @ON_TWO_AND_THREE
 def test_ranks_may_use_different_positions(case: EngineCase) -> None:
-    """Ranks keep different results."""
+    """The positions differ because ranks keep different results."""
     engine = new_engine(case)
     engine.transport.least_in_arena = 0
     kept = []

@@ -1,4 +1,4 @@
-"""Ranks without data join while the others continue."""
+"""Ranks that join because they have run out of data, while other ranks continue."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_ranks_run_out_of_data_one_after_another(subject, backwards):
 @EVERY_ENGINE
 @pytest.mark.parametrize("op", OPS)
 def test_joined_ranks_do_not_change_results(subject, op):
-    """Except for the divisor of an average, which is the number of all ranks."""
+    """The only exception is the divisor of an average, which is the number of all ranks."""
     engine = subject.engine
     size = engine.size
     left = max(1, size - 1)

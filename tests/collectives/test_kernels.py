@@ -10,7 +10,7 @@ from tests.collectives.engines import BFLOAT16, DTYPES
 
 
 def test_contributions_are_added_in_rank_order() -> None:
-    """(1e16 + 1) - 1e16 loses the one, (1e16 - 1e16) + 1 does not."""
+    """The order matters because (1e16 + 1) - 1e16 is 0, but (1e16 - 1e16) + 1 is 1."""
     big, one = np.array([1e16]), np.ones(1)
     assert reduce_flat([big, one, -big], "sum", 3) == 0
     assert reduce_flat([big, -big, one], "sum", 3) == 1

@@ -22,7 +22,7 @@ EACH_ENGINE = pytest.mark.parametrize("elastic", ["mpi", "shared_memory"], indir
 
 @pytest.fixture
 def elastic(request: pytest.FixtureRequest, run_command, mpirun, tmp_path) -> Run:
-    """Run a script on ranks of an elastic job, and print ``show`` on each."""
+    """Run a script on the ranks of an elastic job, and print ``show`` on each of them."""
     engine = getattr(request, "param", "shared_memory")
 
     def run(np: int, body: str, *, show: str = "", env: dict[str, str] | None = None) -> Completed:
@@ -181,7 +181,7 @@ def test_loss_after_a_mismatch(elastic: Run) -> None:
 
 
 def test_exception_while_others_are_busy(elastic: Run) -> None:
-    """A rank that exits before the others know would count as lost."""
+    """If a rank exited before the other ranks know of the exception, it would count as lost."""
     body = """
         engine.barrier()
         if rank == 1:
@@ -214,7 +214,7 @@ def test_exception_during_recovery(elastic: Run) -> None:
 
 
 def test_operations_work_with_too_few_ranks(elastic: Run) -> None:
-    """For a last checkpoint, before the program raises the error."""
+    """The program may save a last checkpoint before it raises the error."""
     body = """
         engine.barrier()
         if rank in (0, 3):
@@ -262,7 +262,7 @@ def test_the_root_of_a_broadcast_dies(elastic: Run) -> None:
 
 
 def test_without_ulfm_a_lost_rank_ends_the_job(launch) -> None:
-    """And the chief logs that at the start."""
+    """The chief logs at the start that the job can't continue after a loss."""
     body = """
         engine.barrier()
         if rank == 1:

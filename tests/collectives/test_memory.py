@@ -1,4 +1,4 @@
-"""Results belong to the caller until it drops them; then their memory is reused."""
+"""The memory of results, which belongs to the caller until the caller drops the result."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("launcher", CLAIMS)
 def test_mpi_contradicts_the_launcher(launch, launcher: str) -> None:
-    """The launcher has four ranks, and MPI one."""
+    """The launcher has started four ranks, but MPI reports one."""
     done = launch(None, SCRIPT.format(extra={}), env=CLAIMS[launcher])
     assert done.returncode == 1
     assert done.seconds < 30
@@ -75,7 +75,7 @@ def test_no_mpi_library(launch) -> None:
 
 
 @pytest.mark.mpi
-def test_a_missing_rank_is_a_timeout(launch) -> None:
+def test_a_rank_that_does_not_call_init_causes_a_timeout(launch) -> None:
     script = """
     import os, time
     import hvdtrain
@@ -90,7 +90,7 @@ def test_a_missing_rank_is_a_timeout(launch) -> None:
     assert "in start_mpi" in done.stderr
 
 
-def test_settings_of_the_user_take_precedence(launch) -> None:
+def test_the_users_settings_take_precedence(launch) -> None:
     done = launch(1, SCRIPT.format(extra={"OMPI_MCA_btl": "tcp,self"}), env={"OMPI_MCA_btl": None})
     assert "'OMPI_MCA_btl': 'tcp,self'" in done.stdout
     assert "'OMPI_MCA_osc': '^ucx'" in done.stdout
@@ -115,7 +115,7 @@ def test_messages_without_shared_memory(launch, free_bytes: int, before: str, af
 
 
 @pytest.mark.ranks(2)
-def test_segments_of_mpi_are_allocated() -> None:
+def test_open_mpis_segments_are_allocated() -> None:
     """Writing to a sparse file causes SIGBUS after the file system has become full."""
     mpi_of_job()
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -143,7 +143,7 @@ def test_a_single_process_needs_no_mpi(launch) -> None:
     ("setting", "kind"), [("auto", "shared_memory"), ("shared_memory",) * 2, ("mpi",) * 2]
 )
 def test_choice_of_transport(setting: str, kind: str) -> None:
-    """With default settings, and more data than the slots of shared memory hold."""
+    """The settings are the defaults, and the data is larger than the slots of shared memory."""
     world = mpi_of_job().COMM_WORLD
     rank = world.Get_rank()
     topology = Topology(rank=rank, size=2, local_rank=rank, local_size=2, launcher="openmpi")
@@ -185,7 +185,7 @@ def test_no_fence_without_mpi() -> None:
 
 @pytest.mark.cluster
 def test_the_fence_waits_for_all_ranks(cluster: Cluster) -> None:
-    """Two ranks on each of two hosts."""
+    """In this test, two hosts have two ranks each."""
     script = cluster.folder / "fence.py"
     script.write_text(FENCES)
     env = {**ON_CLUSTER, "OPAL_PREFIX": sys.prefix, "PMIX_MCA_psec": "native"}

@@ -212,7 +212,7 @@ DEATH = """
 
 @pytest.fixture
 def survivors(run_command, mpirun, forked_python):
-    """Run a program in which one of three ranks dies; return the output of the others."""
+    """Run a program in which one of three ranks dies, and return the other ranks' output."""
 
     def run(body: str) -> dict[int, str]:
         script = START + textwrap.dedent(DEATH) + textwrap.dedent(body)

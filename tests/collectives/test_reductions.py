@@ -157,8 +157,8 @@ def test_non_finite_results_are_an_error_on_all_ranks(subject: Subject) -> None:
         np.testing.assert_array_equal(result, np.full(many, engine.size, dtype))
 
 
-def test_later_operations_are_finite_again(subject: Subject) -> None:
-    """Even for ranks without a share of them."""
+def test_operations_after_a_non_finite_result_are_finite_again(subject: Subject) -> None:
+    """This includes ranks whose share of the operation is empty."""
     engine = subject.engine
     with pytest.raises(NonFiniteError):
         engine.grouped_allreduce([np.full(1000, np.nan)], require_finite=True)
@@ -167,7 +167,7 @@ def test_later_operations_are_finite_again(subject: Subject) -> None:
 
 
 def test_overflow_of_half_types_is_not_finite(subject: Subject) -> None:
-    """The float32 sum is finite, the result is not."""
+    """The float32 sum is finite, but the result is not."""
     engine = subject.engine
     if engine.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Sections: all ranks leave one after an error, and may start the next."""
+"""Sections, which all ranks leave after an error, so that they can start the next one."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nested_sections_end_with_the_outer_section(case: EngineCase) -> None:
 def test_all_ranks_get_errors_if_they_are_out_of_step(
     case: EngineCase, way: str, monkeypatch
 ) -> None:
-    """After an interrupted operation, or a failure in a block without operations."""
+    """Ranks are out of step after an interrupted operation, or a failure without operations."""
     engine = new_engine(case)
     fails = engine.rank == 0
     error = {"interrupted": KeyboardInterrupt, "abort": ValueError, "exit": SystemExit}[way]

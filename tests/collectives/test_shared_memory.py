@@ -73,7 +73,7 @@ def test_all_ranks_see_writes_to_a_window(
 
 @pytest.mark.ranks(2)
 def test_no_window_if_one_rank_cannot_open_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that don't share files."""
+    """This happens in containers that don't share files."""
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     original = shared_file._open_file
@@ -90,9 +90,7 @@ ON_ONE_AND_TWO_HOSTS = on_engines(
 
 
 @ON_ONE_AND_TWO_HOSTS
-def test_messages_are_the_fallback_without_shared_memory(
-    case: EngineCase, monkeypatch, caplog
-) -> None:
+def test_messages_are_used_without_shared_memory(case: EngineCase, monkeypatch, caplog) -> None:
     monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
     mpi = mpi_of_job()
     rank = mpi.COMM_WORLD.Get_rank()

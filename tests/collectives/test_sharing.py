@@ -1,4 +1,4 @@
-"""``Engine.share``: memory that the ranks of a host share."""
+"""``Engine.share``, which allocates memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nothing_is_shared_if_one_rank_cannot_open_the_file(
 
 
 @pytest.mark.ranks(2)
-def test_no_bytes_on_all_ranks(rank_count: int) -> None:
+def test_sharing_no_bytes(rank_count: int) -> None:
     assert _engine(rank_count).share(0) == {}
 
 

@@ -1,4 +1,4 @@
-"""Sixteen ranks on sixteen hosts exchange data over real links."""
+"""Exchange of data between sixteen ranks on sixteen hosts over real links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (1, 1000, 20_000, 700_001)
 
 
 def main() -> None:
-    """Run on each rank. Sums of integers are exact in any order."""
+    """Compare results on each rank. Sums of integers are exact in any order."""
     engine: Any = create(read_topology(os.environ), read_settings(os.environ))
     everyone = range(engine.size)
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Engines of some of the ranks."""
+"""Engines for a subset of the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = [case for case in CASES if case.kind == "shared_memory" and len(case.ho
 
 @EVERY_ENGINE
 def test_every_operation_of_a_subset(subject):
-    """Alternating with operations of all ranks."""
+    """Operations of the subset alternate with operations of all ranks."""
     engine = subject.engine
     rank, size = engine.rank, engine.size
     for ranks in SETS[size]:

@@ -17,7 +17,7 @@ from tests.collectives.survivors import Death, Plan
 from tests.harness.jobs import REPOSITORY, Completed
 from tests.testbed.cluster import Cluster
 
-# Far more than recovery takes, for busy machines.
+# Recovery takes far less time than this, except on busy machines.
 LIMIT_S = 30.0
 
 TWO_HOSTS = (0, 0, 1, 1)
@@ -50,7 +50,10 @@ def survive(
 
 
 def _mpi_crashed(done: Completed) -> bool:
-    """Return whether a rank died while Open MPI activated a communicator; see docs/elastic.md."""
+    """Return whether a rank died while Open MPI activated a communicator.
+
+    docs/elastic.md describes this limitation.
+    """
     return bool(re.search(r"Segmentation fault\n\n.*\n.* in _shrink\n", done.stderr))
 
 
@@ -151,7 +154,7 @@ def _stages() -> list[Any]:
 def test_ranks_die_in_each_stage(
     survive, kind: str, hosts: tuple[int, ...], stage: str, chunk_bytes: int
 ) -> None:
-    """The last rank dies first, the chief some operations later."""
+    """The last rank dies first, and the chief dies some operations later."""
     later = 20 if stage in OF_CHUNKS else 6
     deaths = (
         Death(rank=len(hosts) - 1, where=stage, call=2),
@@ -209,7 +212,7 @@ def test_ranks_die_on_two_hosts(cluster: Cluster, kind: str) -> None:
 
 @pytest.mark.parametrize("part", [1, 6])
 def test_a_rank_dies_within_an_allreduce_between_hosts(cluster: Cluster, part: int) -> None:
-    """In the middle, and in the last segment."""
+    """The rank dies in the middle of the operation, or in its last segment."""
     deaths = (Death(rank=3, where="_scatter", call=part),)
     reports = _survive_on_two_hosts(cluster, kind="mpi", deaths=deaths, operations=40)
     assert _dead(reports, 4) == {3}

@@ -1,4 +1,4 @@
-"""The hierarchy of ranks, and message sizes for links and numbers of hosts."""
+"""The hierarchy of ranks, and the sizes of messages for different links and numbers of hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopped ranks, inside MPI calls without a time-out and elsewhere."""
+"""Waits for stopped ranks, inside MPI calls without a time-out and elsewhere."""
 
 from __future__ import annotations
 

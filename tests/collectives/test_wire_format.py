@@ -50,7 +50,7 @@ def test_non_finite_values_stay_non_finite(name: str, bad: float) -> None:
 
 
 def test_errors_of_int8_average_out() -> None:
-    """A value of 0.3 steps is rounded up three times out of ten; nearest rounding would lose it."""
+    """A value of 0.3 steps is rounded up three times out of ten. Nearest rounding would lose it."""
     values = np.random.default_rng(2).normal(size=(1000, 1024)).astype("float32") * 1e-3
     values[:, 0] = 1.0  # a step of 1 / 127
     mean = np.mean([_round_trip("int8", row) for row in values], axis=0)[1:]

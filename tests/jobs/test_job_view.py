@@ -62,7 +62,7 @@ def test_an_unreadable_job_is_unknown(tmp_path: Path, job: JobFolder) -> None:
 
 @pytest.fixture(scope="module")
 def hour(tmp_path_factory: pytest.TempPathFactory) -> JobFolder:
-    """An hour of metrics with one outlier; the last interval is not rolled up yet."""
+    """An hour of metrics with one outlier, in which the last interval is not rolled up yet."""
     job = JobFolder(tmp_path_factory.mktemp("job"))
     rows = [
         {"time": float(second), "step": second, "loss": 9.0 if second == 1111 else 0.5}

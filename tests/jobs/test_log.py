@@ -51,7 +51,7 @@ def test_a_line_is_formatted_and_parsed(text: str, rank: int) -> None:
 def test_invalid_lines_and_characters() -> None:
     for data in (b"", b"x\n", b"1.5 0 o a\n", b"1.500 a o b\n"):
         assert parse_line(data) is None
-    # Valid in JSON, but not in a line of a file.
+    # These characters are valid in JSON, but not in a line of a file.
     assert parse_line(format_line(_line("\ud800"))) == _line("\\ud800")
     assert parse_line(format_line(_line("a\nb"))) == _line("a b")
 
@@ -66,7 +66,7 @@ def test_a_growing_log_is_read(tmp_path: Path) -> None:
     writer.append([_line("c")])
     assert _texts(folder, end) == ["c"]
     writer.close()
-    # The index of an earlier version, and a restart of the job.
+    # The index was written by an earlier version, and the job has restarted.
     (folder / f"{0:020}.idx").write_text('{"begin":0,"end":7,"time":1.5,"ranks":"0"}\n')
     writer = LogWriter(folder)
     writer.append([_line("d")])
@@ -88,7 +88,10 @@ def test_an_incomplete_line_is_terminated_by_the_next_writer(tmp_path: Path) -> 
 
 @pytest.fixture
 def long_log(tmp_path: Path) -> Path:
-    """2,000 lines of about 1 KB in small segments; 250 of rank 0, 250 of rank 1, and so on."""
+    """A log of 2,000 lines of about 1 KB in small segments.
+
+    250 lines of rank 0 are followed by 250 lines of rank 1, and so on.
+    """
     folder = tmp_path / "log"
     writer = LogWriter(folder, segment_bytes=256 << 10)
     for first in range(0, 2000, 10):

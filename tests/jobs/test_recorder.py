@@ -47,7 +47,7 @@ def _state(job: JobFolder) -> JobState:
     return state
 
 
-def test_everything_is_written_soon(tmp_path: Path) -> None:
+def test_all_records_are_written_soon(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:
         recorder.update_state(phase="running", attempt=1, ranks=2)
@@ -244,7 +244,7 @@ def test_an_interval_ends_with_the_first_row_outside_it() -> None:
     assert roll_up.add({"time": 8.0, "step": 1}) is None
     assert roll_up.add({"time": 9.9, "step": 2}) is None
     assert roll_up.add({"time": 10.0, "step": 3}) == {"time": 8.95, "step": 1}
-    # A long gap, then a clock that is set back.
+    # After a long gap, the clock is set back.
     assert roll_up.add({"time": 95.0, "step": 4}) == {"time": 10.0, "step": 3}
     assert roll_up.add({"time": 5.0, "step": 5}) == {"time": 95.0, "step": 4}
     assert roll_up.end() == {"time": 5.0, "step": 5}

@@ -1,4 +1,7 @@
-"""Each job of these tests is a process, as file locks belong to processes."""
+"""The slots of this host, which jobs wait for.
+
+Each job of these tests is a process, because file locks belong to processes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str, int], subprocess.Popen[str]]]:
-    """Start a job that needs some of two slots; it ends when its stdin is closed."""
+    """Start a job that needs one or both of two slots. It ends when its stdin is closed."""
     jobs = contextlib.ExitStack()
 
     def begin(name: str, wanted: int) -> subprocess.Popen[str]:
@@ -61,7 +64,7 @@ def _waiting(tmp_path: Path) -> list[str]:
 def test_first_come_first_served(tmp_path: Path, start) -> None:
     first = start("first", 1)
     _expect(first, "running")
-    # The second needs both slots; the third would fit next to the first, but came later.
+    # The second job needs both slots. The third would fit next to the first, but it came later.
     second, third = start("second", 2), start("third", 1)
     time.sleep(0.2)
     assert _waiting(tmp_path) == ["second", "third"]
@@ -84,7 +87,7 @@ def test_a_killed_waiting_job_does_not_block_the_queue(start) -> None:
     _expect(third, "running")
 
 
-def test_a_job_that_needs_more_slots_than_there_are_takes_all(tmp_path: Path) -> None:
+def test_a_job_that_needs_more_slots_than_exist_takes_all(tmp_path: Path) -> None:
     def queue(name: str, slots: dict[str, int], **wanted: int) -> SlotQueue:
         return SlotQueue(tmp_path, name, wanted=wanted, slots=slots)
 

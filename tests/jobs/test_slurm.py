@@ -60,7 +60,7 @@ def test_missing_commands_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         (False, False, "7"),
         (False, True, "--batch --signal=USR1 7"),
         (True, False, "7"),
-        # A signal would leave it in the queue.
+        # A signal would leave the job in the queue.
         (True, True, "7"),
     ],
 )
@@ -100,7 +100,7 @@ for _ in range(5):
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a squeue; return the file that lists its calls."""
+    """Provide a squeue, and return the file that lists its calls."""
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
     squeue.write_text(_SQUEUE.format(calls=tmp_path / "calls"))
@@ -144,7 +144,7 @@ def test_without_a_cache_folder_the_process_calls_squeue_itself(
     assert _count(calls) == 1
 
 
-def test_states_of_jobs_from_a_possibly_old_answer(calls: Path) -> None:
+def test_states_of_jobs_from_a_possibly_outdated_answer(calls: Path) -> None:
     def state(number: str, **changes: object) -> str | None:
         spec = dataclasses.replace(SPEC, slurm_job=number, **{"created_s": 1.0, **changes})
         answers = SlurmQueue().describe({Path("a"): spec})

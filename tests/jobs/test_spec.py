@@ -25,7 +25,7 @@ SPECIAL = ("--name", "$(id)", "a b", "'\"", "line\nline", "<script>", "", "é")
 
 
 @pytest.mark.parametrize("backend", [LOCAL, Backend("slurm", SPECIAL)])
-def test_a_specification_survives_json(backend: Backend) -> None:
+def test_a_specification_is_restored_from_json(backend: Backend) -> None:
     spec = JobSpec(options=("-np", "2"), program=SPECIAL, folder="/a b", created_s=1.5)
     spec = dataclasses.replace(spec, backend=backend)
     content = json.loads(json.dumps(spec.to_json()))

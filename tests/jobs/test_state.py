@@ -30,7 +30,7 @@ QUEUED = JobState(phase="queued")
 RUNNING = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1)
 
 
-def test_a_state_survives_json() -> None:
+def test_a_state_is_restored_from_json() -> None:
     assert from_json(JobState, json.loads(json.dumps(RUNNING.to_json()))) == RUNNING
     assert from_json(JobState, {"phase": "queued", "added_by_a_later_version": 1}) == QUEUED
 
@@ -58,7 +58,7 @@ def _ended(code: int, cause: str) -> JobState:
     return JobState(phase="ended", launcher=LAUNCHER, code=code, cause=cause)
 
 
-# The state, whether the launcher runs, seconds without a heartbeat, the state in the queue.
+# The state, whether the launcher runs, seconds without a heartbeat, and the state in the queue.
 STATUSES = {
     "unreadable": ((None, None, 0), "unknown"),
     "running": ((RUNNING, True, 0), "running"),
@@ -106,7 +106,7 @@ def test_derived_status(known, status: str) -> None:
     )
 
 
-def test_only_this_process_is_alive_under_its_identity() -> None:
+def test_is_alive_compares_the_whole_identity() -> None:
     own = own_identity()
     assert own.pid == os.getpid()
     assert is_alive(own) is True
@@ -146,7 +146,7 @@ def test_a_zombie_is_not_alive(process: subprocess.Popen[bytes]) -> None:
     "change",
     [{"started_ticks": 1}, {"boot_id": "other"}, {"host": "other"}, {"pid_namespace": 1}],
 )
-def test_no_other_process_gets_a_signal(process: subprocess.Popen[bytes], change) -> None:
+def test_signals_are_not_sent_to_other_processes(process: subprocess.Popen[bytes], change) -> None:
     other = dataclasses.replace(_identity(process.pid), **change)
     assert send_signal(other, signal.SIGKILL) is False
     assert process.poll() is None

@@ -16,7 +16,7 @@ from hvdtrain.jobs.submission import restart_job, submit_job
 
 
 class Backend:
-    """A queue that records its calls, and fails on request."""
+    """A queue that records its calls, and fails if it is told to."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Injects the faults of a plan."""
+"""The injection of a plan's faults into a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.testbed.faults import Disk
 __all__ = ["Chaos"]
 
 POLL_S = 0.1
-# For ranks to restart on a busy machine.
+# Time limit in seconds for ranks to restart on a busy machine.
 START_TIMEOUT_S = 240.0
 
 
@@ -96,7 +96,7 @@ class Chaos:
             self._tick()
 
     def _tick(self) -> None:
-        """Wait a moment, and repair what is due."""
+        """Wait a moment, and make the repairs that are due."""
         assert self._job.running, f"the job has ended:\n{self._job.errors()}"
         time.sleep(POLL_S)
         for name, (due, repair) in list(self._broken.items()):

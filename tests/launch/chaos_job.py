@@ -1,4 +1,4 @@
-"""The training of the chaos test, and a report of its faults and steps."""
+"""The job of the chaos test, and a report of its faults and steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.testbed.cluster import Cluster, Process
 __all__ = ["ChaosJob", "Report", "Step", "Training"]
 
 PROGRAM = REPOSITORY / "tests/launch/chaos_training.py"
-# The job is training if its last step is more recent.
+# The job is training if its last step was made within this many seconds.
 FRESH_S = 1.0
 # Ranks time out on a rank that stops between steps, where the launcher detects no hang.
 _SETTINGS = {"HVDTRAIN_TIMEOUT_S": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -50,9 +50,11 @@ class Step:
 
 
 class ChaosJob:
-    """A job of ``hvdtrain run`` on the cluster, one rank per host; a ``with`` statement ends it.
+    """A job of ``hvdtrain run`` on the cluster with one rank per host.
 
-    ``folder`` is shared by all hosts; a file ``slow`` in it makes steps slow.
+    A ``with`` statement ends the job.
+
+    All hosts share ``folder``. While it contains a file ``slow``, steps are slow.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class ChaosJob:
         return self._process.poll() is None
 
     def processes(self) -> list[Process]:
-        """Return all processes of the job, including launcher and agents."""
+        """Return all processes of the job, including the launcher and the agents."""
         return self._cluster.processes(self._mark)
 
     def ranks(self, *hosts: str) -> set[int]:
@@ -116,7 +118,7 @@ class ChaosJob:
         return self._errors.read_text(errors="replace")
 
     def result(self, timeout_s: float) -> dict[str, list[float]]:
-        """Wait for the end, and return what the program printed."""
+        """Wait until the job ends, and return the program's output."""
         code = self._process.wait(timeout_s)
         assert code == 0, f"exit code {code}:\n{self.errors()}"
         line = self._output.read_text().strip().splitlines()[-1]
@@ -126,7 +128,7 @@ class ChaosJob:
 
 @dataclass(frozen=True)
 class Report:
-    """The faults of a job, and their cost."""
+    """The faults of a job, and the steps and time that they cost."""
 
     faults: Sequence[tuple[float, Fault]]  # with seconds since the first step
     errors: str  # the job's stderr
@@ -134,7 +136,7 @@ class Report:
 
     @property
     def messages(self) -> list[str]:
-        """The launcher's messages, without tracebacks and output of ranks."""
+        """The launcher's messages, without tracebacks and the ranks' output."""
         lines = [line for line in self.errors.splitlines() if line.startswith(_PREFIX)]
         messages = [line for line in lines if not line.startswith(_PREFIX + " ")]
         titles = ("traceback:", "last lines of stderr:")
@@ -147,7 +149,7 @@ class Report:
 
     @property
     def without_room(self) -> int:
-        """The number of attempts that could not save a checkpoint; each prints one message."""
+        """The number of attempts that could not save a checkpoint. Each prints one message."""
         return self.errors.count(_UNSAVED)
 
     @property
@@ -157,7 +159,7 @@ class Report:
 
     @property
     def idle_s(self) -> float:
-        """Seconds without steps, after the first one."""
+        """The seconds without steps, after the first step."""
         gaps = [after.at_s - before.at_s for before, after in pairwise(self.steps)]
         return sum(gap for gap in gaps if gap > FRESH_S)
 

@@ -1,7 +1,7 @@
 """The faults of a chaos test, determined by a seed.
 
-The launcher excludes a lost host permanently, so at most as many links are cut as ``--min-np``
-allows. A cut link is repaired later, to check that leftovers on that host do no harm. Short
+The launcher excludes a lost host permanently, so ``--min-np`` limits the number of links that are
+cut. A cut link is repaired later, to check that leftovers on that host do no harm. Short
 interruptions of a link only cost time, so their number is unlimited.
 """
 
@@ -67,15 +67,15 @@ class Fault:
 def make_plan(
     seed: int, duration_s: float, hosts: Sequence[str], *, min_hosts: int, elastic: bool = False
 ) -> list[Fault]:
-    """Return the faults of a run in order; from 120 s on, every kind occurs.
+    """Return the faults of a run in order. In runs of 120 s or more, every kind occurs.
 
     Args:
         seed: The seed.
         duration_s: The approximate duration.
         hosts: The hosts of the job. The first one runs the chief and keeps its link.
         min_hosts: The minimum number of hosts to keep, at least two.
-        elastic: Whether the job continues without killed ranks while ``min_hosts`` have one, and
-            restarts on all remaining hosts otherwise.
+        elastic: Whether the job continues without killed ranks, as long as ``min_hosts`` hosts have
+            a rank. After that, it restarts on all remaining hosts.
     """
     chance = random.Random(seed)
     kinds = _kinds(chance, duration_s, spare=len(hosts) - min_hosts)
@@ -121,7 +121,7 @@ def _targets(
 
 
 def _kinds(chance: random.Random, duration_s: float, *, spare: int) -> list[Kind]:
-    """Return the kinds of faults; each occurs once before any is repeated."""
+    """Return the kinds of faults. Each kind occurs once before any kind is repeated."""
     count = int(duration_s / EVERY_S)
     cuts = min(spare, max(1, int(duration_s / CUT_EVERY_S)))
     others = [kind for kind in KINDS if kind != LOSES_HOST]

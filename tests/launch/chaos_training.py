@@ -5,8 +5,8 @@ chaos_training.py FOLDER ROWS EPOCHS BATCH_SIZE STEP_S
 The checkpoints are in FOLDER/disk/runs. FOLDER/steps has a line for each step, with its time and
 number. While FOLDER/slow exists, steps take STEP_S longer.
 
-In addition to what the model learns, each sample has its own weight, to which a step with the
-sample adds the learning rate. So the weights count the visits of each sample, even by lost ranks.
+The model also has a weight for each sample, to which a step with the sample adds the learning rate.
+These weights therefore count how often each sample was used, even by ranks that were lost.
 """
 
 import json

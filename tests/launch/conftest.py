@@ -1,4 +1,4 @@
-"""Fixtures of the launcher's tests."""
+"""Fixtures for the launcher's tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launch.jobs import HVDTRAIN, StartedJob
 
 @pytest.fixture
 def hangups() -> Iterator[None]:
-    """Restore the default action of SIGHUP for child processes, which nohup ignores."""
+    """Restore the default action of SIGHUP in child processes, because nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

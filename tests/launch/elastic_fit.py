@@ -1,9 +1,9 @@
 """A program for elastic jobs with several trainings, in each of which a rank dies.
 
-    elastic_fit.py SCENARIOS    (JSON: a list of dictionaries, as Scenario)
+    elastic_fit.py SCENARIOS    (JSON: a list of dictionaries with the fields of Scenario)
 
-Every sample has its own weight, to which a step with the sample adds -1. So the weights count the
-visits of each sample. The remaining ranks print one line of JSON with the results.
+Every sample has its own weight, to which a step with the sample adds -1. These weights therefore
+count how often each sample was used. The remaining ranks print one line of JSON with the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hvdtrain
 
 ROWS = 101
 BATCH = 4
-# Targets of the validation, different for each sample, to detect a missing one.
+# The validation's targets differ between samples, so that a missing sample is detected.
 TARGETS = np.arange(ROWS, dtype="float32")[:, np.newaxis]
 
 
@@ -84,7 +84,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class Watch(keras.callbacks.Callback):
-    """Kills its own process at the right moment, and records what the others see."""
+    """Kills its own process at the scenario's moment, and records what other ranks see."""
 
     def __init__(self, scenario: Scenario, rank: int) -> None:
         super().__init__()

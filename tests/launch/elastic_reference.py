@@ -1,4 +1,4 @@
-"""A program with several trainings in which a rank dies, each compared with a single process.
+"""A program that compares trainings in which a rank dies with a single process.
 
     elastic_reference.py FOLDER TRAININGS    (JSON: a list of [kind, rank that dies, step])
 
@@ -42,7 +42,7 @@ class OwnStep(keras.Sequential):
 
 
 class TwoOptimizers(keras.Sequential):
-    """A train_step with another optimizer for the first layer."""
+    """A train_step with a separate optimizer for the first layer."""
 
     def train_step(self, data: Any) -> Any:
         x, y, *_ = data
@@ -56,7 +56,7 @@ class TwoOptimizers(keras.Sequential):
 
 
 class Squares(keras.losses.Loss):
-    """Squared errors; the targets include the index of the sample."""
+    """Squared errors for targets that include the index of the sample."""
 
     def __init__(self, reduction: str, notes: Path | None) -> None:
         super().__init__(reduction=reduction)
@@ -89,7 +89,7 @@ class Die(keras.callbacks.Callback):
 
 
 def optimizer_of(kind: str) -> keras.optimizers.Optimizer:
-    """Return an optimizer, mostly SGD: Adam would hide a constant factor of the gradients."""
+    """Return an optimizer. It is mostly SGD, because Adam hides a constant factor in gradients."""
     momentum = functools.partial(keras.optimizers.SGD, momentum=0.9)
     if kind == "weights":
         return momentum(0.05, clipnorm=0.5)
@@ -118,7 +118,7 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
 
 
 def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
-    """Train, and compare with a single process."""
+    """Train on all ranks, and compare the weights with those of a single process."""
     folder.mkdir(exist_ok=True)
     size = hvdtrain.size()
     model = model_of(kind, folder / f"{me}.txt")

@@ -1,4 +1,4 @@
-"""Prints the flags of the installed horovodrun as JSON; run it with Horovod's Python."""
+"""Prints the flags of the installed horovodrun as JSON. Run it with Horovod's Python."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class StartedJob:
         )
 
     def left(self) -> list[int]:
-        """Return the processes of the job that still run."""
+        """Return the job's processes that are still running."""
         return marked(self.mark)
 
     def named(self, *names: str) -> list[int]:
@@ -155,7 +155,7 @@ class StartedJob:
             time.sleep(0.02)
 
     def seconds_until_nothing_is_left(self, timeout_s: float) -> float:
-        """Wait until no process is left, and return the seconds; fails after ``timeout_s``."""
+        """Wait until no process is left, and return the seconds. Fail after ``timeout_s``."""
         started = time.monotonic()
         while self.left():
             if time.monotonic() - started > timeout_s:
@@ -172,7 +172,7 @@ class StartedJob:
 
 
 class ClusterJob:
-    """A job on the cluster whose ranks sleep; a ``with`` statement awaits and kills it.
+    """A job on the cluster whose ranks sleep. A ``with`` statement waits for it and kills it.
 
     Args:
         cluster: The cluster.

@@ -1,4 +1,4 @@
-"""A stand-in for a training program: it steps, reports, saves, resumes and handles preemption.
+"""A stand-in for a training program, which reports, saves, resumes and handles preemption.
 
 Run ``python -m tests.launch.standin FOLDER`` on every rank. FOLDER/checkpoint contains the number
 of steps at the last checkpoint, and FOLDER/steps a line "attempt size step" for each step that
@@ -68,14 +68,14 @@ class Standin:
         self.finalize()
 
     def agree(self, step: int) -> bool:
-        """Return whether any rank was signalled; the same on all ranks."""
+        """Return whether any rank was signalled. All ranks get the same answer."""
         self.waiting = "allreduce(gradients)"
         stop = self.survive(lambda: self.comm.allreduce(self.received != 0))
         self.waiting = ""
         return bool(stop)
 
     def survive(self, operation: Callable[[], Any]) -> Any:
-        """Run an operation on all ranks, or again on the remaining ones after a loss."""
+        """Run an operation on all ranks. After a loss, run it again on the remaining ranks."""
         from mpi4py import MPI
 
         while True:

@@ -1,4 +1,4 @@
-"""The launcher's connections to agents: real sockets, with the tests at the other end."""
+"""The launcher's connections to agents. The tests use real sockets and act as agents."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_line_of_any_length_is_one_line(harness: Harness) -> None:
     assert harness.out.getvalue() == f"[0] {text}\n"
 
 
-def test_agents_may_send_more_unless_held_up() -> None:
+def test_agents_may_send_more_unless_the_console_is_blocked() -> None:
     with contextlib.ExitStack() as stack:
         full = True
         harness = Harness(stack, holds_up=lambda: full)
@@ -257,7 +257,7 @@ def test_stop_reaches_running_ranks_and_dismiss_ended_ones(harness: Harness) -> 
     assert [end.was_signalled for end in harness.server.ends if end.rank == 0] == [True]
 
 
-def test_a_late_rank_is_stopped_too(harness: Harness) -> None:
+def test_a_rank_that_connects_late_is_also_stopped(harness: Harness) -> None:
     harness.server.stop(10, 60.0)
     late = harness.agent(0)
     assert received(late) == [{"kind": "stop", "signal": 10, "grace_s": 60.0}]
@@ -292,7 +292,7 @@ def test_the_end_includes_the_failure_record(harness: Harness) -> None:
     failure = {"exception": "KeyError", "message": "'x'", "traceback": "", "time_s": 5.0}
     first.sendall(encode("failure", **failure) + line("well"))
     harness.until(lambda: harness.err.getvalue() == "[0] well\n")
-    # The first rank exits later, but failed before.
+    # The first rank exits later, but it failed earlier.
     second.sendall(encode("failure", **failure) + encode("end", code=1))
     harness.until(lambda: 1 in harness.ends())
     first.sendall(line("late") + encode("end", code=1))
@@ -305,7 +305,7 @@ def test_the_end_includes_the_failure_record(harness: Harness) -> None:
 
 
 def test_a_timeout_at_the_start_of_mpi_is_recognized(harness: Harness) -> None:
-    """MPI itself also ends a process with exit code 1, such as without Slurm's PMI."""
+    """MPI itself also ends a process with exit code 1, for example without Slurm's PMI."""
     waits, aborts, imports = (harness.agent(rank) for rank in range(3))
     timeout = line("Timeout (0:10:00)!")
     abort = line("*** An error occurred in MPI_Init_thread")

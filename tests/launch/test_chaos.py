@@ -1,6 +1,6 @@
-"""A training on four hosts with random faults loses no samples, and learns equally well.
+"""A training on four hosts with random faults, which must lose no samples and learn equally well.
 
-``make chaos CHAOS_S=1200`` runs it for twenty minutes; ``CHAOS_SEED=...`` repeats a plan.
+``make chaos CHAOS_S=1200`` runs it for twenty minutes. ``CHAOS_SEED=...`` repeats a plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``hvdtrain run`` on four hosts, over ssh and under Slurm: plans, failures, signals."""
+"""``hvdtrain run`` on four hosts, over ssh and under Slurm: plans, failures and signals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
 
 
 def test_a_hostfile_names_the_user_of_ssh(cluster: Cluster) -> None:
-    """The default user of ssh is refused here; max_slots also sets the slots."""
+    """In this test, ssh's default user is refused, and max_slots also sets the slots."""
     hostfile = cluster.folder / "hosts"
     hostfile.write_text("root@node1 max_slots=2\nnode2 cpu=1 user_name=root\n")
     options = ["--hostfile", str(hostfile)]
@@ -129,7 +129,7 @@ def test_uneven_hosts_reduce(cluster: Cluster, way: str) -> None:
 
 
 def test_the_example_under_mpirun_with_the_example_hostfile(cluster: Cluster) -> None:
-    """The command is the one in the hostfile, without hvdtrain's launcher."""
+    """The hostfile contains the command, which doesn't use hvdtrain's launcher."""
     text = (REPOSITORY / "hostfiles" / "cluster.example").read_text()
     command_line = text.partition("#   mpirun ")[2].partition("\n#\n")[0]
     words = command_line.replace("\\\n#", "").split()
@@ -155,7 +155,7 @@ def test_the_example_under_mpirun_with_the_example_hostfile(cluster: Cluster) ->
     assert done.stdout.count("test accuracy = ") == 1
 
 
-# Each fault over ssh and under Slurm, of the first or the last rank.
+# Each fault occurs over ssh and under Slurm, on the first or the last rank.
 FAILING = [
     (way, fault, failing)
     for number, fault in enumerate(fault for fault in FAULTS if "thread" not in fault)
@@ -250,7 +250,7 @@ def test_a_host_without_this_python_is_named(cluster: Cluster, way: str) -> None
 
 
 def wait_for_job(cluster: Cluster, job: str, timeout_s: float) -> str:
-    """Return the final state of a Slurm job; ``sbatch --wait`` polls only once a minute."""
+    """Return the final state of a Slurm job. ``sbatch --wait`` would poll only once a minute."""
     deadline = time.monotonic() + timeout_s
     while True:
         shown = cluster.run(["scontrol", "show", "job", job], timeout_s=20).stdout

@@ -1,4 +1,4 @@
-"""mpirun and srun: how they are found, and their commands."""
+"""The search for mpirun and srun, and their commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tagged lines of ranks, collapsed lines, the status line, and the screen."""
+"""The output of ranks: tagged and collapsed lines, the status line, and the screen."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_chief_only() -> None:
     assert (out.getvalue(), err.getvalue()) == ("out 0\n", "err 0\n")
 
 
-def test_after_a_loss_another_rank_is_the_chief() -> None:
+def test_a_remaining_rank_becomes_the_chief_after_a_loss() -> None:
     out, err = Terminal(), io.StringIO()
     console = Console(out, err, ranks=3, chief_only=True)
     console.status(0, "1/9")
@@ -317,7 +317,7 @@ def test_unencodable_characters_become_question_marks() -> None:
     assert (done.returncode, done.stdout) == (3, "1/3 ?? é\n"), done.stderr
 
 
-def test_earlier_output_goes_first() -> None:
+def test_earlier_output_is_shown_first() -> None:
     code = "print('plan'); screen = Screen(sys.stdout, sys.stderr); screen.stdout.write('line\\n')"
     assert in_a_process(code, stdout=subprocess.PIPE).stdout == "plan\nline\n"
 

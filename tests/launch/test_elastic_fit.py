@@ -1,4 +1,4 @@
-"""``fit`` in an elastic job trains on each sample once per epoch, even if ranks die."""
+"""``fit`` in elastic jobs, which uses each sample once per epoch, even if ranks die."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(run_on: Any) -> Callable[..., Any]:
 
 
 def results_of(done: Any, scenarios: Sequence[Scenario], ranks: int) -> list[dict[str, Any]]:
-    """Check the results of all ranks, and return those of the final chief."""
+    """Check the results of all ranks, and return the results of the final chief."""
     assert done.returncode == 0, done
     printed = [
         json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line
@@ -68,7 +68,7 @@ def results_of(done: Any, scenarios: Sequence[Scenario], ranks: int) -> list[dic
     return list(printed[0]["results"])
 
 
-# Each job has one more rank than trainings, and loses one in each training.
+# Each job has one more rank than trainings, because it loses one rank in each training.
 JOBS: dict[str, list[Scenario]] = {
     "steps": [
         Scenario(dies=1),
@@ -127,8 +127,8 @@ def test_random_losses(train: Any) -> None:
         assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
 
-def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> None:
-    """Checkpoints and Keras' callbacks continue."""
+def test_a_remaining_rank_becomes_the_chief(train: Any, tmp_path: Path) -> None:
+    """The new chief continues to save checkpoints and to run Keras' callbacks."""
     folders = [tmp_path / name for name in ("step", "save")]
     for folder in folders:
         folder.mkdir()
@@ -152,7 +152,7 @@ def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> N
         assert newest.state["place"]["ranks"] == result["size"]
 
 
-def test_too_few_ranks_save_and_a_new_job_resumes(train: Any, tmp_path: Path) -> None:
+def test_too_few_ranks_save_a_checkpoint_and_a_new_job_resumes(train: Any, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     scenario = Scenario(dies=1, moment="step", turn=4, checkpoint=str(folder), epochs=2)
     done = train([scenario], 3, "--min-np", "3", "--preempt-grace-s", "30")
@@ -178,7 +178,7 @@ def test_too_few_ranks_save_and_a_new_job_resumes(train: Any, tmp_path: Path) ->
     ],
     ids=["one gradient", "several"],
 )
-def test_the_weights_are_those_of_one_process(
+def test_training_after_losses_equals_one_process(
     run_on: Any, tmp_path: Path, trainings: list[tuple[str, int, int]]
 ) -> None:
     arguments = [str(tmp_path), json.dumps(trainings)]

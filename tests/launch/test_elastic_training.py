@@ -1,4 +1,4 @@
-"""Elastic jobs: custom training loops survive a lost rank, and unsupported uses are refused."""
+"""Elastic jobs: custom training loops after a loss, and errors for unsupported uses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ refused(lambda: hvdtrain.distribute(regularized).fit(x, y, batch_size=4, verbose
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_the_others_continue_like_a_smaller_job(elastic, dies):
+def test_remaining_ranks_train_like_a_smaller_job(elastic, dies):
     done = elastic(LOOP, arguments=(str(dies),))
     assert done.returncode == 0, done
     left = [rank for rank in range(3) if rank != dies]

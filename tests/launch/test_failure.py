@@ -1,4 +1,4 @@
-"""The outcome of an attempt, and why ranks did not start."""
+"""The outcome of an attempt, and explanations why ranks did not start."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ srun: error: node3: task 3: Terminated
 srun: error: node1: tasks 0-1: Terminated
 """
 
-# How the hosts were reached, the output, and the hosts at fault with the problem.
+# How the hosts were reached, the output, the hosts that caused the failure, and the problem.
 CAUSES: dict[str, tuple[Method, str, list[tuple[tuple[str, ...], str]]]] = {
     "key": (
         "ssh",

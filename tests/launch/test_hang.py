@@ -1,4 +1,4 @@
-"""Detection and description of hangs."""
+"""The detection and description of hangs."""
 
 from __future__ import annotations
 

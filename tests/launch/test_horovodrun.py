@@ -1,4 +1,4 @@
-"""Flags of horovodrun, their parser, and --check-build."""
+"""horovodrun's flags, their parser, and ``--check-build``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 @pytest.fixture
 def command(environment: Callable[[str], Path]) -> Path:
-    """Return the real horovodrun; its first line names its Python."""
+    """Return the path of the real horovodrun. The first line of the file names its Python."""
     return environment("horovod").parent / "horovodrun"
 
 
@@ -209,7 +209,7 @@ def test_an_equivalent_flag_does_the_same(
 @pytest.mark.parametrize(
     "options", [("-hostfile", "f", "-H", "a:2"), ("-H", "a:2", "-hostfile", "f")]
 )
-def test_flags_exclude_those_that_their_equivalents_exclude(
+def test_flags_exclude_the_same_flags_as_their_equivalents(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *options, "--dry-run", "true"]) == 2
@@ -277,7 +277,9 @@ def test_interfaces_and_tcp_become_variables_of_the_ranks(started) -> None:
     assert network_variables([], over_tcp=False) == {}
 
 
-def test_a_dry_run_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_variables_for_interfaces_and_tcp(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["-p", "2222", "-i", "key", "--network-interface=eth0", "--mpi-args=--mca a b"]
     argv = ["run", "-np", "2", "-H", "a:1,b:1", *flags, "--dry-run", "python", "-v", "train.py"]
     assert main(argv) == 0

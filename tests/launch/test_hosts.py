@@ -161,7 +161,9 @@ def test_an_unreadable_file_changes_nothing(manager: Manager) -> None:
     assert _reason(watch, 2.0) == ""
 
 
-def test_removed_waits_for_a_report(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_waits_for_reports_of_removed_hosts(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "REPORT_DELAY_S", 0.2)
     watch = manager.watch()
     manager.set(a="there")

@@ -1,4 +1,4 @@
-"""Ctrl-C at ``hvdtrain run`` with the real mpirun: the output of stopping ranks."""
+"""Interrupts (Ctrl-C) of ``hvdtrain run`` with the real mpirun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> lis
 def test_ctrl_c_lets_programs_clean_up(
     start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    """Their output is shown, equal lines once, and the launcher's message is last."""
+    """The programs' output is shown, equal lines only once. The launcher's message is last."""
     body = f"""
     import atexit, multiprocessing
     pool = multiprocessing.Pool(2)
@@ -51,7 +51,7 @@ def test_ctrl_c_lets_programs_clean_up(
 def test_ranks_in_a_collective_stop_in_time(
     start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    """The rank that waits for the other one has not failed."""
+    """The rank that waits for the other rank must not be reported as failed."""
     body = f"""
     import numpy as np, signal, hvdtrain
     from hvdtrain import world

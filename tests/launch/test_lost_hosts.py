@@ -1,4 +1,4 @@
-"""Jobs that lose a host restart on the remaining hosts."""
+"""Jobs that lose a host and restart on the remaining hosts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ for _ in range(600):
 
 
 def test_ranks_that_lose_slurmstepd_restart(cluster: Cluster) -> None:
-    """MPI's exit codes don't count as the program's own."""
+    """MPI's exit codes must not be taken for the program's exit codes."""
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
     program = [sys.executable, "-c", LOSES_SLURM, str(cluster.folder / "marker")]
     argv = [*allocate, *HVDTRAIN, "--max-restarts", "1", "--", *program]
@@ -106,7 +106,7 @@ def test_the_job_restarts_without_the_lost_host(
     assert len(lines) < 400 + 10, "at most five steps were repeated"
 
 
-def test_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
+def test_the_job_ends_if_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
     job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
     cluster.cut("node2")
     _, errors = job.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""Options in files of hvdtrain and of horovodrun."""
+"""Options in hvdtrain's and horovodrun's option files."""
 
 from __future__ import annotations
 

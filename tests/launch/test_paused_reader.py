@@ -1,4 +1,4 @@
-"""Jobs continue while the reader of the output pauses, or ``hvdtrain run`` is suspended."""
+"""Jobs while the reader of the output pauses, or while ``hvdtrain run`` is suspended."""
 
 from __future__ import annotations
 

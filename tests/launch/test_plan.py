@@ -1,4 +1,4 @@
-"""Plans: the place and role of each rank, and the environment of ranks."""
+"""Plans, which determine each rank's host, role and environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FROM_SPEC = ["n1 chief", "n2 worker", "n3 ps"]
 
 @pytest.fixture
 def plan_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
-    """Return a function from options to columns of the plan of a dry run, or to the error."""
+    """Return a function that makes a dry run and returns columns of the plan, or the error."""
     for name in [name for name in os.environ if name.startswith("HVDTRAIN_")]:
         monkeypatch.delenv(name)
     for name in ("TF_CONFIG", "SLURM_JOB_NODELIST"):
@@ -141,7 +141,7 @@ def roles(plan: Plan) -> str:
 
 
 def replan(job: Job, resources: Resources, before: Plan, left: str, ranks: int) -> Plan:
-    """Return the plan after losses, as attempts make it."""
+    """Return the plan of the next attempt after losses."""
     hosts = parse_hosts(left)
     room = min(ranks, sum(host.slots for host in hosts))
     return make_plan(job, resources, hosts, room, larger=before if room < ranks else None)

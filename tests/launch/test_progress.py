@@ -1,4 +1,4 @@
-"""The progress of a job, from the reports of its ranks."""
+"""The progress of a job, which is computed from the ranks' reports."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _train(
     first: int,
     input_s: float | None = None,
 ) -> float:
-    """Report steps of ranks with these own times, which wait for the slowest.
+    """Report steps of ranks with these own times. Each rank waits for the slowest one.
 
     Rank 1 also waits ``input_s`` of each step for its input.
     """
@@ -174,7 +174,7 @@ def test_own_time_includes_waits_for_input(input_s: float | None, is_starved: bo
     assert (straggler.rank, straggler.is_starved) == (1, is_starved)
 
 
-def test_recent_differs_from_overall() -> None:
+def test_the_recent_straggler_may_differ_from_the_overall_one() -> None:
     paces = RankPaces()
     # Rank 0 was slow for long, and rank 1 is now.
     end = _train(paces, {0: 0.5, 1: 0.1}, 0.0, 200, first=1)
@@ -190,7 +190,7 @@ def test_recent_differs_from_overall() -> None:
     assert late.own_s == pytest.approx(0.5, rel=0.1)
 
 
-def test_only_training_reports_with_waits_count() -> None:
+def test_only_reports_of_training_with_waits_are_used() -> None:
     paces = RankPaces()
     for step in range(5):
         paces.add(0, RankReport(step=step, phase="training"), float(step))

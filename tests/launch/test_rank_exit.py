@@ -1,4 +1,4 @@
-"""How a rank ended, and which of several failures came first."""
+"""The exits of ranks, and the first of several failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real training under ``hvdtrain run`` that loses a rank restarts, with exact results."""
+"""A real training under ``hvdtrain run`` that loses a rank and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm jobs that are preempted: they save a checkpoint, are requeued once, and resume."""
+"""Preempted Slurm jobs, which save a checkpoint, are requeued once, and resume."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Job:
 
     Args:
         cluster: The cluster.
-        options: Options of sbatch.
-        program: Arguments of the program, after a folder.
+        options: The options of sbatch.
+        program: The arguments of the program after the folder.
         words: The program.
         first_on_path: A folder of executables.
     """
@@ -56,7 +56,7 @@ class Job:
         self.number = done.stdout.strip()
 
     def steps(self) -> list[tuple[int, int]]:
-        """Return job size and step of each step that rank 0 has completed."""
+        """Return the job size and number of each step that rank 0 has completed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(line.split()[1]), int(line.split()[2])) for line in lines]
@@ -172,7 +172,7 @@ def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
 def test_a_real_training_resumes_in_the_second_run(
     cluster: Cluster, forked_python: list[str]
 ) -> None:
-    """One rank is signalled in the first epoch; each sample is used once."""
+    """One rank is signalled in the first epoch. Each sample must be used once."""
     program = str(REPOSITORY / "tests/keras/saving/program.py")
     job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
     job.until(lambda: "is requeued" in job.output(), 120)

@@ -28,12 +28,12 @@ LOST = after("infrastructure", 137)
 
 
 def restarts(*history: Outcome, max_restarts: int = 3, in_slurm: bool = False) -> bool | str:
-    """Return whether the job restarts, or the reason why not."""
+    """Return whether the job restarts, or the reason why it doesn't."""
     decision = decide(history, max_restarts, in_slurm=in_slurm, chance=0.0)
     return decision.reason or decision.restart
 
 
-def test_which_causes_restart() -> None:
+def test_causes_that_restart_the_job() -> None:
     assert restarts(after("infrastructure")) is True
     assert restarts(after("exception")) is True
     assert restarts(after("preempted", 75)) is True

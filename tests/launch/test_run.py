@@ -1,4 +1,4 @@
-"""``hvdtrain run`` on this host with the real mpirun: output, failures, signals."""
+"""``hvdtrain run`` on this host with the real mpirun: output, failures and signals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ranks_share_the_cores(hvdtrain_run, ranks: int) -> None:
 
 
 def test_the_environment_of_ranks(hvdtrain_run) -> None:
-    """The environment of Python isn't activated, and ranks are not bound."""
+    """Python's environment isn't activated in this test, and ranks are not bound."""
     variables = ("-x", "GIVEN=a b", "-x", "INHERITED")
     done = hvdtrain_run(
         *("-np", "2", "--no-bind", "--timeout-s", "7", "--share-gpus", *variables),
@@ -120,7 +120,7 @@ def test_settings_give_ranks_their_roles(hvdtrain_run) -> None:
 
 
 def test_equal_lines_are_shown_once(run_command, tmp_path: Path) -> None:
-    """No output is lost, even of a rank that is killed in the middle of a line."""
+    """No output is lost, even if a rank is killed in the middle of a line."""
     body = f"""
     print(f"I0000 00:00:1795552261.{{rank}}   178{{rank}} port.cc:153] oneDNN", file=sys.stderr)
     open(os.path.join({str(tmp_path)!r}, f"began-{{rank}}"), "w").close()
@@ -168,7 +168,7 @@ def test_a_file_for_each_rank(hvdtrain_run, tmp_path: Path) -> None:
         assert sorted(lines) == [f"err {rank}", f"out {rank}"]
 
 
-# Each fault once, alternately of the first and the last rank.
+# Each fault occurs once, alternately on the first and the last rank.
 @pytest.mark.parametrize(
     ("fault", "failing"), [(fault, 2 * (at % 2)) for at, fault in enumerate(FAULTS)]
 )
@@ -214,8 +214,8 @@ def test_a_program_that_does_not_exist(run_command) -> None:
     assert "no-such-program: No such file or directory" in done.stderr
 
 
-def test_a_rank_that_ends_because_of_another_is_not_named(hvdtrain_run) -> None:
-    """Rank 1 raises an exception; rank 0, which waits for it, ends earlier."""
+def test_a_rank_that_ends_because_another_failed_is_not_named(hvdtrain_run) -> None:
+    """Rank 1 raises an exception. Rank 0 waits for rank 1, and ends earlier."""
     done = hvdtrain_run(
         *("-np", "2"),
         body="""
@@ -284,7 +284,7 @@ AGENT = ("hvdtrain.agent.rank_agent",)
 
 
 def victim_in(job: StartedJob, name: str) -> int:
-    """Return a process of the job; an agent has two, and mpirun starts the first."""
+    """Return a process of the job. An agent has two processes, and mpirun starts the first."""
     if name == "mpirun":
         return job.named(*MPIRUN)[0]
     agents = job.named(*AGENT)

@@ -81,7 +81,7 @@ def test_servers_on_separate_hosts(
 def test_a_worker_that_dies_on_another_host(
     cluster: Cluster, forked_python: list[str], way: str
 ) -> None:
-    """Over ssh the others continue; srun ends all ranks, so the job restarts."""
+    """Over ssh, other workers continue. Under Slurm, srun ends all ranks, so the job restarts."""
     program, folder = Path(cluster.folder, "served.py"), Path(cluster.folder, f"dies-{way}")
     program.write_text(PROGRAM)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Supervision of an attempt: a small program replaces mpirun, everything else is real."""
+"""The supervision of an attempt. A small program replaces mpirun, and everything else is real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hvdtrain.log import configure_log
 from tests.agent.processes import assert_all_end
 from tests.harness.jobs import REPOSITORY
 
-# Like mpirun, starts an agent for each rank and passes its number.
+# A program that starts an agent for each rank, as mpirun does, and passes the rank to it.
 STARTER = """
 import os, subprocess, sys
 def start(rank, program):

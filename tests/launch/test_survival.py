@@ -45,7 +45,7 @@ class Training:
         )
 
     def steps(self) -> list[tuple[int, int, int]]:
-        """Return attempt, size and step of each step that the chief has completed."""
+        """Return the attempt, size and number of each step that the chief has completed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [tuple(map(int, line.split())) for line in lines]  # type: ignore[misc]
@@ -58,7 +58,7 @@ class Training:
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end, and return the exit code and the output without the summary."""
+        """Wait until the job ends, and return its exit code and its output without the summary."""
         output, _ = self.process.communicate(timeout=120)
         output = SUMMARY.sub("", output)
         return self.process.returncode, output
@@ -123,7 +123,7 @@ def test_an_exception_that_repeats_ends_the_job(train) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)]
 )
-def test_a_signal_ends_the_pause(train, number: int, code: int) -> None:
+def test_a_signal_ends_the_pause_before_a_restart(train, number: int, code: int) -> None:
     program = ("--always", "--fault", "1", "1", KILL)
     training = train("-np", "2", "--max-restarts", "20", *QUICK, program=program)
     lines = iter(training.process.stdout)
@@ -165,7 +165,7 @@ def test_a_preemption_signal_to_one_rank(train) -> None:
 
 @pytest.mark.parametrize(("grace_s", "saves"), [("60", True), ("1", False)])
 def test_the_grace_before_a_preemption(train, tmp_path: Path, grace_s: str, saves: bool) -> None:
-    """A rank may need longer than the others, up to the grace period."""
+    """A rank may need longer than the other ranks, up to the grace period."""
     saved, ready = tmp_path / "saved", tmp_path / "ready"
     ready.mkdir()
     # The ranks don't wait in MPI, where Python's signal handlers don't run.
@@ -193,7 +193,7 @@ def test_a_rank_may_save_after_the_others_have_exited(train, tmp_path: Path) -> 
 
 
 def test_child_processes_get_no_preemption_signal(train) -> None:
-    """They are needed until the checkpoint, and would die of the signal."""
+    """Child processes are needed until the checkpoint is saved, and the signal would kill them."""
     worker = "worker = subprocess.Popen(['sleep', '100'])"
     check = "os.write(2, str(worker.poll()).encode() + b'\\n')"
     fault = f"import subprocess, atexit; {worker}; atexit.register(lambda: {check})"
@@ -212,7 +212,7 @@ HANGS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize(("fault", "why", "where"), HANGS.values(), ids=HANGS)
-def test_a_hang(train, fault: str, why: str, where: str) -> None:
+def test_a_hang_ends_the_job(train, fault: str, why: str, where: str) -> None:
     options = ("-np", "3", "--hang-timeout-s", "3", "--chief-only", *QUICK)
     code, output = train(*options, program=("--fault", "1", "13", fault)).end()
     assert code == 124, output
@@ -254,7 +254,7 @@ ELASTIC = ("-np", "3", "--elastic", *QUICK)
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("fault", [KILL, "import ctypes; ctypes.string_at(0)"])
-def test_the_others_continue(train, rank: int, fault: str) -> None:
+def test_remaining_ranks_continue_after_a_loss(train, rank: int, fault: str) -> None:
     program = ("--elastic", "--steps", "40", "--fault", str(rank), "13", fault)
     code, output = train(*ELASTIC, "--min-np", "2", program=program).end()
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""A short training whose chief prints the weights: ``pod_training.py FOLDER``."""
+"""A short training whose chief prints the weights. Run it with ``pod_training.py FOLDER``."""
 
 from __future__ import annotations
 

@@ -24,11 +24,12 @@ CRD = "HVDTRAIN_TEST_MPIJOB_CRD"
 TRAINING = Path(__file__).with_name("pod_training.py")
 STANDIN = "tests.launch.standin"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
-# Otherwise the objects of a deleted Job are kept.
+# Without this, the objects of a deleted Job would be kept.
 WITH_PODS = "?propagationPolicy=Background"
 PODS = "/api/v1/namespaces/default/pods"
 ELASTIC = ("--elastic", "--preempt-grace-s", "150")
-# For following a log to its end: five times the usual duration, for busy machines.
+# Time limit in seconds for following a log to its end. It is five times the usual duration, because
+# machines may be busy.
 FOLLOWED_S = 700
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.more]
@@ -64,7 +65,7 @@ class Commands:
         pods: tuple[str, ...] = (),
         code: int = 0,
     ) -> str:
-        """Submit a job; return its name, or the error."""
+        """Submit a job, and return its name, or the error."""
         where = [
             "--image",
             IMAGE,
@@ -92,7 +93,7 @@ class Commands:
         deadline = time.monotonic() + timeout_s
         while not ready(view := self.view(name)):
             assert time.monotonic() < deadline, (view, self.cluster.ask(PODS))
-            # Each look starts a process, and pods need the cores.
+            # Look rarely, because each look starts a process, and pods need the cores.
             time.sleep(1.0)
         return view
 
@@ -187,7 +188,7 @@ def test_the_mpi_operator_accepts_the_documented_mpijob(commands: Commands) -> N
 
 
 def _dropped(wanted: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Yield the paths of values that another object lacks."""
+    """Yield the paths of values that are missing in another object."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for name, value in wanted.items():
             yield from _dropped(value, found.get(name), f"{place}.{name}")

@@ -129,7 +129,7 @@ def test_the_state_of_pods(pods, state) -> None:
 
 
 @pytest.mark.parametrize("pods", [[_pod(phase="Failed")], []], ids=["failed", "deleted"])
-def test_a_job_that_gave_up_has_failed(pods) -> None:
+def test_a_job_that_gave_up_is_shown_as_failed(pods) -> None:
     job = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
     assert queue_state(job, pods) == ("FAILED", "")
 
@@ -202,7 +202,7 @@ AWAITED = {
 
 
 @pytest.mark.parametrize(("created", "after_s", "awaited"), AWAITED.values(), ids=AWAITED)
-def test_objects_are_awaited_after_the_submission(created, after_s, awaited) -> None:
+def test_missing_objects_are_awaited_after_the_submission(created, after_s, awaited) -> None:
     job = None if created is None else {"metadata": {"creationTimestamp": created}}
     now_s = _SUBMITTED_S + after_s
     assert awaits_objects(job, created_s=_SUBMITTED_S, now_s=now_s) == awaited
@@ -307,7 +307,7 @@ def test_a_job_that_is_being_submitted_can_not_be_stopped(
     assert (view_job(job).status, cluster.requests) == ("queued", [])
 
 
-def test_a_silent_cluster_is_waited_for_once(
+def test_a_silent_cluster_is_asked_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("kubernetes")
