@@ -35,7 +35,7 @@ def main() -> None:
     topology = read_topology(os.environ)
     engine = create(topology, read_settings(os.environ))
     if engine.size > 1:
-        # They end MPI when this process ends, and the other ranks if it fails.
+        # The hooks end MPI when this process ends, and end the other ranks if this one fails.
         exit_hooks.install(engine, report.failed)
     ranks = engine.size
     small, large = np.ones(1, np.float32), np.ones(NBYTES // 4, np.float32)

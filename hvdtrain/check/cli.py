@@ -140,7 +140,7 @@ def _hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[M
 
 
 def _with_default_ranks(answer: Answer) -> Answer:
-    """Reduce the default number of ranks to the host's cores and GPUs."""
+    """Reduce the default number of ranks if the host has fewer cores or GPUs."""
     facts = answer.facts
     if facts is None:
         return answer

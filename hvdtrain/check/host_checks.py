@@ -119,7 +119,7 @@ def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
             "keep the program there identical and put checkpoints on a file system that all hosts "
             "share; or start in a shared directory",
         )
-    # The launcher's fact is only empty if it could not write to the working directory.
+    # For the launcher, this fact is empty only if the working directory is not writable.
     if launcher.facts is not None and not launcher.facts.folder:
         yield _warning(
             (),

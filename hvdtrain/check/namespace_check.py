@@ -1,7 +1,7 @@
 """Checks whether a Kubernetes namespace would accept a job.
 
 In a dry run, the API server validates the job's objects against quotas, limits and admission
-policies without creating them. The check can't tell whether the nodes have room for the pods.
+policies without creating them. Whether the nodes have room for the pods is not checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
 
     Args:
         options: The pod options, in the form in which ``add_pod_options`` collects them.
-        ranks: Number of ranks of the job; None for the default.
+        ranks: Number of ranks of the job; by default 2.
 
     Raises:
         ConfigurationError: If an option is invalid.

@@ -73,8 +73,8 @@ def probe_hosts(
     environ = {**environ, "LC_ALL": "C"}
     with (
         _token_file() as (token_file, token),
-        # Hosts connect to this socket to test the way back. Nothing accepts the connections, but
-        # the kernel completes as many as the backlog allows.
+        # Hosts connect to this socket to test the way back. This process never accepts the
+        # connections: the kernel completes them, up to the backlog.
         socket.create_server(("", 0), backlog=1024) as listener,
     ):
         request = ProbeRequest(

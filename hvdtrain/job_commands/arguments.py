@@ -50,7 +50,7 @@ def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
         nargs="+" if several else None,
         help="name of a job or a unique prefix; see hvdtrain jobs",
     )
-    # For argcomplete.
+    # argcomplete calls this function.
     action.completer = _complete_names  # type: ignore[attr-defined]
     add_jobs_dir(parser)
 
@@ -119,7 +119,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises errors instead of exiting, because the process may be a server."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error."""
+        """Raise a ``ConfigurationError`` with this message."""
         raise ConfigurationError(message)
 
 

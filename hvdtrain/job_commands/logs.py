@@ -138,7 +138,7 @@ def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLin
     """
     runs = [range(LAUNCHER, LAUNCHER + 1)]
     if tagged := _RANK_LINE.fullmatch(text):
-        # If the program's output has no tags, its text may look like one.
+        # If tags are turned off, the program's own text may look like a tag.
         with contextlib.suppress(ValueError):
             runs, text = parse_ranges(tagged["ranks"]), tagged["text"]
             if tagged["more"]:

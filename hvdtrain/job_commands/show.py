@@ -132,6 +132,6 @@ def _detail(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"{name} {', '.join(f'{host}:{count}' for host, count in value.items())}"
     if isinstance(value, float):
-        # The shares of a summary.
+        # A share of the job's time, from a summary.
         return f"{name} {value:.0%}"
     return f"{name} {format_list(value) if isinstance(value, list) else value}"

@@ -30,7 +30,7 @@ With --on kubernetes, it waits until the cluster has room (docs/kubernetes.md).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``hvdtrain submit``, including those of ``hvdtrain run``."""
+    """Add the arguments of ``hvdtrain submit``, including the arguments of ``hvdtrain run``."""
     launch.add_arguments(parser)
     add_backend(parser)
     parser.usage = (

@@ -17,7 +17,7 @@ __all__ = ["JobBackend", "JobPlan", "backend_for", "queue_for"]
 
 
 class JobPlan(Protocol):
-    """What a backend submits for a request."""
+    """What a backend will submit for a request."""
 
     def preview(self) -> str:
         """Check the plan and return what ``--dry-run`` prints.

@@ -136,13 +136,13 @@ def append_whole(descriptor: int, data: bytes) -> int:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, skipping incomplete lines. A missing file has no rows."""
+    """Yield the rows of a file, skipping incomplete lines. A missing file is treated as empty."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from filter(None, map(_parse_row, file))
 
 
 def last_json_line(path: Path) -> dict[str, Any]:
-    """Return the last row, or ``{}`` if there is none, without reading the whole file."""
+    """Return the last row without reading the whole file; ``{}`` if the file is empty."""
     return next(_read_backwards(path), {})
 
 

@@ -184,7 +184,7 @@ class JobFolder:
         self._stop_requests[number].touch(mode=0o600)
 
     def take_stop_request(self) -> int | None:
-        """Remove a stop request and return its signal; None if there is no request."""
+        """Remove a stop request and return its signal; None without a request."""
         for number, path in self._stop_requests.items():
             if path.exists():
                 path.unlink(missing_ok=True)
@@ -199,7 +199,7 @@ class JobRequest:
     job: JobFolder  # the job's folder; it may not exist yet
     spec: JobSpec
     environ: Mapping[str, str]  # the environment of the process that submits the job
-    ranks: int | None  # the number of ranks; None for as many as fit
+    ranks: int | None  # the number of ranks; by default the most that fit
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:

@@ -45,7 +45,7 @@ _SPEED_WINDOW_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """A job as it is now."""
+    """The current specification, state and status of a job."""
 
     name: str
     status: Status
@@ -66,7 +66,7 @@ class JobView:
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the view as a JSON object without nested objects for specification and state."""
+        """Return the main fields, also of the specification and the state, as one JSON object."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},
@@ -165,7 +165,7 @@ def _lost_verdict(job: JobFolder, answer: QueueState | None) -> str:
 
 
 def _has_reason(answer: QueueState) -> bool:
-    # Slurm writes "None".
+    # Slurm writes "None" if the reason is unknown.
     return answer.reason not in ("", "None")
 
 
@@ -186,7 +186,7 @@ def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
 
 
 def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the steps per second in the last minute of rows of metrics; None if unknown."""
+    """Return the steps per second over the last minute of ``rows``; None if unknown."""
     known = [
         (row["time"], row["step"])
         for row in rows

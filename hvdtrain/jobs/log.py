@@ -79,7 +79,7 @@ class LogWriter:
 
     Args:
         folder: The folder of the segments; created if missing.
-        segment_bytes: The approximate size of a segment.
+        segment_bytes: The approximate size of a segment in bytes.
         head_bytes: Bytes at the beginning that are never removed.
         tail_bytes: Bytes at the end that are never removed.
     """
@@ -133,7 +133,7 @@ def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[L
     Args:
         folder: The folder of the segments.
         begin: The position to start at: 0 or the end of a line.
-        end: The position to stop at: the end of a line. None for all lines.
+        end: The position to stop at: the end of a line. By default the end of the log.
     """
     position = begin
     for start in segments(folder):

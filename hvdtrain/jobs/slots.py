@@ -144,8 +144,8 @@ class SlotQueue:
 def slots_by_host(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     """Return how many ranks may run at a time on each host.
 
-    This host has one slot per GPU, or one per core if it has no GPUs. Other hosts have as many as
-    ``hosts`` says.
+    This host has one slot per GPU, or one per core if it lacks GPUs. The slots of other hosts are
+    those in ``hosts``.
     """
     here = gpus or available_cores()
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}
@@ -192,8 +192,8 @@ def gpu_variables(
 ) -> dict[str, str]:
     """Return environment variables that restrict a job to the GPUs of its slots on this host.
 
-    The result is empty if this host has no GPUs, or if the job has no slots here. Other hosts
-    restrict their ranks themselves.
+    The result is empty if this host lacks GPUs, or if all slots of the job are on other hosts,
+    which restrict their ranks themselves.
     """
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:

@@ -32,8 +32,8 @@ __all__ = [
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
-# What a version is recorded as, and the packages that have it. If several of them are installed,
-# the version of the last one is recorded.
+# The title of each recorded version, and the packages that provide the version. If several packages
+# are installed, the version of the last one is recorded.
 _PACKAGES = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
     "Keras": ("keras",),

@@ -73,7 +73,7 @@ class ProcessIdentity:
 
     host: str
     pid: int
-    started_ticks: int = 0  # when it started, in clock ticks since boot; 0 if unknown
+    started_ticks: int = 0  # when the process started, in clock ticks since boot; 0 if unknown
     boot_id: str = ""  # the host's boot ID; empty if unknown
     pid_namespace: int = 0  # the inode of the PID namespace; 0 if unknown
 

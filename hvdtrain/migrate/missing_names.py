@@ -66,7 +66,7 @@ MISSING = {
 
 
 def advice_on(name: str) -> str | None:
-    """Return why a name is missing, and what to use instead.
+    """Return why a name is missing, with advice on its replacement.
 
     The text is the end of a sentence that starts with the name, such as "was removed in
     TensorFlow 2; use keras.layers".

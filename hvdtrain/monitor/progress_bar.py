@@ -100,10 +100,10 @@ def format_progress(
 def terminal_columns(stream: TextIO) -> int:
     """Return the width of the terminal that shows ``stream``; 0 if lines can't be erased there.
 
-    ``hvdtrain run`` passes the width in an environment variable. With other launchers, a rank's
-    output does not show what the user sees, because Open MPI gives ranks a pseudo-terminal without
-    a size, and Hydra gives them a pipe. Both forward the text to mpirun's output, so that is
-    checked instead if mpirun runs on this host.
+    ``hvdtrain run`` passes the width in an environment variable. With other launchers, a rank's own
+    output is not connected to the user's terminal: Open MPI gives ranks a pseudo-terminal without a
+    size, and Hydra gives them a pipe. Both forward the text to mpirun's output, so mpirun's output
+    is checked if mpirun runs on this host.
     """
     if LAUNCHER in os.environ:
         return int(os.environ.get(COLUMNS, "0"))
@@ -141,7 +141,8 @@ class StatusLine:
 
     Args:
         stream: The output.
-        columns: The width of the terminal. If it is 0, there is no terminal and no status is shown.
+        columns: The width of the terminal. With 0, the output is not a terminal, and the status is
+            not shown.
 
     Attributes:
         columns: The width of the terminal.

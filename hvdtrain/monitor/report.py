@@ -74,7 +74,7 @@ def learned(samples: float, loss: float) -> None:
 
 
 def planned(total_steps: int | None) -> None:
-    """Report the total number of optimizer steps of the training; None if unknown."""
+    """Report the total number of optimizer steps of the training, or None if that is unknown."""
     _update(total_steps=total_steps)
 
 
@@ -132,7 +132,7 @@ def watch(
     _update(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
 
 
-# Not public: only hvdtrain's excepthook calls it, because it knows why a collective has failed.
+# Not public: only hvdtrain's excepthook calls this. The hook knows why a collective has failed.
 def failed(cause: BaseException, error: BaseException) -> None:
     """Report that the program ends because of ``cause``, with the traceback of ``error``."""
     _update().send_failure(cause, error)

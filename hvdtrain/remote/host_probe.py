@@ -78,7 +78,7 @@ class HostFacts:
     """Facts about a host. Unknown facts are None or empty.
 
     Attributes:
-        machine: Unique ID of the machine, whatever its hostnames are.
+        machine: Unique ID of the machine. It does not depend on hostnames.
         started_s: The host's clock at the start of the probe.
         ended_s: The host's clock at the end of the probe.
         python: Version of Python.
@@ -93,7 +93,7 @@ class HostFacts:
         infiniband: InfiniBand devices.
         shm_bytes: Size of /dev/shm.
         shm_free_bytes: Free space in /dev/shm.
-        names: Addresses of each host name; empty if it can't be resolved.
+        names: Addresses of each host name. The list is empty if the name can't be resolved.
         back_error: Why the launcher can't be reached over TCP.
         local_address: This host's address in a connection to the launcher.
         interface: Network interface of that address.
@@ -134,7 +134,7 @@ def _from_json(kind: type[Any], text: str) -> Any:
 
 
 def read_facts(output: str) -> HostFacts | None:
-    """Return the facts in the output of a probe; None if there are none."""
+    """Return the facts in the output of a probe; None if the output does not contain facts."""
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:
@@ -172,7 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of those of hvdtrain, TensorFlow, Keras and mpi4py that are installed."""
+    """Return the versions of hvdtrain, TensorFlow, Keras and mpi4py.
+
+    Packages that are not installed are left out.
+    """
     import importlib.metadata
 
     from hvdtrain.version import __version__
@@ -240,7 +243,7 @@ def _memory(request: ProbeRequest) -> dict[str, Any]:
 
 
 def _names(request: ProbeRequest) -> dict[str, Any]:
-    """Resolve all host names. Names that take too long have no addresses."""
+    """Resolve all host names. A name that takes too long is treated as unknown."""
     pool = ThreadPoolExecutor(MAX_LOOKUPS)
     lookups = {name: pool.submit(_addresses, name) for name in request.names}
     wait(lookups.values(), timeout=NAMES_TIMEOUT_S)

@@ -32,7 +32,7 @@ def run_capture(
     Args:
         argv: The program and its arguments.
         timeout_s: Maximum run time in seconds.
-        environ: The program's environment; None for this process's environment.
+        environ: The program's environment; by default this process's environment.
         remedy: A sentence to append to the error message.
 
     Raises:

@@ -28,7 +28,7 @@ _SCAN_SHARE = 0.05
 
 
 class JobIndex:
-    """The jobs of a directory; thread-safe.
+    """An index of the jobs in a directory. Several threads may use it at the same time.
 
     Args:
         directory: The directory that contains the job folders.

@@ -214,7 +214,8 @@ class JobApi:
     def _new_spec(self, body: Mapping[str, Any]) -> tuple[JobSpec, Mapping[str, str]]:
         """Return the specification of a new job, and its environment.
 
-        There are no restrictions: the user of this process can run any program with any options.
+        The program and its options are not restricted: a request can run anything that the user of
+        this process can run.
         """
         program = _words(body, "program")
         folder = body.get("folder")
@@ -235,8 +236,8 @@ class CurveCache:
     def get(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
         """Return the ``curve`` and the ``goodput`` of a job.
 
-        The curve's ``of`` says what its ``values`` are: ``loss``, or if the program reports no loss
-        ``rate`` (samples per second).
+        In the curve, ``of`` is the name of its ``values``: ``loss``, or ``rate`` (samples per
+        second) for a program that does not report its loss.
         """
         # The end of a job may be noticed after the last change of its files.
         version, now = (size_of(job.metrics), size_of(job.events), is_over), time.monotonic()

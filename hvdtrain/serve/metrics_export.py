@@ -65,7 +65,7 @@ def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
 
 
 class _JobCollector(NamedTuple):
-    """The collector from which prometheus_client gets the metrics."""
+    """A collector for prometheus_client, which calls it to get the metrics."""
 
     jobs: JobIndex
     with_ranks: bool

@@ -209,7 +209,7 @@ class PodBackend:
 
     @contextlib.contextmanager
     def _cluster(self, pods: PodOptions) -> Iterator[ClusterApi]:
-        """Yield the API of the pods' cluster; raise an error if it recently did not answer."""
+        """Yield the API of the pods' cluster; raise an error if the cluster recently was silent."""
         key = (pods.context, pods.namespace)
         if time.monotonic() < self._silent_until.get(key, 0.0):
             raise SilentClusterError("the cluster did not answer a moment ago")

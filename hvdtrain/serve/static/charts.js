@@ -10,7 +10,7 @@ const TIME_STEPS = [
 
 export const curveColour = (at) => `--curve-${(at % 8) + 1}`;
 
-// Dashes distinguish curves for readers who can't distinguish their colours.
+// Dashes, so that curves can be distinguished without seeing their colours.
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2], [1, 4], [9, 3, 2, 3, 2, 3]];
 
 // A sample of a curve for a legend.

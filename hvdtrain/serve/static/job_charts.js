@@ -17,7 +17,7 @@ export class JobCharts {
   }
 
   update(series, job) {
-    // A job that ended before its first step has no curves.
+    // If the job ended before its first step, there is nothing to draw.
     setVisible(this.element, series.rows.length > 0 || !job.is_over);
     this.curves.update((over, name, format) => {
       const columns = series.columns(over, name);

@@ -23,7 +23,7 @@ export class Series {
   // Returns the samples per second since a row that is old enough.
   #rate(row) {
     const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
-    // A restart resets the count of samples, and its first row may have no count.
+    // A restart resets the count of samples, and its first row may lack the count.
     if (typeof before?.samples !== "number") return null;
     if (!(row.samples > before.samples) || row.step <= before.step) return null;
     return (row.samples - before.samples) / (row.time - before.time);

@@ -46,7 +46,7 @@ const GPUS = [
   ["0", "none"],
 ];
 
-// Returns the options for GPUs. This machine needs none for one GPU per rank: that is the default.
+// Returns the options for GPUs. On this machine, one GPU per rank is the default.
 function gpuWords(count, backend) {
   if (count === "0") return ["-x", "CUDA_VISIBLE_DEVICES="];
   if (count === "1" && backend === "slurm") return ["--sbatch=--gpus-per-task=1"];
