@@ -21,14 +21,14 @@ __all__ = ["add_arguments", "measure_here", "run"]
 
 _EPILOG = """\
 Outside MPI the command starts its ranks on this host. Inside a job (mpirun, srun, hvdtrain run) it
-uses the ranks of the job:
+uses the job's ranks:
 
   hvdtrain bench allreduce -np 4
   mpirun -np 16 --hostfile hosts hvdtrain bench allreduce
   hvdtrain run --elastic -np 4 -- hvdtrain bench recovery
 
-The last table compares the figures with targets for a quiet machine; the exit code is 0 either way.
-docs/performance.md explains the figures, docs/scaling.md explains predict.
+The last table compares the figures with targets for an idle machine. The exit code is 0 even if a
+target is missed. docs/performance.md explains the figures, and docs/scaling.md explains predict.
 """
 
 
@@ -112,7 +112,7 @@ def measure_here(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the benchmark's own options, with absolute paths."""
+    """Return the options that belong to the benchmark, with absolute paths."""
     fields = dataclasses.fields(BENCHMARKS[arguments.benchmark])
     values = vars(arguments)
     options = {field.name: values[field.name] for field in fields if field.name in values}

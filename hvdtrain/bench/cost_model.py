@@ -1,11 +1,14 @@
 """A model of the duration of a training step on a cluster, from the costs of its parts.
 
-A step computes for a fixed time; gradients become available in the last part of it and are
-reduced in buckets, one after the other. An allreduce takes as long as its busiest resource: the
-links, which carry ``2 (h - 1) / h`` times its bytes out of each of h hosts (Patarasuk and Yuan
-2009); the memory of a host, where its ranks add up first; or a rank's core, which each message and
-byte between hosts occupies. Chunks, segments and buckets have the sizes that ``collectives``
-chooses.
+A step computes for a fixed time. Gradients become available in the last part of that time, and are
+reduced in buckets, one after another. An allreduce takes as long as its busiest resource needs:
+
+- The links carry ``2 (h - 1) / h`` times the allreduce's bytes out of each of h hosts (Patarasuk
+  and Yuan 2009).
+- The memory of a host is busy while the host's ranks add up their gradients first.
+- A rank's core is busy with each message and each byte between hosts.
+
+Chunks, segments and buckets have the sizes that ``hvdtrain.collectives`` chooses.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class Costs:
 
     Attributes:
         call_s: Constant seconds per call.
-        message_s: Core seconds of a message to another host and of the one received in return.
+        message_s: Seconds that a core needs to send a message to another host and to receive one
+            in return.
         core_bytes_per_s: Bytes per second that a core sends, receives and adds up.
-        host_bytes_per_s: Bytes per second of each rank's gradients that a host's ranks add up.
+        host_bytes_per_s: Bytes of each rank's gradients that a host's ranks add up per second.
     """
 
     call_s: float = 800e-6
@@ -85,7 +89,7 @@ class Cluster:
 
     @property
     def carriers(self) -> int:
-        """The number of ranks of a host that send a chunk."""
+        """The number of ranks on a host that send the same chunk together."""
         return self.ranks_per_host // self.turns
 
     @property
@@ -101,9 +105,10 @@ class Step:
     Attributes:
         compute_s: Seconds of computation.
         gradient_bytes: Bytes of the gradients.
-        backward: Last part of the computation, in which gradients become available. The default
-            is two thirds: the backward pass has two matrix products for each of the forward pass.
-        spread: Standard deviation of ``compute_s``, relative to it.
+        backward: Share of the computation, at its end, in which gradients become available. The
+            default is two thirds, because the backward pass has two matrix products for each one
+            of the forward pass.
+        spread: Standard deviation of ``compute_s``, divided by ``compute_s``.
     """
 
     compute_s: float
@@ -125,7 +130,7 @@ class StepTime(NamedTuple):
     Attributes:
         seconds: Duration of the step.
         waiting_s: Time spent waiting for the slowest rank.
-        combining_s: Time of reducing after the computation has ended.
+        combining_s: Time that reductions take after the computation has ended.
         limit: "computing", or the limiting resource of the last allreduce.
     """
 
@@ -146,7 +151,8 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
     }
     base_s = costs.call_s
     if hosts > 1:
-        # The agreement on the call, parts to the ranks that add them, and sums back.
+        # Three messages after another: to agree on the call, to send parts to the ranks that add
+        # them up, and to send the sums back.
         base_s += 3 * cluster.link.latency_s
         parts["calls"] = base_s
         leaves = 2 * (hosts - 1) / hosts * nbytes

@@ -29,13 +29,13 @@ __all__ = ["array_sizes", "measure", "resnet50_shapes"]
 
 SMALLEST_BYTES = 4
 FACTOR = 4
-# A measurement of small arrays repeats them up to this total size.
+# A measurement repeats the allreduce of a small array up to this total size.
 BYTES_PER_MEASUREMENT = 4 << 20
 MAX_CALLS = 200
 MAX_TIMES_COPY = 3.0
 MAX_SMALL_S = 200e-6
 SMALL_CALLS = 20
-# Consecutive reductions in one graph, so that the call of the graph hardly counts.
+# Number of consecutive reductions in one graph, so that calling the graph hardly counts.
 SMALL_CHAIN = 25
 
 
@@ -157,16 +157,17 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
     ]
     report.print_table(head, cells)
     report.print(
-        "algbw: bytes / best time; busbw: algbw * 2 (n - 1) / n."
-        "\ncopy: all ranks copy the same number of bytes in memory at the same time; "
-        "ratio: best / copy best."
+        "algbw: bytes / best time; busbw: algbw * 2 (n - 1) / n for n ranks\n"
+        "copy: all ranks copy the same number of bytes in memory at the same time\n"
+        "ratio: best / copy best"
     )
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of the 160 trainable variables of ResNet-50 without biases, 102 MB.
+    """Return the shapes of ResNet-50's 160 trainable variables without biases, 102 MB in total.
 
-    Biases of convolutions have no effect before a batch normalization.
+    Biases are left out, because the bias of a convolution has no effect before a batch
+    normalization.
     """
     model = keras.applications.ResNet50(weights=None)
     return [tuple(v.shape) for v in model.trainable_variables if not v.path.endswith("bias")]

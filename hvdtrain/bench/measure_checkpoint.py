@@ -24,7 +24,7 @@ MAX_BLOCKED_PERCENT = 25.0
 
 
 class _StepTimes(keras.callbacks.Callback):
-    """Recorder of the end of each step and of the session that takes the checkpoints."""
+    """Records when each step ends, and the session that takes the checkpoints."""
 
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def measure(options: CheckpointBenchOptions) -> None:
     directory = options.directory or None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=directory) as folder:
         watch = _train(options, Path(folder))
-        # 0 on ranks without access to the checkpoints.
+        # The size is 0 on ranks without access to the checkpoints.
         newest = sorted(Path(folder).glob("step-*"))[-1:]
         size_bytes = sum(file.stat().st_size for path in newest for file in path.iterdir())
     if world.is_chief():

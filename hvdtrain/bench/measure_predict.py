@@ -57,8 +57,8 @@ def measure(options: PredictOptions) -> None:
     head = ["hosts", "ranks", "step", "waiting", "reducing", "efficiency", "limit"]
     report.print_table(head, steps, left=(6,))
     report.print(
-        "step: computing, waiting for the slowest rank, and reducing after the computation;\n"
-        "limit: the busiest resource of the last allreduce."
+        "step: computing, waiting for the slowest rank, and reducing after the computation has\n"
+        "ended; limit: the busiest resource of the last allreduce."
     )
     report.print()
     head = ["hosts", "ranks", "between failures", "between checkpoints", "lost time"]
@@ -69,7 +69,7 @@ def measure(options: PredictOptions) -> None:
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """Yield 1, 2, 4 and so on, and ``most``."""
+    """Yield the powers of two below ``most``, then ``most``: 5 -> 1, 2, 4, 5."""
     hosts = 1
     while hosts < most:
         yield hosts

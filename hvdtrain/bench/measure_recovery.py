@@ -50,16 +50,16 @@ class StepEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One killed rank, and the delay for the others.
+    """One killed rank, and the delay for the other ranks.
 
     Attributes:
-        rank: Its original rank.
+        rank: Initial rank of the killed process.
         ranks: Number of ranks before the kill.
-        chief: Whether the rank was the chief.
-        normal_step_s: Median duration of the steps before.
+        chief: Whether the killed rank was the chief.
+        normal_step_s: Median duration of the steps before the kill.
         into_step_s: Time from the end of the last step to the kill.
-        next_step_s: Time from the kill to the end of the first step without the rank.
-        step_after_s: Duration of the step after that.
+        next_step_s: Time from the kill to the end of the first step without the killed rank.
+        step_after_s: Duration of the second step without the killed rank.
     """
 
     rank: int
@@ -72,17 +72,17 @@ class Loss:
 
     @property
     def beyond_s(self) -> float:
-        """The delay of the next step beyond a normal step."""
+        """How much longer the next step took than a normal step."""
         return self.next_step_s - self.normal_step_s
 
     @property
     def after_beyond_s(self) -> float:
-        """The additional duration of the step after that, which starts with new data."""
+        """How much longer the second step took than a normal step. It begins to read new data."""
         return self.step_after_s - self.normal_step_s
 
 
 class _RankKiller(keras.callbacks.Callback):
-    """Recorder of steps that kills this rank once and stores the time in ``killed_s``."""
+    """Records steps, kills this rank when it is its turn, and stores that time in ``killed_s``."""
 
     def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _RankKiller(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         members = self._collectives.members
         self.steps.append(StepEnd(time.monotonic(), members))
-        # The last rank decides alone.
+        # The last rank decides alone when to stop.
         if len(members) == 1 and len(self.steps) > STEPS_AFTER:
             self.model.stop_training = self.steps[-1 - STEPS_AFTER].members == members
 
@@ -144,11 +144,13 @@ def measure(options: RecoveryOptions) -> None:
 
 
 def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list[Loss]:
-    """Return the delay of each kill with enough steps around it, in order of the kills.
+    """Return the delay that each kill caused, in the order of the kills.
+
+    Kills with too few steps before or after them are left out.
 
     Args:
         steps: All steps that the last rank recorded.
-        killed_s: Time of the kill by original rank; 0 if it was not killed.
+        killed_s: Time of the kill for each initial rank; 0 if the rank was not killed.
     """
     losses = []
     for rank, killed in sorted(killed_s.items(), key=lambda item: item[1]):
@@ -174,7 +176,7 @@ def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list
 
 
 def rows_needed(ranks: int, batch_size: int, between_steps: int) -> int:
-    """Return the samples of an epoch that is long enough to kill all ranks but one."""
+    """Return how many samples an epoch needs to be long enough to kill all ranks but one."""
     # With n remaining ranks a step uses n batches.
     return batch_size * (between_steps + SPARE_STEPS) * ranks * (ranks + 1) // 2
 
@@ -183,7 +185,7 @@ def _check_elastic() -> None:
     """Check that the job is elastic and runs on one host.
 
     Raises:
-        ConfigurationError: It is not.
+        ConfigurationError: If one of these is not the case.
     """
     topology = read_topology(os.environ)
     requirement = "recovery needs an elastic job on one host"
@@ -200,7 +202,7 @@ def _check_elastic() -> None:
 def _shared_times(collectives: Engine) -> np.ndarray:
     """Return an array in shared memory with one number per rank.
 
-    Its file is unlinked as soon as all ranks have opened it, so that killed ranks leave nothing.
+    The file is unlinked as soon as all ranks have opened it, so that killed ranks leave no file.
     """
     name, size = "hvdtrain bench: times", collectives.size
     path = ""
@@ -226,7 +228,7 @@ def _train(options: RecoveryOptions, collectives: Engine, killed_s: np.ndarray) 
 
 
 def _next_victim(members: Sequence[int], ranks: int) -> int:
-    """Return the chief first, and then the last ranks."""
+    """Return the next rank to kill: first the chief, then always the last rank."""
     return members[0] if len(members) == ranks else members[-1]
 
 
@@ -251,8 +253,9 @@ def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
     head = ["loss", "killed", "ranks", "normal step", "kill to next step", "beyond normal"]
     report.print_table([*head, "step after", "beyond normal"], cells, left=(0, 1))
     report.print(
-        "normal step: median before the kill; kill to next step: until the others have completed"
-        "\nthe first step without the rank; step after: duration of the following step."
+        "normal step: median duration of a step before the kill\n"
+        "kill to next step: until the other ranks have completed the first step without the rank\n"
+        "step after: duration of the following step"
     )
     report.add(losses=[dataclasses.asdict(loss) for loss in losses])
     for what, worst_s in (

@@ -1,7 +1,7 @@
 """``hvdtrain bench servers``: updates per second of a parameter server.
 
-The last rank is the server; the others are workers, which send gradients of LeNet and receive
-weights without computing. Short runs and memory copies take turns, so that other load affects
+The last rank is the server. The other ranks are workers: they send gradients of LeNet and receive
+weights, but compute nothing. Short runs and memory copies take turns, so that other load affects
 both equally.
 """
 
@@ -38,8 +38,8 @@ __all__ = ["COPIES", "measure"]
 MIN_RANKS = 3
 MIN_SHARE_PERCENT = 50.0
 
-# Memory traffic of one update on the server, in copies; a copy reads and writes every byte
-# once.
+# Memory traffic of one update on the server, as a multiple of copying all variables in memory. A
+# copy reads and writes every byte once.
 COPIES = {
     "receiving the gradient": 1.0,
     "reading weights and gradient, writing weights": 1.5,
@@ -49,12 +49,12 @@ COPIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Measurements with a number of workers, one entry per run.
+    """Measurements for one number of workers, with one entry per run.
 
     Attributes:
         workers: Number of workers.
-        update_s: Seconds per update, over all workers.
-        copy_s: Seconds per copy, measured before.
+        update_s: Seconds per update, counting the updates of all workers.
+        copy_s: Seconds per memory copy of the variables, measured before each run.
         server_bytes: Private memory of the server.
         server_resident_bytes: Resident memory of the server, including shared memory.
     """
@@ -66,7 +66,7 @@ class _Row:
     server_resident_bytes: int
 
     def speeds(self, statistic: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
-        """Return updates per second, the limit by copies, and their ratio in percent."""
+        """Return updates per second, the maximum that memory allows, and the ratio in percent."""
         updates = 1 / statistic(self.update_s)
         limit = 1 / (sum(COPIES.values()) * statistic(self.copy_s))
         return updates, limit, 100 * updates / limit
@@ -117,7 +117,10 @@ class _Runs:
         self._messages = collectives.messages()
 
     def measure(self, workers: int, runs: int) -> _Row:
-        """Measure runs with the first ranks as workers, after a warm-up run; collective."""
+        """Measure runs with the first ranks as workers, after a warm-up run.
+
+        All ranks must call this.
+        """
         copy_s, update_s = [], []
         for _ in range(runs + 1):
             copy_s.append(self._copy())
@@ -136,7 +139,7 @@ class _Runs:
         )
 
     def _copy(self) -> float:
-        """Return the seconds of a copy of the variables on the server, while the others wait."""
+        """Return the seconds that the server needs to copy the variables while other ranks wait."""
         self._collectives.barrier(name="hvdtrain bench")
         seconds = 0.0
         if self._table is not None:
@@ -150,7 +153,7 @@ class _Runs:
         return seconds / self._updates
 
     def _run(self, workers: range) -> float:
-        """Return the seconds per update, over all workers."""
+        """Return the seconds per update, counting the updates of all workers."""
         seconds = 0.0
         self._collectives.barrier(name="hvdtrain bench")
         if self._table is not None:
@@ -167,7 +170,7 @@ class _Runs:
         return seconds / (self._updates * len(workers))
 
     def _work(self) -> float:
-        """Push all updates of a worker and return the seconds."""
+        """Push all updates of this worker, and return how many seconds that took."""
         client = Client(self._messages, self._specs, [self._server], [self.shard], self._memory)
         weights = [np.asarray(variable.numpy()) for variable in self._model.trainable_variables]
         states = pack_states(self._model.optimizer, [self.shard])
@@ -195,8 +198,9 @@ def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
     report.print_table(head, cells, left=())
     parts = "; ".join(f"{what} ({count:g})" for what, count in COPIES.items())
     report.print(
-        f"copies allow: an update needs {sum(COPIES.values()):g} copies of {nbytes / 1e6:.3g} MB, "
-        f"each {format_seconds(min(rows[0].copy_s))}:\n{parts}.\n"
+        "copies allow: updates per second if the speed of memory is the only limit. An update\n"
+        f"needs {sum(COPIES.values()):g} copies of {nbytes / 1e6:.3g} MB in memory, and each takes "
+        f"{format_seconds(min(rows[0].copy_s))}:\n{parts}.\n"
         "server memory: private memory after the runs, including Python and TensorFlow, without\n"
         "the workers' gradient buffers in shared memory."
     )

@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Starts:
-    """Durations of commands, and the results of the probe inside them, one per start."""
+    """Durations of the commands, and the results of the probe in them, one entry per start."""
 
     whole_s: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in (EMPTY, PROBE, LESS_IMPORT)}
@@ -54,7 +54,7 @@ class _Starts:
 
 
 def measure(options: StartupOptions) -> None:
-    """Start both programs with both launchers alternately, and print and write the results."""
+    """Start both programs with both launchers in turn, and print and write the results."""
     report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-P", "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
@@ -73,7 +73,7 @@ def measure(options: StartupOptions) -> None:
 
 
 def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command, and the variables it needs as root and on few cores."""
+    """Return the mpirun command, and the variables that allow root and more ranks than cores."""
     argv = [str(mpirun.path), "-np", str(ranks)]
     if mpirun.family == "hydra":
         return argv, {}
@@ -122,8 +122,8 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
     report.print(f"\nduration of the command, {starts} each, alternating")
     report.print_table(["program", "launcher", "median", "best"], cells, left=(0, 1))
     report.print(
-        "less import: without the slowest rank's import of TensorFlow, which varies most and does\n"
-        "not depend on the launcher."
+        "less import: duration minus the slowest rank's import of TensorFlow. The import varies\n"
+        "most, and does not depend on the launcher."
     )
     report.add(hvdtrain_run_s=run.whole_s, mpirun_s=plain.whole_s)
 

@@ -1,4 +1,4 @@
-"""``hvdtrain bench training``: each rank alone compared with all ranks."""
+"""``hvdtrain bench training``: training of each rank alone, compared with all ranks together."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from hvdtrain.collectives.engine import Engine
 __all__ = ["measure"]
 
 MIN_LENET_EFFICIENCY = 93.0
-# In percent; measured on two ranks.
+# In percent, measured on two ranks.
 MIN_MLP_EFFICIENCY = 80.0
-# From the last callback to the return of ``fit``.
+# Time from the last callback to the return of ``fit``.
 MAX_END_MS = 50.0
-# Allocators and threads vary a little.
+# Not zero, because allocators and threads vary a little.
 MAX_GROWTH_BYTES = 1 << 20
-# Short calls of ``fit`` of a small model that is already traced.
+# Short calls of ``fit`` with a small model that is already traced.
 CALL_STEPS = 5
 CALL_BATCH_SIZE = 64
 CALLS = 10
-# Beyond plain Keras.
+# Additional time compared with plain Keras.
 MAX_OVERHEAD_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run of this rank alone or of all ranks.
+    """One run of this rank alone or of all ranks together.
 
     Attributes:
-        samples_per_s: Samples per second of all its ranks after the warm-up.
-        call_samples_per_s: The same by the clock around ``fit``, including the warm-up.
+        samples_per_s: Samples per second of all participating ranks, after the warm-up.
+        call_samples_per_s: Samples per second measured around the whole call of ``fit``, including
+            the warm-up.
         end_s: Seconds from the last callback to the return of ``fit``.
         cpu_step_s: Processor time of this rank per step.
     """
@@ -55,7 +56,7 @@ class _Run:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Recorder of the ends of steps and training, and of memory at some steps."""
+    """Records when steps and training end, and the memory after some steps."""
 
     def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def measure(options: TrainingOptions) -> None:
 def _measure_runs(
     model: keras.Model, name: str, options: TrainingOptions, collectives: Engine
 ) -> tuple[list[_Run], list[_Run]]:
-    """Alternate runs of each rank alone with plain Keras and of all ranks."""
+    """Alternate between runs of each rank alone, with plain Keras, and runs of all ranks."""
     plain = build_model(name)
     alone, joint = [], []
     for _ in range(options.runs):
@@ -153,7 +154,10 @@ def _row(
     growth_bytes: int,
     collectives: Engine,
 ) -> dict[str, Any]:
-    """Return the figures of a model, relative to each rank alone, because cores differ."""
+    """Return a table row for one model.
+
+    Throughput is relative to what each rank achieves alone, because cores differ in speed.
+    """
     local_speeds = [run.samples_per_s for run in alone]
     speeds = collectives.allgather_object(local_speeds, name="hvdtrain bench: each rank alone")
     joint_speeds = [run.samples_per_s for run in joint]
@@ -194,11 +198,13 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
     head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
     report.print_table([*head, "processor", "memory"], cells)
     report.print(
-        "samples/s of the best run; one rank: plain Keras with the same threads while the others\n"
-        "wait, averaged over ranks; by calls: all ranks, by the clock around fit; processor: the\n"
-        "chief's processor time per step alone / with all ranks, less affected by other load;\n"
-        "memory: growth of the worst rank's resident memory from step "
-        f"{memory_steps} to {2 * memory_steps}."
+        "one rank, all ranks: samples/s of the best run. One rank trains with plain Keras and the\n"
+        "  same threads while the other ranks wait; the figure is the average over ranks.\n"
+        "by calls: samples/s of all ranks, measured around the whole call of fit\n"
+        "processor: the chief's processor time per step alone, divided by that with all ranks.\n"
+        "  It is less affected by other load.\n"
+        f"memory: growth of resident memory from step {memory_steps} to {2 * memory_steps}, on the "
+        "worst rank"
     )
     report.add(models=rows)
     targets = {"lenet": MIN_LENET_EFFICIENCY, "mlp": MIN_MLP_EFFICIENCY}
@@ -228,7 +234,7 @@ class _Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
-# Functions from x and y to the arguments of ``fit``.
+# Functions that return the arguments of ``fit`` for x and y.
 _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "arrays": lambda x, y: {"x": x, "y": y, "batch_size": CALL_BATCH_SIZE},
     "tf.data": lambda x, y: {
@@ -252,14 +258,14 @@ def _measure_calls(report: BenchReport, collectives: Engine) -> None:
     report.print()
     report.print_table(["one more fit", "plain Keras", "all ranks", "overhead"], cells)
     report.print(
-        f"best of {CALLS} calls of {CALL_STEPS} steps of a small traced model, with equally many\n"
-        "samples per rank."
+        f"best of {CALLS} calls of {CALL_STEPS} steps each, with a small traced model and equally\n"
+        "many samples per rank"
     )
     report.add(calls=rows)
 
 
 def _measure_call(name: str, collectives: Engine) -> list[float]:
-    """Return the slowest rank's seconds with plain Keras, one rank at a time, and with all."""
+    """Return the slowest rank's seconds: with plain Keras and one rank at a time, and with all."""
     alone_s = float("inf")
     for rank in range(collectives.size):
         if rank == collectives.rank:

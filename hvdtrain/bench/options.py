@@ -1,4 +1,4 @@
-"""Options of the benchmarks, with defaults, flags and help; ranks receive them as JSON."""
+"""Options of the benchmarks, with defaults, flags and help. Ranks receive them as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODELS = ("lenet", "mlp")
 
 
 def bytes_per_s(text: str) -> float:
-    """Parse a speed like ``25gbit`` or ``200mbit`` to bytes per second."""
+    """Convert a speed in bits to bytes per second: ``200mbit`` -> 25e6."""
     units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
     number, unit = text[:-4], text[-4:].lower()
     try:
@@ -76,7 +76,7 @@ def _number(default: float, help: str) -> Any:
 class Options:
     """Options of every benchmark.
 
-    ``usual_ranks`` is the default number of ranks, and 0 if the benchmark needs no ranks.
+    ``usual_ranks`` is the default number of ranks, or 0 if the benchmark starts no ranks.
     """
 
     summary: ClassVar[str]
@@ -153,7 +153,7 @@ class StartupOptions(Options):
 class PredictOptions(Options):
     """Options of ``hvdtrain bench predict``: the defaults describe ResNet-50."""
 
-    summary = "a model of the training on more hosts; measures nothing"
+    summary = "predicted training times on more hosts, from a cost model"
     usual_ranks = 0
     hosts: int = _count(64, "largest number of hosts")
     ranks_per_host: int = _count(8, "ranks per host")
@@ -163,9 +163,9 @@ class PredictOptions(Options):
     latency_us: float = _number(30.0, "microseconds for a small message between hosts")
     compute_ms: float = _number(300.0, "milliseconds that a rank computes per step")
     parameters: float = _number(25.6e6, "parameters of the model, with float32 gradients")
-    spread: float = _number(0.01, "standard deviation of --compute-ms, relative to it")
+    spread: float = _number(0.01, "standard deviation of --compute-ms, divided by --compute-ms")
     call_us: float = _number(800.0, "constant microseconds per allreduce")
-    message_us: float = _number(60.0, "microseconds of a core per message between hosts")
+    message_us: float = _number(60.0, "microseconds that a core needs per message between hosts")
     core: float = _number(1e9, "bytes per second that a core sends and receives")
     memory: float = _number(3.5e9, "bytes of gradients per second that the ranks of a host add up")
     host_days: float = _number(1000.0, "mean days between failures of a host")
@@ -173,7 +173,7 @@ class PredictOptions(Options):
     restart_s: float = _number(60.0, "seconds from a failure to the next step")
 
 
-# Each is run by ``measure`` of the module measure_NAME.
+# The function ``measure`` of the module measure_NAME runs the benchmark NAME.
 BENCHMARKS: dict[str, type[Options]] = {
     "allreduce": AllreduceOptions,
     "training": TrainingOptions,

@@ -20,9 +20,9 @@ class BenchReport:
 
     Args:
         benchmark: Name of the benchmark.
-        options: Its options.
+        options: Options of the benchmark.
         ranks: Number of ranks.
-        is_writer: Returns whether this process prints and writes.
+        is_writer: Function that returns whether this process prints and writes.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BenchReport:
         limit: float,
         unit: str,
     ) -> None:
-        """Compare a figure with its target on a quiet machine."""
+        """Compare a figure with its target for an idle machine."""
         held = measured <= limit if bound == "at most" else measured >= limit
         entry = {"what": what, "measured": measured, "limit": limit, "unit": unit, "bound": bound}
         self._limits.append({**entry, "held": held})
@@ -88,7 +88,7 @@ class BenchReport:
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100 on."""
+    """Format a number with three significant digits, or as an integer if it is 100 or more."""
     return f"{value:.0f}" if value >= 99.95 or value == 0 else f"{value:#.3g}"
 
 

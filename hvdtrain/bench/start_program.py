@@ -1,4 +1,4 @@
-"""The program that ``hvdtrain bench startup`` starts; it times the parts of a start."""
+"""The program that ``hvdtrain bench startup`` starts. It times the parts of its own start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARK = "hvdtrain-start-probe "
 
 
 def main() -> None:
-    """Import, initialize, and print the slowest rank's seconds as JSON on the chief."""
+    """Import TensorFlow and start hvdtrain. The chief prints the slowest rank's times as JSON."""
     times_s = [time.perf_counter()]
     import tensorflow  # noqa: F401
 

@@ -24,8 +24,8 @@ class Timing:
     Attributes:
         best_s: The fastest call.
         median_s: The median call.
-        cpu_best_s: Least processor time of a call, for all threads of the rank that used most. It
-            depends little on other programs.
+        cpu_best_s: Smallest processor time of a call, over all threads of the rank that used the
+            most. It depends little on other programs.
     """
 
     best_s: float
@@ -53,8 +53,8 @@ def time_in_turn(
         collectives: The engine.
         operations: Functions by name, the same on every rank.
         repetitions: Measurements of each operation, after a warm-up.
-        calls: Calls per measurement; several for fast operations, whose processor time is too
-            short to measure.
+        calls: Number of calls per measurement. Use several for fast operations, because the
+            processor time of one call is too short to measure.
     """
     wall_s = np.empty((len(operations), repetitions + 1, calls))
     cpu_s = np.empty((len(operations), repetitions + 1))
@@ -80,7 +80,7 @@ def time_in_turn(
 
 
 def largest(collectives: Engine, *values: float) -> list[float]:
-    """Return the largest of all ranks' values for each argument; collective."""
+    """Return the maximum over all ranks for each argument. All ranks must call this."""
     local_values = np.array(values, np.float64)
     return [
         float(value) for value in collectives.allreduce(local_values, "max", name="hvdtrain bench")
@@ -90,8 +90,8 @@ def largest(collectives: Engine, *values: float) -> list[float]:
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     """Return the bus bandwidth of an allreduce in bytes per second.
 
-    With any algorithm, each of the n ranks must send and receive at least 2 (n - 1) / n times its
-    array. The bus bandwidth is therefore comparable with the speed of memory or network, and
-    between different numbers of ranks.
+    With any algorithm, each of the n ranks must send and receive at least 2 (n - 1) / n times the
+    size of its array. The bus bandwidth can therefore be compared with the speed of memory or
+    network, and between different numbers of ranks.
     """
     return nbytes / seconds * 2 * (ranks - 1) / ranks
