@@ -74,8 +74,8 @@ def place(
             at a time, up to the ``max_slots`` of each host.
         share_gpus: Allow more ranks than GPUs on a host.
         gpus_per_rank: Number of GPUs per rank.
-        cores: Number of cores per host, if known. The ranks of a host get equal numbers of cores,
-            or differ by one core. If a host has more ranks than cores, ranks share cores.
+        cores: Number of cores per host, if known. The shares of a host's ranks differ by at
+            most one core. If a host has more ranks than cores, ranks share cores.
         gpus: Number of GPUs per host, if known.
 
     Returns:

@@ -28,8 +28,8 @@ __all__ = [
     "written_default",
 ]
 
-# hvdtrain run sets these for the ranks: its addresses and port ("10.0.0.1 192.168.1.1 4711"), and
-# the width of the terminal that shows their output.
+# hvdtrain run sets these for the ranks: the launcher's addresses and port ("10.0.0.1 192.168.1.1
+# 4711"), and the width of the terminal that shows their output.
 LAUNCHER = PREFIX + "LAUNCHER"
 COLUMNS = PREFIX + "COLUMNS"
 # The file descriptor for a rank's reports, and its inode ("7:4711"). The inode is checked because

@@ -47,7 +47,7 @@ Cause = Literal[
 
 @dataclass(kw_only=True)
 class JobRecord:
-    """What the launcher records about an attempt while it runs. Times are the launcher's."""
+    """What the launcher records about a running attempt. Times are from the launcher's clock."""
 
     hosts: Mapping[int, str]  # the planned host of each rank
     ends: Sequence[RankExit]  # without lost ranks that the others survived

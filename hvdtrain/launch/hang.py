@@ -113,7 +113,7 @@ def stuck_ranks(
 ) -> dict[int, float]:
     """Return the ranks whose step takes too long, each with the seconds since its last progress.
 
-    Returns none if this applies to all ranks.
+    The result is empty if this applies to all ranks.
     """
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}

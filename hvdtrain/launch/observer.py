@@ -35,7 +35,11 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """An attempt has ended; see ``hvdtrain.launch.failure.Outcome`` for the fields."""
+    """An attempt has ended.
+
+    ``words`` contains the messages about it. ``hvdtrain.launch.failure.Outcome`` describes the
+    other fields.
+    """
 
     code: int
     cause: str
@@ -52,7 +56,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLost:
-    """A rank died after ``step``; ``words`` is the message about it."""
+    """A rank died after ``step``. ``words`` is the message about that."""
 
     rank: int
     host: str
@@ -98,7 +102,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded:
-    """The job has ended; ``verdict`` is the message for the user."""
+    """The job has ended. ``verdict`` is the message that explains why."""
 
     code: int
     cause: str

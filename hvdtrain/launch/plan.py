@@ -53,7 +53,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as requested: its program, ranks, hosts and settings; see ``hvdtrain run --help``."""
+    """A job as the user requested it: its program, ranks, hosts and settings.
+
+    ``hvdtrain run --help`` describes the options behind the fields.
+    """
 
     program: tuple[str, ...]
     ranks: int | None = None  # by default all slots of the hosts

@@ -1,4 +1,4 @@
-"""The progress of an attempt, from the reports of its ranks. Times are the launcher's."""
+"""The progress of an attempt, from its ranks' reports. Times are from the launcher's clock."""
 
 from __future__ import annotations
 
