@@ -273,7 +273,7 @@ def find_job(directory: Path, name: str) -> JobFolder:
     similar = matches or [known for known in names if _is_similar(name, known)]
     # The newest are last.
     shown = ", ".join(similar[-_MOST_SUGGESTIONS:])
-    problem = f"{len(matches)} jobs start with" if matches else "there is no job"
+    problem = f"{len(matches)} jobs start with" if len(matches) > 1 else "there is no job"
     hint = f"; did you mean {shown}?" if similar else f" in {directory}."
     raise JobError(f"{problem} {name!r}{hint} hvdtrain jobs lists all jobs.")
 

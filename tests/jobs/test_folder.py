@@ -92,6 +92,9 @@ def test_jobs_are_found_by_a_prefix_of_their_name(tmp_path: Path) -> None:
         find_job(tmp_path, "tra")
     with pytest.raises(JobError, match=r"no job 'mnits'; did you mean mnist-2026"):
         find_job(tmp_path, "mnits")
+    (tmp_path / "one" / "train-1").mkdir(parents=True)
+    with pytest.raises(JobError, match="no job ''; did you mean train-1"):
+        find_job(tmp_path / "one", "")
     for unknown in ("zzzzzzzz", "", "..", "../jobs", ".queue", "/etc"):
         with pytest.raises(JobError, match="hvdtrain jobs lists all"):
             find_job(tmp_path, unknown)
