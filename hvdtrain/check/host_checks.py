@@ -109,15 +109,16 @@ def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
             absent,
             "the working directory does not exist there",
             "the program and its data at the same path on every host",
-            "start in a directory that all hosts share, such as one on NFS; or copy it there",
+            "start in a directory that all hosts share, such as one on NFS, or copy the directory "
+            "there",
         )
     if other := groups.get("other"):
         yield _warning(
             other,
             "the working directory exists there, but is not shared",
-            "a shared directory: a file that is written here is visible there",
-            "keep the program there identical and put checkpoints on a file system that all hosts "
-            "share; or start in a shared directory",
+            "a shared directory, so that a file that is written here is visible there",
+            "start in a shared directory, or keep the program identical on all hosts and put "
+            "checkpoints on a file system that all hosts share",
         )
     # For the launcher, this fact is empty only if the working directory is not writable.
     if launcher.facts is not None and not launcher.facts.folder:
@@ -158,8 +159,8 @@ def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
         yield _error(
             hosts,
             f"the name {name} resolves to a loopback address there, which is the host itself",
-            "an address of the other host",
-            f"use names that all hosts know, not localhost; or remove {name} from the lines of "
+            "an address at which other hosts can reach that host",
+            f"use names that all hosts know, not localhost, or remove {name} from the lines of "
             "127.0.0.1, 127.0.1.1 and ::1 in /etc/hosts",
         )
 
@@ -213,8 +214,8 @@ def _check_memory(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
             locked,
             "InfiniBand is present, but locked memory is limited (ulimit -l)",
             "no limit, because InfiniBand sends from locked memory",
-            "in /etc/security/limits.conf: * - memlock unlimited; under Slurm "
-            "LimitMEMLOCK=infinity in slurmd.service; then log in again",
+            "set * - memlock unlimited in /etc/security/limits.conf (under Slurm: "
+            "LimitMEMLOCK=infinity in slurmd.service), then log in again",
         )
 
 

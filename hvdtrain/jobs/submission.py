@@ -72,7 +72,7 @@ def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) ->
                 hint = " and may still run" if view.status == "silent" else ""
                 raise JobError(
                     f"{job.name} is {view.status}{hint}; only a job that has ended can be "
-                    f"restarted. Stop it with hvdtrain stop {job.name}, or start another one with "
+                    f"restarted. Stop it with hvdtrain stop {job.name}, or start a copy with "
                     f"hvdtrain clone {job.name}."
                 )
             request = request_for(job.read_spec())
