@@ -1,6 +1,7 @@
 """Plugins for tests on MPI ranks, on a cluster of four hosts, and with other MPIs.
 
-See ``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments``.
+``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments`` describes the
+fixtures and markers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: help, version, usage errors, and imports."""
+"""The command line: help, version, usage errors and imports."""
 
 from __future__ import annotations
 

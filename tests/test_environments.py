@@ -44,7 +44,7 @@ def test_open_mpi_4_comes_from_the_system(folder: Path, monkeypatch: pytest.Monk
     assert "install Debian's openmpi-bin" in (missing_environment("openmpi4") or "")
 
 
-def test_an_optimised_horovod_is_another_build() -> None:
+def test_an_optimised_horovod_is_a_separate_build() -> None:
     assert requirements_of("horovod-optimised") == requirements_of("horovod")
     assert build_of("horovod").keys() - build_of("horovod-optimised").keys() == {"HOROVOD_DEBUG"}
     assert stamp_of("horovod-optimised")[1] != stamp_of("horovod")[1]

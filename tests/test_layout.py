@@ -1,4 +1,4 @@
-"""The structure of the package: imports, public names, module-level state."""
+"""The structure of the package: imports, public names and module-level state."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ def _uses_in(modules: list[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def test_private_names_of_keras_and_tensorflow_are_in_private_api() -> None:
-    """Check by name, as the code doesn't show the type of an object.
+    """Check by name, because the code doesn't show the type of an object.
 
     A private name is foreign if ``private_api`` uses it without defining it, or if nothing in
     hvdtrain defines it. Elsewhere it may be an overridden method, also called through ``super()``,

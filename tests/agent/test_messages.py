@@ -154,7 +154,7 @@ def test_unconfirmed_bytes_are_limited_to_the_window(ends: tuple[LauncherLink, L
     assert end == {"kind": "end", "code": 0}
 
 
-def test_only_the_newest_state_waits(ends: tuple[LauncherLink, Launcher]) -> None:
+def test_only_the_newest_state_is_queued(ends: tuple[LauncherLink, Launcher]) -> None:
     link, launcher = ends
     link.send("report", step=0)
     link.send("line", stream="stdout", text="x" * WINDOW_BYTES)

@@ -96,7 +96,7 @@ LIMITS: dict[str, tuple[dict[str, str], int | None]] = {
 
 
 @pytest.mark.parametrize(("files", "limit"), LIMITS.values(), ids=LIMITS)
-def test_the_smallest_limit_counts(
+def test_the_smallest_limit_is_used(
     tmp_path: Path, files: dict[str, str], limit: int | None
 ) -> None:
     assert memory_limit(group_with(tmp_path, files)) == limit
@@ -133,12 +133,12 @@ def test_kills_since_the_start(tmp_path: Path) -> None:
     assert watch.kills() == OomKills(in_group=2, on_host=3)
 
 
-def test_the_last_group_of_a_process_counts(tmp_path: Path) -> None:
+def test_kills_in_the_last_group_of_a_process_are_counted(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     watch = OomWatch(kernel.proc)
     kernel.move("7", "/b")
     watch.look(7)
-    # In version 1, a process that is about to end; then its end.
+    # In version 1, the process moves to another group when it is about to end. Then it ends.
     kernel.move("7", "/")
     watch.look(7)
     watch.look(8)

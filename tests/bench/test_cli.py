@@ -1,4 +1,4 @@
-"""The complete command on tiny sizes: its output, not its timings."""
+"""The output of the complete command for tiny sizes. Timings are not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients that are averaged stand for a real network."""
+"""The sizes of the gradients that are averaged, compared with a real network."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ def test_the_delay_of_each_loss() -> None:
 
 
 def test_a_step_that_contains_the_killed_rank_is_not_counted() -> None:
-    # Killed after the others had received its gradients for this step.
+    # The rank was killed after other ranks had received its gradients for this step.
     (loss,) = find_losses(STEPS, {0: 16.75})
     assert loss.next_step_s == 2.25
     assert loss.step_after_s == 4.0
 
 
 @pytest.mark.parametrize("killed_s", [{}, {0: 0.0}, {0: 5.0}, {2: 29.5}])
-def test_losses_without_steps_around_them_are_left_out(killed_s: dict[int, float]) -> None:
+def test_losses_without_steps_before_and_after_them_are_ignored(killed_s: dict[int, float]) -> None:
     assert find_losses(STEPS, killed_s) == []
 
 

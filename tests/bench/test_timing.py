@@ -1,4 +1,4 @@
-"""Alternating timing, and bandwidths as defined by nccl-tests."""
+"""Timing of alternating operations, and bandwidths as nccl-tests defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvdtrain check of the namespaces of a real Kubernetes."""
+"""``hvdtrain check`` for namespaces of a real Kubernetes cluster."""
 
 from __future__ import annotations
 

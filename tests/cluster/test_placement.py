@@ -22,7 +22,7 @@ def host(name: str, slots: int, max_slots: int | None = None) -> Host:
 
 A2, B2, C1 = host("a", 2), host("b", 2), host("c", 1)
 
-# Hosts, ranks, whether to oversubscribe, ranks of each host.
+# Hosts, ranks, whether to oversubscribe, and the ranks of each host.
 SHARES = {
     "all-slots": ([A2, B2, C1], None, False, {"a": 2, "b": 2, "c": 1}),
     "first-host-first": ([C1, B2, A2], 4, False, {"c": 1, "b": 2, "a": 1}),
@@ -123,7 +123,7 @@ def test_surplus_ranks_are_spread_evenly() -> None:
 
 MANY = [host(f"n{number}", 1) for number in range(12)]
 
-# Hosts, ranks, whether to oversubscribe; the start of the message.
+# Hosts, ranks, whether to oversubscribe, and the start of the message.
 TOO_MANY = {
     "one-more": (
         ([A2, C1], 4, False),
@@ -161,7 +161,7 @@ def test_ranks_that_do_not_fit(
     assert str(raised.value).startswith(message)
 
 
-# GPUs by host, whether to share, GPU of each rank on a (4 ranks) and b (1 rank).
+# GPUs per host, whether to share them, and the GPU of each rank on host a (4 ranks) and b (1 rank).
 GPUS = {
     "unknown": (None, False, [None] * 5),
     "no-gpus": ({"a": 0, "b": 0}, True, [None] * 5),
@@ -179,7 +179,7 @@ def test_gpus(gpus: dict[str, int] | None, share: bool, expected: list[int | Non
     assert [entry.gpus for entry in places] == [() if gpu is None else (gpu,) for gpu in expected]
 
 
-# GPUs by host, whether to share, GPUs of each rank on a (2 ranks) and b (1 rank), with 2 per rank.
+# The same with 2 GPUs per rank, for 2 ranks on host a and 1 rank on host b.
 GPU_PAIRS = {
     "just-enough": ({"a": 4, "b": 2}, False, [(0, 1), (2, 3), (0, 1)]),
     "one-host-known": ({"a": 5}, False, [(0, 1), (2, 3), ()]),
@@ -215,7 +215,7 @@ def test_more_ranks_than_gpus() -> None:
     assert "more ranks than GPUs: a has 2 GPUs for 4 ranks, B has 1 GPU for 2 ranks." in message
     assert "--share-gpus" in message
     assert "CUDA_VISIBLE_DEVICES=-1" in message
-    # The ranks of a host count, not its slots.
+    # The number of a host's ranks is decisive, not the number of its slots.
     assert [entry.gpus for entry in place(hosts, 2, gpus={"a": 2, "B": 1})] == [(0,), (1,)]
     with pytest.raises(ConfigurationError, match="a has 2 GPUs for 3 ranks"):
         place([host("a", 2)], 3, oversubscribe=True, gpus={"a": 2})
@@ -232,7 +232,7 @@ def test_too_few_gpus_for_two_per_rank() -> None:
     assert "--share-gpus" not in str(raised.value)
 
 
-# Ranks, cores of the host, cores of each rank.
+# The number of ranks, the cores of the host, and the cores of each rank.
 CORES = {
     "even": (2, 8, [(0, 3), (4, 7)]),
     "uneven": (3, 8, [(0, 1), (2, 4), (5, 7)]),

@@ -16,7 +16,7 @@ def assign(size: int, mode: str = "async-ps", **settings: Any) -> Roles:
     return assign_roles(size, Settings(mode=mode, **settings))
 
 
-# Ranks and settings; workers, servers.
+# Ranks and settings, followed by workers and servers.
 ASSIGNED = {
     "no-servers": ((3, "allreduce", {}), (0, 1, 2), ()),
     "other-settings-ignored": (
@@ -87,7 +87,7 @@ def test_too_few_ranks_are_an_error(arguments: tuple[int, dict[str, Any]], messa
     assert str(raised.value) == message
 
 
-# Hosts and server ranks before the loss; hosts after it; workers | servers in rank order.
+# Hosts and server ranks before the loss, hosts after it, and workers | servers in rank order.
 LEFT = {
     "worker-lost": ("a:1,b:1,c:1,d:1", (3,), "a:1,c:1,d:1", "a c | d"),
     "server-lost": ("a:1,b:1,c:1,d:1", (2, 3), "a:1,b:1,d:1", "a b | d"),

@@ -92,7 +92,7 @@ def test_invalid_task_lists_are_an_error(workers: str, servers: str, problem: st
     assert "--worker-hosts h1:2222,h2:2222 --ps-hosts h3:2222" in str(raised.value)
 
 
-# Workers, servers; hosts with slots, ranks of the servers.
+# Workers and servers, followed by hosts with slots and the ranks of the servers.
 ARRANGED = {
     "apart": ("a b", "c d", "a:1 b:1 c:1 d:1", (2, 3)),
     "one-host": ("a a", "a", "a:3", (2,)),

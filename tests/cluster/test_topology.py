@@ -60,7 +60,7 @@ MPIRUNS = ["openmpi5", "openmpi5-hosts", "openmpi4-hosts", "mpich5", "impi", "im
 
 @pytest.mark.parametrize("around", SLURM_AROUND)
 @pytest.mark.parametrize("name", MPIRUNS)
-def test_mpirun_wins_over_slurm(name: str, around: dict[str, str]) -> None:
+def test_mpirun_takes_precedence_over_slurm(name: str, around: dict[str, str]) -> None:
     environ, expected = LAUNCHERS[name]
     assert read_topology({**around, **environ}) == expected
 

@@ -1,11 +1,12 @@
-"""Python environments for tests, with another MPI, another Keras, or Horovod.
+"""Python environments for tests, with a different MPI, a different Keras, or Horovod.
 
-``python -m tests.environments [NAME ...]`` creates them; ``plugin.py`` has their fixture.
-``NAME.txt`` lists the packages of each, ``packages.txt`` the Debian packages.
+``python -m tests.environments [NAME ...]`` creates them, and ``plugin.py`` has a fixture for them.
+``NAME.txt`` lists the packages of an environment, and ``packages.txt`` the Debian packages.
 
-Environments with another MPI or Keras, ``torch`` and ``optional`` are in ``.venvs`` and find other
-packages in the project's environment. Environments with Horovod are independent and take minutes,
-so they are in the user's cache, under names that contain a hash of their contents.
+Environments with a different MPI or Keras, ``torch`` and ``optional`` are in ``.venvs`` and find
+other packages in the project's environment. Environments with Horovod are independent. They take
+minutes to build, so they are in the user's cache, under names that contain a hash of their
+contents.
 
 ``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``) and only created when named.
 ``kubernetes`` contains programs, built by ``kubernetes.py``, in the user's cache.
@@ -110,7 +111,7 @@ def _digest(name: str) -> str:
 
 
 def missing_environment(name: str) -> str | None:
-    """Return why the environment can't be used and how to create it, or None."""
+    """Return why the environment can't be used and how to create it; None if it can be used."""
     path, content = stamp_of(name)
     remedy = f"create it with: {sys.executable} -m tests.environments {name}"
     if not path.exists():
@@ -125,7 +126,7 @@ def missing_environment(name: str) -> str | None:
 
 
 def _horovods_python() -> str:
-    """Return prefix and version of the Python behind links, virtual environments and shims."""
+    """Return the prefix and version of the Python behind links, virtual environments and shims."""
     return _output_of(
         HOROVODS_PYTHON, "-I", "-c", "import sys; print(sys.base_prefix, sys.version)"
     )

@@ -1,4 +1,4 @@
-"""Create environments that are missing or out of date; see ``tests.environments``."""
+"""Creates the environments of ``tests.environments`` that are missing or out of date."""
 
 from __future__ import annotations
 

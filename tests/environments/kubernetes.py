@@ -1,8 +1,9 @@
-"""Builds the programs of a Kubernetes, from Debian's sources, for tests that run one.
+"""Builds the programs of Kubernetes from Debian's sources, for tests that run a cluster.
 
-Debian has the sources of Kubernetes 1.20 and no packages of its servers. They are built with the Go
-of Debian's release before, as later ones don't take what the sources bring along. apt looks for
-both in lists of its own: nothing is installed, and the machine's own sources stay as they are.
+Debian has the sources of Kubernetes 1.20, but no packages of its servers. They are built with the
+Go of Debian's previous release, because later versions of Go don't accept the packages that the
+sources include. apt uses separate lists to find both: nothing is installed, and the machine's own
+package sources don't change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def build_kubernetes(folder: Path) -> None:
     """Put the programs into ``folder/bin``.
 
     Raises:
-        RuntimeError: A step has failed; the message has its last words.
+        RuntimeError: If a step fails. The message contains the end of its output.
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "bin").mkdir(parents=True)
@@ -66,7 +67,7 @@ def build_kubernetes(folder: Path) -> None:
 
 
 def _download(work: Path) -> None:
-    """Get the sources and Go into ``work``."""
+    """Download the sources and Go into ``work``."""
     site = _debians_site(work)
     signed = f"[signed-by={_KEYRING}] {site}"
     (work / "sources.list").write_text(
@@ -79,7 +80,7 @@ def _download(work: Path) -> None:
         "Dir::Etc::sourceparts": "-",
         "Dir::State::Lists": work / "lists",
         "Dir::Cache": work / "cache",
-        # It is root's folder, in which apt's own user may not write.
+        # The folder belongs to root, so apt's own user may not write to it.
         "APT::Sandbox::User": "root",
     }
     apt = ("apt-get", "--quiet", *(f"--option={name}={value}" for name, value in own.items()))
@@ -89,7 +90,7 @@ def _download(work: Path) -> None:
 
 
 def _debians_site(work: Path) -> str:
-    """Where this machine gets its packages of Debian from."""
+    """Return the address from which this machine gets Debian's packages."""
     wanted = ("--format", "$(SITE) $(CODENAME) $(COMPONENT)", "Created-By: Packages")
     for line in _run("apt-get", "indextargets", *wanted, cwd=work).splitlines():
         site, *rest = line.split()

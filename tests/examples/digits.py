@@ -31,7 +31,7 @@ def load_mnist_data() -> ModuleType:
 
 
 def write_few(folder: Path) -> Path:
-    """Write a small dataset for ``--data-dir``; an epoch of all digits takes ten seconds."""
+    """Write a small dataset for ``--data-dir``. An epoch of all digits would take ten seconds."""
     digits = load_mnist_data().load_digits()
     chosen = np.random.default_rng(0).permutation(len(digits.train_labels))[:FEW]
     path = folder / "few.npz"

@@ -1,4 +1,4 @@
-"""Unsent parts of gradients are kept and sent in later steps."""
+"""Unsent parts of gradients, which are kept and sent in later steps."""
 
 from __future__ import annotations
 

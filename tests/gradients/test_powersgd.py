@@ -77,7 +77,7 @@ def test_a_matrix_of_low_rank_is_exact(rank, scale):
 
 
 def test_repeated_steps_converge_to_the_best_approximation():
-    """As in power iteration, with the Q of the previous step."""
+    """The steps are a power iteration, which starts with the Q of the previous step."""
     matrix = rng.normal(size=(30, 50)).astype("float32")
     u, s, v = np.linalg.svd(matrix)
     best = np.linalg.norm(matrix - (u[:, :3] * s[:3]) @ v[:3])

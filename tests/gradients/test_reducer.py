@@ -1,4 +1,4 @@
-"""Averages of gradients, and errors that name rank and variable."""
+"""Averages of gradients, and errors that name the rank and the variable."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_static_shapes_are_kept_for_optimizers(reducer: GradientReducer) -> None
 
 @two_or_three
 def test_sparse_gradients(average: Average, reducer: GradientReducer) -> None:
-    """Different rows on each rank, with duplicates, and none on the last rank."""
+    """Each rank has different rows, with duplicates. The last rank has none."""
     table = (9, 4)
 
     def slices(rank: int) -> tf.IndexedSlices:
@@ -218,7 +218,7 @@ def test_a_mismatch_names_the_variable(average: Average, difference: str, alone:
 @two
 @pytest.mark.parametrize("known", [False, True], ids=["new", "seen-before"])
 def test_a_gradient_that_becomes_none_is_named(world, known: bool) -> None:
-    """Possible with eager execution."""
+    """This can happen with eager execution."""
     reducer = GradientReducer(
         EngineRanks(new_engine(EngineCase(kind="shared_memory", hosts=(0, 0))))
     )
@@ -316,7 +316,7 @@ def test_overflow_of_the_sum(average: Average, reducer: GradientReducer) -> None
 
 @two
 def test_non_finite_values_can_be_allowed(average: Average, world) -> None:
-    """Loss scaling checks for them itself."""
+    """Loss scaling checks for non-finite values itself."""
     reducer = GradientReducer(EngineRanks(job.collectives()), ReduceOptions(non_finite="ignore"))
     values = [np.inf, np.nan] if job.rank() == 0 else [1.0, 1.0]
     slices = tf.IndexedSlices(tf.constant([values]), tf.constant([0]), tf.constant([2, 2]))
@@ -328,7 +328,7 @@ def test_non_finite_values_can_be_allowed(average: Average, world) -> None:
 
 @two
 def test_buckets_give_the_same_sums(reducer: GradientReducer) -> None:
-    """They start with the last gradients."""
+    """Buckets start with the last gradients."""
     shapes = [(20,), (3, 5), (30,), (1,), (2,)]
     gradients = [_gradient(job.rank(), shape) for shape in shapes]
     names = [f"kernel {n}" for n in range(len(shapes))]

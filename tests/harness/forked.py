@@ -4,10 +4,10 @@ PROGRAM is a script, or ``-m`` and a module, or ``-c`` and code, as for Python. 
 process's files, variables, working directory and cores, and on the test cluster its host. Signals
 are forwarded to it, and this process ends with the exit code or signal of the fork.
 
-The fork has another process group, other limits and another control group, and stopping it is not
-visible here: tests of these start Python itself.
+The fork has a different process group, different limits and a different control group, and stopping
+it is not visible here. Tests of these start Python itself.
 
-This script runs for every rank and imports only C modules, to start fast.
+This script runs for every rank. It imports only C modules, so that it starts fast.
 """
 
 import _signal as signal
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _is_open(file: int) -> bool:
-    """Return whether a file is open; the directory listing itself is not."""
+    """Return whether a file is open. A listing of open files also contains its own file."""
     try:
         os.fstat(file)
     except OSError:

@@ -1,7 +1,8 @@
 """Servers that fork programs from a process that has imported TensorFlow.
 
-``python -m tests.harness.forkserver SOCKET`` imports TensorFlow and listens; ``forked.py`` requests
-a fork and lives as long as it. The import takes four seconds of a core, a fork a hundredth of one.
+``python -m tests.harness.forkserver SOCKET`` imports TensorFlow and listens. ``forked.py`` requests
+a fork and runs as long as the fork. The import takes four seconds of a core, and a fork a hundredth
+of a second.
 
 In real programs the order of sets differs between ranks. Therefore two servers with different hash
 seeds serve even and odd ranks. Random numbers are seeded again in each fork.
@@ -81,12 +82,12 @@ class _Request:
 class ForkServers:
     """The two servers of a test run, started on first use.
 
-    The first process of the test run holds a pipe from which the servers read; they end when it
-    closes the pipe or dies.
+    The first process of the test run holds a pipe from which the servers read. The servers end when
+    this process closes the pipe or dies.
 
     Args:
-        folder: Empty folder for sockets and logs, with a short path.
-        environment: Environment of the servers.
+        folder: An empty folder for sockets and logs, with a short path.
+        environment: The environment of the servers.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -184,7 +185,7 @@ class _Server:
         self._stopped = False
 
     def serve(self) -> _Request | None:
-        """Serve until the end; in a fork, return its request."""
+        """Serve until the end. In a fork, return its request."""
         while not self._stopped:
             for key, _ in self._selector.select():
                 if key.fd in self._selector.get_map() and (request := key.data(key.fileobj)):
@@ -201,7 +202,7 @@ class _Server:
         self._stopped = True
 
     def _handle(self, client: socket.socket) -> _Request | None:
-        """Handle a client's message: a program to start, a signal for it, or the client's end."""
+        """Handle a client's message: a program to start, a signal for the program, or the end."""
         try:
             data, files, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _MOST_FILES)
         except OSError:
@@ -324,12 +325,12 @@ class _End:
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
-        """What happens in the block tells the code; what ended it goes on its way."""
+        """Record the exit code that follows from how the block ends."""
         try:
             yield
             self._code = 0
         except SystemExit as end:
-            # Who asks an exception of hvdtrain's sys.exit for its ``code`` must be Python itself.
+            # Don't read ``code``, because hvdtrain expects the interpreter to read it.
             status = end.args[0] if end.args else None
             self._code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
             raise
@@ -359,7 +360,7 @@ def _finalizes_mpi() -> bool:
 
 
 def main() -> None:
-    """Serve; in a fork, run the program."""
+    """Serve. In a fork, run the program."""
     # Programs must not be descendants of the first test process.
     if os.fork() != 0:
         os._exit(0)

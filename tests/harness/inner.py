@@ -1,8 +1,8 @@
 """A rank of a session: ``python -m tests.harness FOLDER``.
 
-The rank runs the session's items in order and waits for the other ranks after each. Once a rank
-has failed, all end the session, because other ranks may still wait in a collective. Ranks
-synchronize through files, which works in any state of MPI.
+The rank runs the session's items in order and waits for the other ranks after each item. Once a
+rank has failed, all ranks end the session, because other ranks may still wait in a collective.
+Ranks synchronize through files, which works in any state of MPI.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _summary(reports: list[pytest.TestReport], started: ItemReport) -> ItemRepor
 
 
 def _progress_mpi() -> None:
-    """Let MPI deliver what this rank has sent already; another rank may still wait for it."""
+    """Let MPI deliver this rank's messages, because another rank may still wait for them."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         with contextlib.suppress(mpi.Exception):
@@ -129,7 +129,7 @@ def _own_rank() -> int:
 
 
 def main() -> int:
-    """Run this rank's pytest; all output goes to the rank's log."""
+    """Run this rank's pytest, whose output goes to the rank's log."""
     folder = Path(sys.argv[1])
     rank = _own_rank()
     log = os.open(log_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -139,6 +139,6 @@ def main() -> int:
     plugin = RankPlugin(folder, rank, plan)
     arguments = [*plan["arguments"], *dict.fromkeys(item.split("::")[0] for item in plan["items"])]
     code = int(pytest.main(arguments, plugins=[plugin]))
-    # Where it is, should it not come to its end; the outer pytest waits for longer.
+    # Print the stacks if the rank doesn't end. The outer pytest waits longer than this.
     faulthandler.dump_traceback_later(END_S, exit=False)
     return code

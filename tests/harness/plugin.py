@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """End as on Ctrl-C, which also ends the jobs, whose ranks have their own groups."""
+    """End pytest as on Ctrl-C. This also ends jobs, whose ranks have their own process groups."""
     pytest.exit("terminated", returncode=128 + number)
 
 
@@ -134,10 +134,10 @@ def world() -> Any:
 
 @pytest.fixture
 def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
-    """Run a program and return a ``Completed``; a time-out fails the test.
+    """Run a program and return a ``Completed``. A time-out fails the test.
 
-    The report of a failed test shows the output of its programs. ``env`` changes variables; None
-    removes one. With ``may_time_out=True`` a time-out returns.
+    The report of a failed test shows the output of its programs. ``env`` changes variables, and the
+    value None removes one. With ``may_time_out=True``, a time-out doesn't fail the test.
     """
 
     def run(
@@ -284,8 +284,8 @@ class _OuterPlugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Put quick tests first, and then alternate files of each kind, largest first.
 
-        Tests on the cluster mostly wait, tests on ranks compute: in parallel they keep the machine
-        busy.
+        Tests on the cluster mostly wait, and tests on ranks compute. In parallel, they keep the
+        machine busy.
         """
         quick = [item for item in items if not _kind(item)]
         kinds: dict[str, dict[Path, list[pytest.Item]]] = {"cluster": {}, "ranks": {}, "mpi": {}}

@@ -14,8 +14,8 @@ __all__ = ["ItemReport", "ReportReader", "ReportWriter", "log_path", "read_log"]
 class ItemReport:
     """The result of an item on one rank.
 
-    ``outcome`` is pytest's, and empty while the item runs. ``log_offset`` is the position of the
-    item's output in the rank's log.
+    ``outcome`` is pytest's outcome, and empty while the item runs. ``log_offset`` is the position
+    of the item's output in the rank's log.
     """
 
     index: int
@@ -49,7 +49,7 @@ class ReportReader:
         self.ended: dict[int, dict[int, ItemReport]] = {}
 
     def poll(self) -> bool:
-        """Read new reports; return whether there were any."""
+        """Read new reports, and return whether any were found."""
         is_new = False
         for rank, path in enumerate(self._paths):
             if not path.exists() or path.stat().st_size == self._offsets[rank]:

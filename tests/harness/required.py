@@ -1,4 +1,4 @@
-"""Tests whose requirements are missing."""
+"""The skip or failure of tests whose requirements are missing."""
 
 from __future__ import annotations
 

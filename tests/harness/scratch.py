@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["Scratch"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Open MPI's files in shared memory; killed ranks leave theirs behind.
+# Open MPI's files in shared memory, which killed ranks leave behind.
 _OPEN_MPIS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 
 

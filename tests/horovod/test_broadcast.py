@@ -59,7 +59,7 @@ def test_objects(world):
 def _train(last_step: int, folder: Path) -> tuple[int, np.ndarray]:
     """Train in a monitored session and return the global step and the weight.
 
-    Each rank starts with another weight, and its gradient is the step plus the rank.
+    Each rank starts with a different weight, and its gradient is the step plus the rank.
     """
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step()

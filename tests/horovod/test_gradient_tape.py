@@ -1,4 +1,4 @@
-"""Horovod's distributed gradient tapes and their options."""
+"""Distributed gradient tapes of the Horovod API, and their options."""
 
 from __future__ import annotations
 

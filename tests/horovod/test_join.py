@@ -1,4 +1,4 @@
-"""Ranks that run out of data in a custom training loop join."""
+"""``join`` for ranks that run out of data in a custom training loop."""
 
 from __future__ import annotations
 

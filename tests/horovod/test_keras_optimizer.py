@@ -64,7 +64,7 @@ def assert_close(weights, expected, tolerance=1e-5) -> None:
     ids=str,
 )
 def test_ranks_train_as_one_process_on_the_joint_batch(world, options):
-    """With SGD, as Adam is invariant to the scale of gradients."""
+    """The test uses SGD, because Adam is invariant to the scale of gradients."""
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9, clipnorm=0.3)
     weights = fit(make(DistributedOptimizer(optimizer, **options)), *data(job.rank()), 4)
     expected = fit(
@@ -158,7 +158,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world):
 
 @several
 def test_save_and_load_model(world, tmp_path):
-    """The optimizer is saved as the plain one."""
+    """The optimizer is saved as the optimizer that it wraps."""
     model = make(DistributedOptimizer(keras.optimizers.Adam(0.01)))
     fit(model, *data(job.rank()), 4)
     file = tmp_path / f"{job.rank()}.keras"

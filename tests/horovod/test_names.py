@@ -48,7 +48,7 @@ MODULES = {
 }
 # Horovod's init takes *args and **kwargs, and passes them to a function with these.
 INIT = {"init": [["comm", None], ["process_sets", None]]}
-# horovod.keras lacks some options of horovod.tensorflow.keras, and has another default of average.
+# horovod.keras lacks some options of horovod.tensorflow.keras, and average has another default.
 # BestModelCheckpoint of Horovod takes no file name.
 DIFFERENT = {("keras", "DistributedOptimizer"), ("keras", "allreduce")} | {
     (f"{module}.callbacks", "BestModelCheckpoint") for module in ("keras", "tensorflow.keras")
@@ -77,7 +77,7 @@ _real: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_arguments_are_those_of_horovod(real, module):
+def test_arguments_equal_horovods(real, module):
     """Additional arguments may follow."""
     theirs = real[f"horovod.{module}"]["arguments"]
     theirs = {name: value for name, value in theirs.items() if value is not None}
@@ -129,7 +129,7 @@ def test_every_public_name_of_horovod_is_documented(real, module):
 
 @pytest.mark.parametrize("module", DOCUMENTED)
 def test_names_exist_as_documented(module):
-    """``hvdtrain migrate`` reports the others."""
+    """``hvdtrain migrate`` reports names that don't exist."""
     ours = importlib.import_module(module.replace("horovod", "hvdtrain", 1))
     for name, status in DOCUMENTED[module].items():
         assert status in ("same", "differs", "not offered", ""), name

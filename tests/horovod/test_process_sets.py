@@ -38,7 +38,7 @@ def test_membership(ends):
 
 @three
 def test_every_collective(ends, in_mode):
-    """The rank outside of the set does something else meanwhile."""
+    """Meanwhile, the rank that is not in the set does something else."""
 
     def call_all(x: tf.Tensor) -> dict[str, tf.Tensor]:
         rows = tf.IndexedSlices(x[tf.newaxis], tf.constant([0]), tf.constant([3, 2]))
@@ -162,7 +162,7 @@ def test_mpi4py_communicator(world):
 
 
 @three
-def test_ranks_must_add_the_same(world):
+def test_adding_different_process_sets_is_an_error(world):
     with pytest.raises(MismatchError, match="subset"):
         hvd.add_process_set([0] if hvd.rank() == 2 else [1])
     assert hvd.remove_process_set(hvd.add_process_set([0]))

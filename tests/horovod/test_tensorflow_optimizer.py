@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def batches(ranks: range, joined_steps: int = 1) -> list[dict[str, np.ndarray]]:
-    """Return the joint batches of ``ranks``, also joined over several steps."""
+    """Return the joint batches of ``ranks``, which may also be joined over several steps."""
     result = []
     for first in range(0, STEPS, joined_steps):
         steps = range(first, first + joined_steps)
@@ -38,7 +38,7 @@ def batches(ranks: range, joined_steps: int = 1) -> list[dict[str, np.ndarray]]:
 
 
 def loss_of(x: Any, tokens: Any, *, rows: bool) -> tf.Tensor:
-    """Return the loss of a small net; with ``rows`` it has a gradient of IndexedSlices, too."""
+    """Return the loss of a small net. With ``rows``, it also has a gradient of IndexedSlices."""
     w = v1.get_variable("w", initializer=np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4))
     b = v1.get_variable("b", initializer=np.zeros(4, np.float32))
     v1.get_variable("unused", initializer=np.zeros(2, np.float32))
@@ -95,7 +95,7 @@ def plain(optimizer: Any) -> Any:
 def check(
     result: dict[str, np.ndarray], expected: dict[str, np.ndarray], **tolerance: float
 ) -> None:
-    """Compare with the expected variables, and bit by bit between ranks."""
+    """Compare the variables with the expected ones, and bitwise between ranks."""
     assert result.keys() == expected.keys()
     for name, value in result.items():
         np.testing.assert_allclose(value, expected[name], err_msg=name, **tolerance)

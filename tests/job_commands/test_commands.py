@@ -39,7 +39,7 @@ class Commands:
         self._capsys = capsys
 
     def run(self, *arguments: str, code: int = 0) -> str:
-        """Run ``hvdtrain`` to its end; return its output, or its errors if it fails."""
+        """Run ``hvdtrain`` to its end, and return its output, or its errors if it fails."""
         exit_code = main(list(arguments))
         out, err = self._capsys.readouterr()
         assert exit_code == code, (out, err)
@@ -67,7 +67,7 @@ class Commands:
             time.sleep(0.1)
 
     def wait_for_processes(self) -> None:
-        """Wait until no process is left, as launchers end shortly after they record the end."""
+        """Wait until no process is left. Launchers end shortly after they record the end."""
         deadline = time.monotonic() + 60
         while left := marked(self.mark):
             assert time.monotonic() < deadline, left
@@ -214,7 +214,7 @@ def test_invalid_commands_are_refused_at_once(commands: Commands) -> None:
     assert commands.run("jobs").startswith("no jobs in ")
 
 
-# The steps of two ranks take the same time; rank 0 waits most of it for rank 1.
+# The steps of two ranks take the same time, but rank 0 waits for rank 1 most of that time.
 _TRAIN = """
 from hvdtrain.monitor import report
 print("hello", rank)

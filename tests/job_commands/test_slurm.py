@@ -35,7 +35,7 @@ class Commands:
         self._cache = Path(f"{self.folder}-cache")
 
     def run(self, *arguments: str, code: int = 0) -> str:
-        """Run ``hvdtrain`` to its end; return its output, or its errors if it fails."""
+        """Run ``hvdtrain`` to its end, and return its output, or its errors if it fails."""
         done = self.cluster.run(
             [sys.executable, "-m", "hvdtrain", *arguments],
             env={
@@ -103,7 +103,7 @@ def test_a_job_in_slurm_is_submitted_shown_and_stopped(commands: Commands) -> No
     assert commands.run("stop", later) == f"{later}: stopped\n"
     assert "while it was queued" in commands.show(later)["verdict"]
 
-    # Preempted, it is requeued, and stopped there.
+    # The job is preempted, requeued, and stopped while it is in the queue.
     commands.run("stop", name, "--save", "--wait", "0", code=1)
     shown = commands.wait_for(name, "queued")
     assert commands.run("logs", name).count("saved") == 2

@@ -1,5 +1,5 @@
-"""A real Kubernetes with one node, in namespaces on this machine.
+"""A real Kubernetes cluster with one node, in namespaces on this machine.
 
-``cluster.py`` is used by tests. ``node.py`` is the first process of the node; all others end with
-it. Its programs are an environment of ``tests.environments``.
+Tests use ``cluster.py``. ``node.py`` is the first process of the node, and all other processes end
+with it. The programs of Kubernetes are an environment of ``tests.environments``.
 """

@@ -1,4 +1,4 @@
-"""An image without a registry: busybox, and mount points for the machine's folders."""
+"""An image that needs no registry, with busybox and mount points for the machine's folders."""
 
 from __future__ import annotations
 

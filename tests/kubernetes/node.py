@@ -27,7 +27,7 @@ NODE = "node-1"
 # The address of the service `kubernetes`, an address of the node here.
 API_ADDRESS = "10.78.0.1"
 TOKEN = "test"
-# A user without rights, and the context of this user.
+# A user without permissions, and the context of this user.
 GUEST = "guest"
 _PODS = "10.79.0.0/24"
 _GATEWAY = "10.79.0.1"
@@ -173,7 +173,7 @@ conf_dir = "{self.folder}/cni"
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "failSwapOn": False,
-            # They are only needed by kube-proxy.
+            # Only kube-proxy needs them.
             "makeIPTablesUtilChains": False,
             "cgroupDriver": "cgroupfs",
             "cgroupsPerQOS": False,

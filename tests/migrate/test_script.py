@@ -9,7 +9,7 @@ from hvdtrain.errors import ConfigurationError
 from hvdtrain.migrate.script import Migration, migrate
 from tests.harness.required import skip_or_fail
 
-# A script, its changed lines, and parts of the findings by line.
+# A script, its changed lines, and parts of the findings for each line.
 SCRIPTS: dict[str, tuple[str, list[int], dict[int, str]]] = {
     "loop": (
         """\

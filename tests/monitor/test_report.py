@@ -1,4 +1,4 @@
-"""The programs of these tests are processes; the test reads the other end of their pipe."""
+"""Reports of programs. Each program is a process, and the test reads the other end of its pipe."""
 
 from __future__ import annotations
 

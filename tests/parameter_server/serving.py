@@ -21,7 +21,7 @@ START = 3.0
 
 
 class Worker:
-    """One of the ranks that train."""
+    """A rank that trains."""
 
     def __init__(self, rank, client, signals, optimizer, shards):
         self.rank = rank
@@ -54,7 +54,7 @@ class Worker:
         return weights
 
     def total(self, **options):
-        """Return the change of all weights at the end."""
+        """Return how much all weights have changed at the end."""
         return change(self.end(**options))
 
     def notify(self, other):
@@ -73,12 +73,12 @@ def change(weights):
 
 
 def serve(work, consistency, *, optimizer=None, **options):
-    """Call ``work`` with a ``Worker`` on ranks 0 and 1, and run servers on the others.
+    """Call ``work`` with a ``Worker`` on ranks 0 and 1, and run servers on the other ranks.
 
     Args:
-        work: Its results are returned.
-        consistency: Returns a server's consistency model.
-        optimizer: The model's.
+        work: A function of a worker, whose results are returned.
+        consistency: A function that returns a server's consistency model.
+        optimizer: The model's optimizer.
         options: Other arguments of ``Server`` and ``ShardUpdates``.
 
     Returns:

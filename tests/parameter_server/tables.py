@@ -1,4 +1,4 @@
-"""Variable tables of several servers in one process, and the optimizer they are compared with."""
+"""Variable tables of several servers in one process, and an optimizer to compare them with."""
 
 import keras
 import numpy as np
@@ -136,7 +136,7 @@ class KeepsGradient(opt.SGD):
 
 
 class OddState(opt.SGD):
-    """Has state that belongs to no single variable."""
+    """Has a state that doesn't belong to a single variable."""
 
     def build(self, variables):
         super().build(variables)

@@ -57,7 +57,7 @@ def test_gradients_may_be_overwritten_after_a_push(world):
 
 @one_or_two_servers
 def test_a_request_during_an_overlapping_push_waits_for_its_reply(world):
-    """Status and weights of that reply are not lost."""
+    """The status and the weights in that reply must not be lost."""
 
     def work(worker):
         worker.begin()
@@ -102,7 +102,7 @@ def test_an_overlapping_push_that_is_refused_raises_at_the_next_request(world):
 @one_server
 @pytest.mark.parametrize("last", [0, 1])
 def test_close_abandons_the_push_in_flight(world, last):
-    """Its reply would come after the other worker's next step, or its end."""
+    """The reply would come after the other worker's next step, or after its end."""
 
     def work(worker):
         worker.begin()
@@ -126,7 +126,7 @@ def test_close_abandons_the_push_in_flight(world, last):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bound", [0, 2])
 def test_a_worker_waits_for_another_that_is_too_far_behind(world, bound, overlap):
-    """After ``bound`` steps for the reply to the next, with overlap one step later."""
+    """It waits for the reply to the step after ``bound`` steps, or with overlap, one step later."""
 
     def work(worker):
         worker.begin()

@@ -7,7 +7,7 @@ from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous, Wor
 
 
 def push(model, *workers):
-    """Push a gradient for the current step of each worker, and return which are in time."""
+    """Push a gradient for each worker's current step, and return which gradients are in time."""
     return [model.push(worker, model.next_step(worker)) for worker in workers]
 
 
@@ -69,7 +69,7 @@ def test_progress():
 
 
 def test_with_backup_workers_servers_do_not_wait_for_each_other():
-    """They may have taken different gradients."""
+    """Servers may have taken different gradients."""
     model = Synchronous([0, 1, 2], wanted=2)
     push(model, 0, 1)
     model.complete()
@@ -82,9 +82,9 @@ class Simulation:
 
     Args:
         model: The server's consistency model.
-        steps: How many gradients each worker has.
+        steps: The number of gradients of each worker.
         speeds: The relative speed of each worker.
-        seed: Of the random events.
+        seed: The seed of the random events.
     """
 
     def __init__(self, model, steps, speeds, seed):
@@ -186,7 +186,7 @@ def after_a_step(workers):
     return liveness
 
 
-def test_a_worker_is_silent_some_seconds_after_a_reply_but_never_the_chief():
+def test_workers_except_the_chief_become_silent_some_seconds_after_a_reply():
     liveness = after_a_step([0, 1, 2])
     liveness.note_request(2)
     liveness.note_reply(2, 3.0)

@@ -1,4 +1,4 @@
-"""A snapshot has the same gradients on all servers, for any order of messages."""
+"""Snapshots that have the same gradients on all servers, for any order of messages."""
 
 import random
 from collections import deque
@@ -64,10 +64,10 @@ class Job:
     """Workers and servers whose messages arrive in random order.
 
     Args:
-        make_model: Makes the consistency model of a server for some workers.
-        steps: How many gradients each worker has; the first is the chief.
-        servers: How many servers there are.
-        seed: Of the order.
+        make_model: A function that creates a server's consistency model for some workers.
+        steps: The number of gradients of each worker. The first worker is the chief.
+        servers: The number of servers.
+        seed: The seed of the random order.
         mortal: Whether workers other than the chief may die.
     """
 
@@ -83,7 +83,7 @@ class Job:
         self.random = random.Random(seed)
 
     def run(self, check):
-        """Run until all are done; ``check`` gets this job between the chief's steps."""
+        """Run until all workers are done. ``check`` gets this job between the chief's steps."""
         while moves := self._moves():
             self._make(*self.random.choice(moves))
             between = 0 in self.done or len(self.replied[0]) == len(self.servers)
@@ -117,7 +117,7 @@ class Job:
         return list(moments.values())
 
     def _moves(self):
-        """Return the possible moves: a server receives from a worker, or with None one sends."""
+        """Return the possible moves: a server receives from a worker, or a worker sends (None)."""
         arriving = [
             (number, worker)
             for number, server in enumerate(self.servers)
@@ -139,7 +139,7 @@ class Job:
             self._deliver_replies()
 
     def _make_another_move(self):
-        """Let something happen during a snapshot, which the chief waits for; False if stuck."""
+        """Make a random move while the chief waits for a snapshot. Return False if none is left."""
         moves = [move for move in self._moves() if move != (None, 0)]
         alive = [worker for worker in self.workers[1:] if worker not in self.done]
         if self.mortal and alive and self.random.random() < 0.05:
@@ -189,7 +189,7 @@ class Job:
     ids=["unbounded", "bound", "synchronous"],
 )
 def test_all_servers_have_the_same_gradients_in_a_snapshot(make_model, mortal):
-    """Except for the last gradients of workers that died."""
+    """Only the last gradients of workers that died may differ."""
     uneven = deaths = differing = 0
 
     def check(job):

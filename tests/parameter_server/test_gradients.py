@@ -37,7 +37,7 @@ def packed(shard, specs, gradients):
 
 
 def received(gradients):
-    """Send gradients to another buffer, given only their header."""
+    """Send gradients to a different buffer, which only knows their header."""
     flat = np.full(gradients.shard.nbytes, 255, np.uint8)
     copy = ShardGradients.from_header(gradients.shard, gradients.header.copy(), flat)
     for source, target in zip(gradients.blocks(), copy.blocks(), strict=True):
@@ -100,7 +100,7 @@ def test_any_mixture_of_gradients_is_received_unchanged(dtype, servers):
 
 
 def test_rows_are_sent_to_their_owners():
-    """Each server counts from its own first row."""
+    """Each server counts rows from its own first row."""
     variables = specs((90, 2))
     indices = np.array([89, 0, 45, 0, 44, 89])
     values = np.arange(12, dtype="float32").reshape(6, 2)
@@ -149,7 +149,7 @@ def test_neighbouring_dense_gradients_are_sent_in_one_block():
 
 @pytest.mark.parametrize("kinds", [[-3, -2], [-2, -7], [-2, 1]])
 def test_a_header_of_another_model_is_an_error(kinds):
-    """There are no rows of a scalar."""
+    """The header contains rows of a scalar, which has none."""
     (shard,) = shard_variables(specs((4, 2), ()), 1)
     with pytest.raises(MismatchError, match=r"Received gradients of kinds \[.*\] for 2 pieces"):
         ShardGradients.from_header(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
@@ -231,7 +231,7 @@ def test_the_mean_is_weighted(dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_gradients_are_summed_in_float32(dtype):
-    """Weights are numbers of samples, so a sum can exceed the range or precision of these."""
+    """Weights are numbers of samples, so sums can exceed the range or precision of half types."""
     kind = numpy_dtype(dtype)
     mean, receiver = GradientMean(), Receiver(specs((2,), (4, 1), dtype=dtype))
     values = np.array([2048.0, 1.0], kind)

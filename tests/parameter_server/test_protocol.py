@@ -46,7 +46,7 @@ def test_a_reply_is_received_unchanged(stop, refusal):
 
 def test_a_long_refusal_is_truncated():
     assert received(Reply(0, 0, refusal="x" * 50_000)).refusal == "x" * 800
-    # Within a character, after 266 of three bytes each.
+    # The text is cut within a character, after 266 characters of three bytes each.
     assert received(Reply(0, 0, refusal="不" * 500)).refusal == "不" * 266 + "\ufffd"
 
 

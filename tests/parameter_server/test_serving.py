@@ -1,4 +1,4 @@
-"""Servers and workers of a real job: every gradient counts once, and nobody waits forever."""
+"""Servers and workers of a real job, in which every gradient is applied once."""
 
 import json
 import math
@@ -32,7 +32,7 @@ one_or_two_servers = pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("bound", [None, 1])
 def test_every_gradient_is_applied_once(world, monkeypatch, bound, shares):
-    """One worker has more gradients than the other; with and without shared memory."""
+    """One worker has more gradients. The test runs with and without shared memory."""
     if not shares:
         monkeypatch.setattr(state.collectives(), "share", lambda nbytes: {})
 
@@ -97,7 +97,7 @@ def test_optimizer_state_goes_to_the_servers_and_back(world):
 @one_or_two_servers
 @pytest.mark.parametrize("message_bytes", [messages_module.MESSAGE_BYTES, 2048])
 def test_a_gradient_with_an_impossible_version_is_refused(world, monkeypatch, message_bytes):
-    """It changes nothing, and all continue, whether weights take one message or several."""
+    """It changes nothing, and all ranks continue, whether weights take one message or several."""
     monkeypatch.setattr(messages_module, "MESSAGE_BYTES", message_bytes)
 
     def work(worker):
@@ -119,7 +119,7 @@ def test_a_gradient_with_an_impossible_version_is_refused(world, monkeypatch, me
 
 @one_server
 def test_a_gradient_with_rows_out_of_range_is_refused(world, monkeypatch):
-    """As from a worker with other variables, which is simulated by not selecting any rows."""
+    """A worker with different variables could send it. Here, the worker doesn't select rows."""
     monkeypatch.setattr(gradients_module, "take_rows", lambda piece, spec, *rows: rows)
 
     def work(worker):
@@ -213,7 +213,7 @@ def test_a_worker_stops_waiting_for_one_that_is_behind_and_leaves(world):
 
 @one_or_two_servers
 def test_synchronous_steps_apply_the_weighted_mean(world):
-    """Of the workers that have a gradient; steps without any change nothing."""
+    """The mean includes the workers that have a gradient. Steps without any change nothing."""
 
     def work(worker):
         worker.begin()

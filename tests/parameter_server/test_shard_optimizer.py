@@ -97,7 +97,10 @@ def test_unsplittable_variables(optimizer, whole):
 
 
 def test_the_layout_of_a_state_is_the_same_on_workers_and_servers():
-    """It is sent as bytes. Here a shard's first variable has another dtype than the model's."""
+    """The state is sent as bytes.
+
+    In this test, a shard's first variable has a different dtype from the model's first variable.
+    """
     variables = make_variables()
     variables[3] = keras.Variable(np.zeros(200), name="scale", dtype="float16")
     for optimizer in (opt.Nadam(0.01), opt.Adam(0.01, gradient_accumulation_steps=2)):

@@ -167,7 +167,7 @@ def test_too_many_servers_are_an_error():
 
 @pytest.mark.parametrize("servers", range(1, 10))
 def test_every_server_gets_an_element_if_there_are_enough(servers):
-    """Of one element with eight bytes and eight elements with one byte."""
+    """The test has one element of eight bytes and eight elements of one byte."""
     variables = [Spec("large", (1,), "float64"), Spec("small", (8,), "float8_e4m3fn")]
     for order in (variables, variables[::-1]):
         check(order, shard_variables(order, servers))

@@ -38,7 +38,7 @@ SLOW = ("SGD nesterov", "Adafactor")
     ],
 )
 def test_sharded_updates_equal_those_of_the_optimizer(name):
-    """Before and after the state was moved to the model's optimizer and to fewer servers."""
+    """They are equal before and after the state is moved to the optimizer and to fewer servers."""
     variables = make_variables()
     expected = plain(OPTIMIZERS[name](variables))
     whole = Plain(expected, variables)
@@ -90,7 +90,7 @@ def test_the_learning_rate_can_be_read_and_set():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adafactor", "Lamb", "Muon")])
 def test_sparse_updates_equal_dense_ones(name):
-    """With any number of rows, some repeated."""
+    """Gradients have any number of rows, and some rows are repeated."""
     variables = make_variables()
     whole = Plain(plain(OPTIMIZERS[name](variables)), variables)
     others = make_variables()
@@ -165,7 +165,7 @@ def test_variables_without_gradients_do_not_change():
 
 
 def test_variables_do_not_keep_the_memory_of_a_buffer():
-    """Aligned, unaligned or read-only."""
+    """The buffer is aligned, unaligned or read-only."""
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     raw = np.zeros(shard.nbytes + 128, np.uint8)
@@ -193,13 +193,13 @@ def test_other_dtypes(dtype):
     for step in range(3):
         expected.apply(make_gradients(step, variables), variables)
         servers.apply(make_gradients(step, variables))
-    # Keras applies the same operations in another order, which matters in half precision.
+    # Keras applies the same operations in a different order, which matters in half precision.
     assert_close(servers.weights(), [v.value for v in variables], rtol=1e-2)
     assert {np.dtype(w.dtype).name for w in servers.weights()} == {dtype}
 
 
 def test_tables_are_garbage_collected():
-    """Each ``fit`` creates one; TensorFlow and Keras must not keep references."""
+    """Each ``fit`` creates a table, so TensorFlow and Keras must not keep references to it."""
     variables = make_variables()
     (shard,) = shard_variables(specs_of(variables), 1)
     table = VariableTable(opt.Adam(0.1), shard, variables)

@@ -162,7 +162,7 @@ def test_failing_requests_are_retried_at_the_start(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launcher, "_HOSTS", tmp_path / "hosts.json")
-    # The StatefulSet and the rights may be created after the launcher's pod.
+    # The StatefulSet and the permissions may be created after the launcher's pod.
     server.failures = [0, 503, 404, 403, 200, 500]
     child: Any = SimpleNamespace(is_stopped=False)
     watch = launcher._watch_workers("train", 1, child)

@@ -25,7 +25,7 @@ def test_terminating_launchers_may_still_have_ranks() -> None:
     ]
     assert ending_launchers(pods, deleted_s - 100) == ["old"]
     assert ending_launchers(pods, deleted_s + 1) == ["old"]
-    # Its node does not answer, so its end may never be reported.
+    # The pod's node does not answer, so the end of the pod may never be reported.
     assert ending_launchers(pods, deleted_s + 60) == []
 
 

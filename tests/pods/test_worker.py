@@ -14,7 +14,7 @@ from tests.testbed.requirements import find_command
 
 @pytest.fixture(autouse=True)
 def privilege_separation_folder() -> Iterator[None]:
-    """Create the folder that sshd needs as root; in a pod the worker creates it."""
+    """Create the folder that sshd needs as root. In a pod, the worker creates it."""
     folder = Path("/run/sshd")
     missing = os.geteuid() == 0 and not folder.exists()
     if missing:

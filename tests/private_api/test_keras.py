@@ -1,4 +1,4 @@
-"""Missing private API of Keras is an error of ``distribute`` that names it."""
+"""Errors of ``distribute`` that name missing private API of Keras."""
 
 from __future__ import annotations
 

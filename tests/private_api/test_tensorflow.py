@@ -1,4 +1,4 @@
-"""Missing private API of TensorFlow is an error of ``init`` that names it."""
+"""Errors of ``init`` that name missing private API of TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of the page that is logged in."""
+"""A client that is logged in to the page."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Site:
         assert server.stderr is not None
         self.url = server.stderr.readline().decode().split()[-1].rstrip("/")
         server.stderr.readline()
-        # It redirects at once, which would interrupt waiting for the whole page.
+        # The link redirects at once, which would interrupt waiting for the whole page.
         self.page.goto(opened.read_text(), wait_until="commit")
         self.page.wait_for_url(f"{self.url}/", timeout=60e3)
         return server
@@ -111,7 +111,7 @@ class Site:
         self.page.goto(f"{self.url}/{path}")
 
     def open_job(self, name: str) -> None:
-        """Show a job; the previous view stays until its data arrive."""
+        """Show a job. The previous view stays until the job's data has arrived."""
         self.open(f"#/jobs/{name}")
         self.page.get_by_role("heading", level=1, name=name, exact=True).wait_for(timeout=60e3)
 

@@ -118,7 +118,7 @@ def test_programs_authenticate_with_the_token(client: TestClient) -> None:
     assert 'hvdtrain_jobs{state="unknown"} 1.0' in metrics.text
 
 
-def test_a_code_in_a_link_logs_in_once_and_the_token_never(
+def test_a_link_logs_in_once_with_a_code_and_never_with_the_token(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "set-cookie" not in client.get("/login", params={"token": TOKEN}).headers

@@ -1,4 +1,4 @@
-"""Reductions on devices by TensorFlow's ring, which runs where NCCL would on GPUs."""
+"""Reductions on devices with TensorFlow's ring. On GPUs, NCCL would run instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.jobs import REPOSITORY
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 NCCL = {"HVDTRAIN_BACKEND": "nccl"}
-# Longer than ranks differ in their start on a busy machine.
+# Ranks on a busy machine start within this time.
 TIMEOUT_S = "12"
 
 START = """

@@ -1,4 +1,4 @@
-"""Assignment of GPUs to ranks, which runs without GPUs."""
+"""The assignment of GPUs to ranks. These tests need no GPUs."""
 
 from __future__ import annotations
 

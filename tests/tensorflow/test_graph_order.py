@@ -1,4 +1,4 @@
-"""Functions run collectives in the order of their creation.
+"""The order of collectives in functions, which is the order of their creation.
 
 Earlier operations are slow, so that later ones would overtake them.
 """
@@ -94,7 +94,7 @@ def loop(program: Program) -> None:
 
 
 def gradient_and_then_a_branch(program: Program) -> None:
-    """As with accumulated gradients, some gradients are ready before others."""
+    """Some gradients are ready before others, as with accumulated gradients."""
 
     @tf.custom_gradient
     def first(value: tf.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The common seed, unless the program has set one."""
+"""The seed that all ranks use unless the program has set one."""
 
 from __future__ import annotations
 

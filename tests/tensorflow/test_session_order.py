@@ -1,7 +1,7 @@
-"""Sessions run collectives in the order of their creation, not in the order of readiness.
+"""The order of collectives in sessions, which is the order of creation, not of readiness.
 
-Each test delays other operations on each rank. All have the same shape and name, so that a wrong
-order would mix up their values.
+Each test delays different operations on each rank. All operations have the same shape and name, so
+that a wrong order would mix up their values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def total(value: Any, late_on: int) -> tf.Tensor:
 
 
 @pair
-def test_operations_that_become_ready_in_another_order(world):
+def test_operations_that_become_ready_in_a_different_order(world):
     with session() as run:
         sums = [total(10.0**n, n % 2) for n in range(6)]
         for _ in range(3):
@@ -110,7 +110,7 @@ def test_collectives_that_are_added_later_and_to_another_graph(world):
 
 
 @pair
-def test_gradients_are_ordered_too(world):
+def test_gradients_run_in_order(world):
     with session() as run:
         inputs = [tf.constant(float(n)) for n in range(4)]
         squares = [total(x * x, n % 2) for n, x in enumerate(inputs)]
@@ -167,7 +167,7 @@ def branch_in_loop(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf
     "inner", [inner_branches, inner_function, inner_loop, branch_in_loop], ids=lambda f: f.__name__
 )
 def test_nested_control_flow_runs_before_later_branches(world, version, inner):
-    """Both become ready at the same time, and each is delayed on one rank."""
+    """Both operations become ready at the same time, and each is delayed on one rank."""
     traced = tf.function(lambda value: total(value, 0))
     with session(version) as run:
         first = total(1.0, 0)
@@ -179,7 +179,7 @@ def test_nested_control_flow_runs_before_later_branches(world, version, inner):
 @pair
 @CONTROL_FLOWS
 def test_loops(world, version):
-    """Independent collectives in each iteration."""
+    """Each iteration has independent collectives."""
     with session(version) as run:
 
         def turn(n: tf.Tensor, a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -228,7 +228,7 @@ def test_function_calls(world):
 @pair
 @CONTROL_FLOWS
 def test_unused_collectives_in_a_branch(world, version):
-    """They run in the control flow of TensorFlow 2 only."""
+    """Unused collectives run only in the control flow of TensorFlow 2."""
     with session(version) as run:
 
         def branch() -> float:

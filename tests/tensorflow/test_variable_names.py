@@ -40,7 +40,7 @@ def test_without_counts() -> None:
 
 @pytest.fixture
 def uneven(world):
-    """Rank 0 has created more layers than the others; numbers are reset afterwards."""
+    """Let rank 0 create more layers than other ranks. The numbers are reset afterwards."""
     for _ in range(3 if job.rank() == 0 else 0):
         keras.layers.Dense(1)
         tf.keras.models.Sequential([])

@@ -2,7 +2,7 @@
 
 ::
 
-    machine   the tests; only the cluster's processes and files are visible here
+    machine   runs the tests; only the cluster's processes and files are visible here
     head      10.77.0.254, slurmctld, munged; the machine's /tmp and /dev/shm
     node1-4   10.77.0.1-4, sshd, slurmd; own /tmp and /dev/shm
 
@@ -51,7 +51,7 @@ Changes = Mapping[str, str | None]
 
 
 class Process(NamedTuple):
-    """A process of the cluster; ``pid`` is valid on the machine."""
+    """A process of the cluster. ``pid`` is valid on the machine."""
 
     host: str
     pid: int
@@ -63,11 +63,11 @@ class Cluster:
 
     Args:
         shared: Additional folders that all hosts share.
-        size: Number of hosts, at most 253.
+        size: The number of hosts, at most 253.
 
     Attributes:
-        hosts: Names of the hosts.
-        folder: Temporary folder that all hosts share.
+        hosts: The names of the hosts.
+        folder: A temporary folder that all hosts share.
     """
 
     folder: Path
@@ -115,7 +115,7 @@ class Cluster:
         variable. ``cwd`` is ``folder`` by default.
 
         Raises:
-            TimeoutError: The program did not end within ``timeout_s``; its session was ended.
+            TimeoutError: If the program doesn't end within ``timeout_s``. Its session is ended.
         """
         started = time.monotonic()
         # Files, because leftover processes would keep a pipe open.
@@ -184,7 +184,7 @@ class Cluster:
         ]
 
     def root(self, host: str) -> Path:
-        """Return a host's root folder on this machine; don't follow absolute links in it."""
+        """Return a host's root folder on this machine. Don't follow absolute links in it."""
         return Path(f"/proc/{self._machines[host].keeper.pid}/root")
 
     def cut(self, host: str) -> None:
@@ -203,7 +203,7 @@ class Cluster:
             network.shape_link(self._machines[_HEAD], self._machines[host], rate, queue_ms)
 
     def delay(self, ms: float) -> None:
-        """Delay all packets of hosts by ``ms``; call it before ``shape``."""
+        """Delay all packets of hosts by ``ms``. Call this before ``shape``."""
         head, *hosts = self._machines.values()
         keepers = [str(host.keeper.pid) for host in hosts]
         argv = [sys.executable, "-m", "tests.testbed.delay_line", str(ms), *keepers]
@@ -223,7 +223,7 @@ class Cluster:
             os.killpg(group, signal.SIGCONT)
 
     def stop_sshd(self, host: str) -> None:
-        """Refuse new connections to a host; existing ones stay open."""
+        """Refuse new connections to a host. Existing connections stay open."""
         daemon = self._daemons.pop(f"sshd.{host}")
         daemon.kill()
         daemon.wait(10)
@@ -323,7 +323,7 @@ class Cluster:
             )
 
     def _wait_for(self, what: str, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready``; on failure, raise an error with the logs of the daemons."""
+        """Wait until ``ready``. On failure, raise an error with the logs of the daemons."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]

@@ -26,14 +26,14 @@ class Disk:
     """A file system on one host.
 
     Attributes:
-        path: Its path on this machine.
+        path: The path of the file system on this machine.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def fill(self, room_bytes: int = 0) -> None:
-        """Fill it up except for ``room_bytes``."""
+        """Fill the file system up to ``room_bytes`` of free space."""
         with open(self.path / FILLER, "ab", buffering=0) as file:
             with contextlib.suppress(OSError):
                 while True:

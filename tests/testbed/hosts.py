@@ -23,8 +23,8 @@ class Host:
     """A host, whose network has no link yet.
 
     Args:
-        name: Name of the host.
-        environment: Environment of the process that holds the namespaces.
+        name: The name of the host.
+        environment: The environment of the process that holds the namespaces.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ class Host:
         """Run a command on the host and return its output.
 
         Raises:
-            RuntimeError: The command failed.
+            RuntimeError: If the command failed.
         """
         done = subprocess.run(
             self.entering([find_command(argv[0]), *argv[1:]]),

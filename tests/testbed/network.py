@@ -28,7 +28,7 @@ def hosts_text(names: Mapping[str, str]) -> str:
 
 
 def connect(head: Host, hosts: Sequence[Host]) -> None:
-    """Create links between head and hosts; on the head they are named after the hosts."""
+    """Create links between the head and the hosts. On the head they are named after the hosts."""
     names = addresses([host.name for host in hosts])
     steps = [
         "link set lo up",

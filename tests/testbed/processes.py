@@ -71,7 +71,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def end_session(session: int, grace_s: float = 3.0) -> None:
-    """End all processes of a session: SIGTERM, a grace period, SIGKILL."""
+    """End all processes of a session with SIGTERM and, after a grace period, SIGKILL."""
     _signal_all(_in_session(session), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _in_session(session) and time.monotonic() < deadline:
@@ -80,10 +80,10 @@ def end_session(session: int, grace_s: float = 3.0) -> None:
 
 
 def kill_all(find: Callable[[], set[int]], timeout_s: float = 10.0) -> None:
-    """Kill the processes that ``find`` returns until it returns none.
+    """Kill the processes that ``find`` returns, until it doesn't return any more.
 
     Raises:
-        TimeoutError: Some processes remain after ``timeout_s``.
+        TimeoutError: If some processes remain after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while pids := find():

@@ -37,14 +37,14 @@ def find_command(name: str) -> str:
 
 @functools.cache
 def missing_requirements() -> str | None:
-    """Return why the cluster can't be created, or None."""
+    """Return why the cluster can't be created; None if it can."""
     if os.geteuid() != 0:
         return f"{_NEEDS}: this is user {os.geteuid()}"
     if absent := [name for name in _COMMANDS if _which(name) is None]:
         return f"{_NEEDS}: {', '.join(absent)} not found"
     if not glob.glob(_PMIX):
         return f"{_NEEDS}: {_PMIX} not found"
-    # Root in a container may lack the right to create namespaces or to mount.
+    # Root in a container may lack the permission to create namespaces or to mount.
     trial = [find_command("unshare"), "--net", "--uts", "--mount"]
     trial += [find_command("mount"), "-t", "tmpfs", "tmpfs", "/mnt"]
     done = subprocess.run(trial, capture_output=True, text=True, timeout=20)

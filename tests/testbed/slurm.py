@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 CONTROLLER_PORT = 6817
-# The default socket; /run/munge is shared by the hosts.
+# The default socket. The hosts share /run/munge.
 MUNGE_SOCKET = "munge.socket.2"
 _CPUS = 4
 
@@ -41,7 +41,7 @@ def munged_argv() -> list[str]:
 
 
 def write_slurm(folder: Path, addresses: Mapping[str, str]) -> None:
-    """Write /etc/slurm for the head and the hosts; it also holds the state.
+    """Write /etc/slurm for the head and the hosts. It also contains Slurm's state.
 
     SLURM_CONF is not set, because programs may take it as a sign of a job.
     """

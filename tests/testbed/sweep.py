@@ -1,4 +1,4 @@
-"""Remove a cluster: ``python -m tests.testbed.sweep MARK FOLDER``.
+"""Removes a cluster: ``python -m tests.testbed.sweep MARK FOLDER``.
 
 The program waits until its standard input ends, because the creator of the cluster closes it or
 dies. Namespaces, mounts and links have no names and end with their processes.
