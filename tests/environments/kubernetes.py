@@ -1,9 +1,8 @@
-"""Builds the programs of Kubernetes from Debian's sources, for tests that run a cluster.
+"""Builds the programs of a Kubernetes, from Debian's sources, for tests that run one.
 
-Debian has the sources of Kubernetes 1.20, but no packages of its servers. They are built with the
-Go of Debian's previous release, because later versions of Go don't accept the packages that the
-sources include. apt uses separate lists to find both: nothing is installed, and the machine's own
-package sources don't change.
+Debian has the sources of Kubernetes 1.20 and no packages of its servers. They are built with the Go
+of Debian's release before, as later ones don't take what the sources bring along. apt looks for
+both in lists of its own: nothing is installed, and the machine's own sources stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def build_kubernetes(folder: Path) -> None:
     """Put the programs into ``folder/bin``.
 
     Raises:
-        RuntimeError: If a step fails. The message contains the end of its output.
+        RuntimeError: A step has failed; the message has its last words.
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "bin").mkdir(parents=True)
@@ -67,7 +66,7 @@ def build_kubernetes(folder: Path) -> None:
 
 
 def _download(work: Path) -> None:
-    """Download the sources and Go into ``work``."""
+    """Get the sources and Go into ``work``."""
     site = _debians_site(work)
     signed = f"[signed-by={_KEYRING}] {site}"
     (work / "sources.list").write_text(
@@ -80,7 +79,7 @@ def _download(work: Path) -> None:
         "Dir::Etc::sourceparts": "-",
         "Dir::State::Lists": work / "lists",
         "Dir::Cache": work / "cache",
-        # The folder belongs to root, so apt's own user may not write to it.
+        # It is root's folder, in which apt's own user may not write.
         "APT::Sandbox::User": "root",
     }
     apt = ("apt-get", "--quiet", *(f"--option={name}={value}" for name, value in own.items()))
@@ -90,7 +89,7 @@ def _download(work: Path) -> None:
 
 
 def _debians_site(work: Path) -> str:
-    """Return the address from which this machine gets Debian's packages."""
+    """Where this machine gets its packages of Debian from."""
     wanted = ("--format", "$(SITE) $(CODENAME) $(COMPONENT)", "Created-By: Packages")
     for line in _run("apt-get", "indextargets", *wanted, cwd=work).splitlines():
         site, *rest = line.split()

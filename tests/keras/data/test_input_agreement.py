@@ -58,7 +58,7 @@ def test_presharded_uses_the_most_steps() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [((5, None), r"not on rank 1\. .*assert_cardinality"), ((0, 0), "empty on all ranks")],
+    [((5, None), r"unknown on rank 1\. .*assert_cardinality"), ((0, 0), "empty on all ranks")],
 )
 def test_presharded_needs_a_known_amount_of_data(steps, message) -> None:
     with pytest.raises(DataError, match=message):
