@@ -153,7 +153,7 @@ def test_a_second_training_with_the_same_dataset_continues_its_orders() -> None:
     first = PipelinePasses(dataset)
     results = [_ids(first.begin(epoch, within=False, repeatable=False)) for epoch in (0, 1)]
     second = PipelinePasses(dataset)
-    with pytest.raises(DataError, match=r"pass 1 .*has started 2"):
+    with pytest.raises(DataError, match=r"pass 1 .*2 passes were already started"):
         second.catch_up(1)
     second.catch_up(2)
     results.append(_ids(second.begin(2, within=False, repeatable=False)))
