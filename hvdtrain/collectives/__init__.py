@@ -66,6 +66,6 @@ def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
     reason = why_not_elastic(mpi, os.environ)
     if reason and topology.is_chief and settings.elastic:
         logger.warning(
-            "HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: %s", reason
+            "HVDTRAIN_ELASTIC=1 has no effect, so a rank that dies ends the job: %s", reason
         )
     return not reason

@@ -77,7 +77,7 @@ class Call:
         self.kind, self.name, self.detail, self.note = kind, name, detail, note
         self.text = self.title = f"{kind}({name})" if name else kind
         if detail:
-            self.text += f" of {', '.join(str(part) for part in detail)}"
+            self.text += f" with {', '.join(str(part) for part in detail)}"
         word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
         if note:

@@ -275,8 +275,9 @@ class EngineCore(RankState):
         if others.kind not in _JOINABLE:
             raise MismatchError(
                 f"Rank {', '.join(map(str, joined))} called join, and the others "
-                f"{others.short_text}. Until all ranks have joined, the others may only call "
-                "allreduce, and nothing with --backend nccl; make other calls before or after."
+                f"called {others.short_text}. Until all ranks have joined, the others may only "
+                "call allreduce, or nothing at all with --backend nccl. Make other calls before or "
+                "after."
             )
         return others
 

@@ -156,8 +156,8 @@ class FailureDetector:
         ]
         if missing:
             positions.append(
-                f"rank {self._names(*missing)} waits in no collective: it is busy with something "
-                "that the others are not doing, or hangs"
+                f"rank {self._names(*missing)} is not waiting in any collective: it hangs, or "
+                "does something that the other ranks don't do"
             )
         raise CollectiveTimeoutError(
             f"rank {self._names(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
@@ -269,8 +269,8 @@ class FailureDetector:
         if failing_code is not None:
             if not self._wait_for(settled, EXIT_TIMEOUT_S):
                 logger.error(
-                    f"rank {self.rank} of {self.size} ends with exit code {failing_code}, before "
-                    f"rank {self._running()}"
+                    f"rank {self.rank} of {self.size} ends with exit code {failing_code} before "
+                    f"rank {self._running()} has ended"
                 )
             return self._all_left() and not self.lost and not self.failed
         while not self._all_left() and self._failure is None:

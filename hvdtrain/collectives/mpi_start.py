@@ -157,7 +157,7 @@ def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
     if vendor != "Open MPI" or version < (5,):
         return f"elastic jobs need Open MPI 5, and this is {vendor} {'.'.join(map(str, version))}"
     if not _reports_losses(environ):
-        return "start it with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
+        return "start the job with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
     return ""
 
 
@@ -173,8 +173,8 @@ def _check_world(mpi: ModuleType, topology: Topology) -> None:
         raise LaunchError(
             f"The launcher ({topology.launcher}) says rank {topology.rank} of {topology.size}, "
             f"but MPI says rank {world.Get_rank()} of {world.Get_size()}. This Python loaded "
-            f"{library}; most likely the ranks were started by the mpirun of another MPI, or by "
-            "srun without support for this one. Use the mpirun of this library (`hvdtrain run` "
+            f"{library}; most likely the ranks were started by a different MPI's mpirun, or by "
+            "srun without support for this MPI. Use the mpirun of this library (`hvdtrain run` "
             "finds it), or under Slurm `srun --mpi=pmix` (Open MPI) or "
             "`srun --mpi=pmi2` (MPICH, Intel MPI). Nothing was trained."
         )

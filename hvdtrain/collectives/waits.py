@@ -35,11 +35,12 @@ EXIT_CODE = 1
 
 _REASONS = {
     "MPI": (
-        ", which all ranks had started: one of them, or the network, stopped in the middle of it."
+        ". All ranks had started this operation, but one of them, or the network, stopped before "
+        "its end."
     ),
     "Horovod": (
-        ": another rank does not call it, or the network has stopped. If the work may take that "
-        "long, raise HVDTRAIN_TIMEOUT_S."
+        ". Another rank has not started this operation, or the network has stopped. If the work "
+        "may take that long, raise HVDTRAIN_TIMEOUT_S."
     ),
 }
 

@@ -118,7 +118,7 @@ class _ReducesGradients:
         """
         if not self._hvdtrain_has_reduced:
             raise ModelError(
-                "apply_gradients requires gradients that compute_gradients of this optimizer has "
+                "apply_gradients requires gradients that this optimizer's compute_gradients has "
                 "reduced. Call compute_gradients instead of tf.gradients, or drop "
                 "DistributedOptimizer and reduce with a DistributedGradientTape or allreduce."
             )

@@ -185,7 +185,7 @@ class DeviceCollectives:
             if time.monotonic() > deadline:
                 return CollectiveError(
                     f"TensorFlow could not finish a reduction: {error.message}. Another rank or "
-                    "the network failed; see the message of that rank."
+                    "the network failed; see that rank's message."
                 )
             time.sleep(CHECK_INTERVAL_S)
         if self._error is None and "NCCL" in error.message:

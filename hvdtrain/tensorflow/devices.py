@@ -202,7 +202,7 @@ def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
     else:
         ranks = ", ".join(map(str, without))
         logger.warning(
-            f"{len(without)} of {len(visible)} ranks run without GPU and slow down the others: "
+            f"{len(without)} of {len(visible)} ranks run without a GPU and slow down the others: "
             f"{ranks}"
         )
 

@@ -151,7 +151,7 @@ class HorovodTransport(Transport):
             call = self.ranks.waiting_in or "an operation"
             raise CollectiveError(
                 f"Horovod could not finish {call}: {error.message}. "
-                "Another rank failed or is missing; see the message of that rank."
+                "Another rank has failed or has not arrived; see that rank's message."
             ) from error
 
 

@@ -203,7 +203,7 @@ def test_recovery_explains_why_a_job_is_not_elastic(launch) -> None:
     done = launch(2, IN_A_JOB, *TINY_RECOVERY)
     assert done.returncode != 0, done
     assert (
-        "this job is not elastic: start it with `hvdtrain run --elastic`"
+        "this job is not elastic: start the job with `hvdtrain run --elastic`"
         in done.stdout + done.stderr
     )
 

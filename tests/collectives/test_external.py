@@ -68,7 +68,7 @@ def test_different_external_operations(case: EngineCase) -> None:
     last = engine.size - 1
     with pytest.raises(MismatchError) as error:
         engine.begin_external("copy", "weights", ("float32", 3 + (engine.rank == last)))
-    assert f"rank {last}: copy(weights) of float32, 4" in str(error.value)
+    assert f"rank {last}: copy(weights) with float32, 4" in str(error.value)
     engine.check_external()
     engine.begin_external("copy", "weights", ("float32", 3))
     engine.end_external()

@@ -91,7 +91,7 @@ def test_operations_that_need_all_ranks_are_an_error(case, what):
         "allgather": lambda: engine.allgather(np.ones(3), name="x"),
         "barrier": lambda: engine.barrier(name="x"),
     }
-    text = rf"Rank 1 called join, and the others {what}\(x\).*only call allreduce"
+    text = rf"Rank 1 called join, and the others called {what}\(x\).*only call allreduce"
     with pytest.raises(MismatchError, match=text):
         engine.join() if engine.rank == 1 else calls[what]()
     np.testing.assert_array_equal(engine.allreduce(np.ones(3)), np.full(3, engine.size))

@@ -256,7 +256,7 @@ def test_the_root_of_a_broadcast_dies(elastic: Run) -> None:
     done = elastic(3, body, show="received")
     first, second = _printed(done)
     assert first == second
-    assert first[0].startswith("The root of broadcast_object(state) of 0, json died")
+    assert first[0].startswith("The root of broadcast_object(state) with 0, json died")
     assert first[1:] == ["of 1", [2, 2]]
     assert done.returncode == 0
 
@@ -273,6 +273,6 @@ def test_without_ulfm_a_lost_rank_ends_the_job(launch) -> None:
     assert done.returncode == 128 + 9
     lines = re.findall("^hvdtrain: HVDTRAIN_ELASTIC.*$", done.stderr, re.M)
     assert lines == [
-        "hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: start it with "
-        "`hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
+        "hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, so a rank that dies ends the job: start "
+        "the job with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
     ]

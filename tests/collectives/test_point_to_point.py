@@ -119,7 +119,7 @@ def test_a_wait_times_out(rank_count: int, way: str) -> None:
         return
     buffer = np.zeros(1)
     pending = messages.start_receive(buffer, 1, TAG) if way == "wait" else []
-    text = r"rank 0 waited 0\.5 s in push, for the test: rank 1 waits in no collective"
+    text = r"rank 0 waited 0\.5 s in push, for the test: rank 1 is not waiting in any collective"
     with pytest.raises(CollectiveTimeoutError, match=text):
         _wait(messages, buffer, pending, "push, for the test")
     everyone(2, "the other has given up")

@@ -49,8 +49,8 @@ ENABLED = {"OMPI_MCA_mpi_ft_enable": "1"}
     [
         (("Open MPI", (5, 0, 11)), ENABLED, ""),
         (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_ft_enable": "true"}, ""),
-        (("Open MPI", (5, 0, 11)), {}, "start it with"),
-        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_ft_enable": "0"}, "start it with"),
+        (("Open MPI", (5, 0, 11)), {}, "start the job with"),
+        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_ft_enable": "0"}, "start the job with"),
         (("Open MPI", (4, 1, 4)), ENABLED, "elastic jobs need Open MPI 5, and this is Open"),
         (("MPICH", (5, 0, 2)), ENABLED, "this is MPICH 5.0.2"),
     ],

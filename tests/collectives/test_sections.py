@@ -85,7 +85,7 @@ def test_different_sections_are_an_error_on_all_ranks(case: EngineCase) -> None:
     engine = new_engine(case)
     name = "evaluate" if engine.rank == 0 else "fit"
     with (
-        pytest.raises(MismatchError, match=r"begin\(evaluate\).*begin\(fit\) of model 1"),
+        pytest.raises(MismatchError, match=r"begin\(evaluate\).*begin\(fit\) with model 1"),
         engine.section(name, () if engine.rank == 0 else ("model 1",)),
     ):
         pytest.fail("must not start")

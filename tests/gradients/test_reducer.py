@@ -342,7 +342,7 @@ def test_buckets_give_the_same_sums(reducer: GradientReducer) -> None:
     assert len(calls) == 1, "eager gradients are not bucketed"
     calls.clear()
     in_buckets = _in_graph(reducer, gradients, names)
-    assert [text.partition(" of ")[2] for text in calls] == [
+    assert [text.partition(" with ")[2] for text in calls] == [
         "average, float32, ((2,), (1,), (30,))",
         "average, float32, ((3, 5), (20,))",
     ]

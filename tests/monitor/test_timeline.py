@@ -7,7 +7,7 @@ import hvdtrain.tensorflow as hvd
 from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.monitor.timeline import Timeline, timeline_file
 
-GATHER = FinishedOperation("allgather(a)", "allgather(a) of int64, ()", 7.0, 7.25, 0.125, "")
+GATHER = FinishedOperation("allgather(a)", "allgather(a) with int64, ()", 7.0, 7.25, 0.125, "")
 
 
 def operations(text):
@@ -95,7 +95,7 @@ def test_each_rank_writes_its_operations_and_waits(launch, tmp_path):
             "broadcast(late)",
         ]
         assert all(event["pid"] == rank for event in events)
-        assert events[1]["args"]["call"] == ("allreduce(all here) of average, float32, ((2, 3),)")
+        assert events[1]["args"]["call"] == ("allreduce(all here) with average, float32, ((2, 3),)")
         waited_ms = events[-1]["args"]["waited_ms"]
         assert waited_ms > 300 if rank == 0 else waited_ms < 300, events[-1]
 

@@ -154,7 +154,7 @@ reducer.average([tf.ones(3 + rank)], ["x"])
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
-        ("names", r"rank 1: device_allreduce\(x\) of sum, float32, \(\(4,\),\)"),
+        ("names", r"rank 1: device_allreduce\(x\) with sum, float32, \(\(4,\),\)"),
         ("shapes", r"x is dense float32 \(3,\) on rank 0 and dense float32 \(4,\) on rank 1"),
     ],
 )
@@ -197,7 +197,7 @@ step(tf.ones(3))
         ("fails", "rank 1 failed: ValueError: bad batch"),
         ("fails within", "bad batch"),
         ("ends", "rank 1 ended its program while rank 0 waits for it in device_allreduce"),
-        ("hangs", r"rank 1 waits in no collective"),
+        ("hangs", r"rank 1 is not waiting in any collective"),
         ("hangs within", rf"rank 0 waited {TIMEOUT_S} s in device_allreduce\(gradients\)"),
     ],
 )

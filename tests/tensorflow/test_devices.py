@@ -102,7 +102,9 @@ def test_only_the_chief_reports_missing_gpus(capsys: pytest.CaptureFixture[str])
 
 def test_ranks_without_a_gpu_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     report([[], ["GPU-b0"], []])
-    assert "2 of 3 ranks run without GPU and slow down the others: 0, 2" in capsys.readouterr().err
+    assert (
+        "2 of 3 ranks run without a GPU and slow down the others: 0, 2" in capsys.readouterr().err
+    )
 
 
 PARALLEL_OPERATIONS = """

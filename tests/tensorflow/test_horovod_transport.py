@@ -98,7 +98,7 @@ try:
     engine.allreduce(np.ones(3 + rank), name="x")
     raise SystemExit("no mismatch")
 except MismatchError as error:
-    assert "rank 0: allreduce(x) of sum, float64, ((3,),)" in str(error), error
+    assert "rank 0: allreduce(x) with sum, float64, ((3,),)" in str(error), error
 # One write, because horovodrun disables buffering and mpirun tags each write.
 print(f"done {done}\\n", end="", flush=True)
 """
