@@ -63,7 +63,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The hosts, ranks and links of a training.
+    """The hosts, ranks and links of a training job.
 
     Attributes:
         hosts: Number of hosts.

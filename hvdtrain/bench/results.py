@@ -16,7 +16,7 @@ __all__ = ["BenchReport", "format_number", "format_seconds"]
 
 
 class BenchReport:
-    """The results of one benchmark, printed at once and written as JSON at the end.
+    """The results of one benchmark, printed immediately and written as JSON at the end.
 
     Args:
         benchmark: Name of the benchmark.

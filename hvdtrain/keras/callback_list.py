@@ -132,7 +132,7 @@ def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
 
 
 class _Before(keras.callbacks.Callback):
-    """Runs before the user's callbacks in ``fit``: updates data and membership."""
+    """Runs before the user's callbacks in ``fit``, and updates the data and the membership."""
 
     def __init__(
         self,

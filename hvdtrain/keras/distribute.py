@@ -32,8 +32,8 @@ __all__ = ["DistributedOptimizer", "distribute"]
 _BUILDING = ("fit", "evaluate", "predict", "train_on_batch")
 _DEFERRED = "_hvdtrain_deferred"
 _ADVICE = (
-    "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), before "
-    "hvdtrain.distribute(model)."
+    "Begin the model with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]) "
+    "before hvdtrain.distribute(model)."
 )
 
 

@@ -59,7 +59,7 @@ class EpochPlace:
 
 
 class _Taken(NamedTuple):
-    """The samples that each member took in one step; ``members`` is sorted by rank."""
+    """The samples that each member took in one step. ``members`` is sorted by rank."""
 
     pass_: Pass
     step: int
@@ -162,7 +162,10 @@ class EpochIterator:
                 self.record_applied(contributors)
 
     def record_applied(self, members: Collection[int] | None) -> None:
-        """Record that the accumulated gradients of these members (None: of all) were applied."""
+        """Record that the accumulated gradients of these members were applied.
+
+        None means all members.
+        """
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.
             missing = [] if members is None else set(taken.members).difference(members, (_LOST,))
@@ -203,7 +206,10 @@ class EpochIterator:
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Make training begin with ``epoch``, at an earlier run's place after ``step`` steps."""
+        """Make training resume in ``epoch``.
+
+        ``place`` is the place that an earlier run had reached after ``step`` steps.
+        """
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
         self._resumed = replace(place, position=place.position or begin)

@@ -121,7 +121,7 @@ def join_logs(
 
 
 def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
-    """Return the names of the metrics with this result, first the one that the entry is named for.
+    """Return the names of metrics with this result. A metric named like the entry comes first.
 
     Results are compared with a tolerance, because sums may be rounded differently inside the graph
     of the step.

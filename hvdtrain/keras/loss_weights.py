@@ -157,7 +157,10 @@ class LossWeights:
 
 
 class IndependentLossWeights(LossWeights):
-    """Loss weights for ranks that train their own weights: 1, and a weight for each step."""
+    """Loss weights for ranks that each train their own weights.
+
+    The weight of the loss is 1. ``contribution`` is the weight of the step in a later average.
+    """
 
     exchanges: tuple[str, ...] = ()  # ranks may be at different steps
 

@@ -115,7 +115,7 @@ class ModelPatch:
         reseed_by_rank(model, collectives)
 
     def install_with_checkpoint(self) -> None:
-        """Install on a single rank, but only when ``fit`` receives a ``Checkpoint``."""
+        """Change nothing until ``fit`` receives a ``Checkpoint``, then ``install``."""
         self._remove_earlier()
         plain_fit = self._model.fit
 

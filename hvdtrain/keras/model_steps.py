@@ -278,7 +278,7 @@ def _gradient(parts: Any, variable: Any) -> Any:
 
 @contextmanager
 def _metrics_by_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
-    """Weight the metrics of the step within the block by rows, and keep them without rows.
+    """Weight the metrics of the step within the block by rows. Without rows they don't change.
 
     If Keras doesn't know the batch size, it gives each batch a weight of one in the metrics for
     losses of single outputs. These metrics are changed to weights by rows.

@@ -165,7 +165,10 @@ class WorkerLiveness:
         return self._replied.pop(worker, 0.0) == math.inf
 
     def note_reply(self, worker: int, now: float) -> None:
-        """Expect a worker's next request after a reply at ``now``, on the monotonic clock."""
+        """Record a reply to a worker at ``now``, on the monotonic clock.
+
+        The worker's next request is then expected.
+        """
         if worker in self.stepped and worker in self.training and worker != self._chief:
             self._replied[worker] = now
 

@@ -131,7 +131,7 @@ class ShardGradients:
             if len(rows.indices) and not 0 <= rows.indices.min() <= rows.indices.max() < limit:
                 raise MismatchError(
                     f"A sparse gradient has rows {rows.indices.min()} to {rows.indices.max()} of "
-                    f"a piece with {limit}."
+                    f"a piece with {limit} rows."
                 )
 
     def non_finite(self) -> list[int]:
@@ -186,8 +186,9 @@ class GradientMean:
         first = self._first = self._first or gradients
         if first.missing != gradients.missing or first.rows.keys() != gradients.rows.keys():
             raise MismatchError(
-                "Workers have gradients for different variables, or sparse ones where others have "
-                "dense ones. All ranks must train the same variables with the same loss."
+                "Workers have gradients for different variables, or some workers have a sparse "
+                "gradient where others have a dense one. All ranks must train the same variables "
+                "with the same loss."
             )
         every = gradients.by_piece()
         self._sums = self._sums or [None] * len(every)

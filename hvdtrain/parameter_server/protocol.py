@@ -43,7 +43,7 @@ DATA = 2
 REPLY = 3
 REPLY_DATA = 4
 
-# The errors with which a server may refuse a request; a reply holds the index.
+# The errors with which a server may refuse a request. A reply holds the index of the error.
 REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
 # Small enough for MPI to send the message eagerly, so that neither side waits for the other.
 REFUSAL_BYTES = 800
@@ -250,7 +250,8 @@ class ReplySender:
 
     def __init__(self, messages: PointToPoint) -> None:
         self._messages = messages
-        # By worker, the oldest first; MPI reads the arrays until the messages are complete.
+        # For each worker, the oldest reply first. MPI reads the arrays until the messages are
+        # complete.
         self._in_flight: dict[int, tuple[Sequence[np.ndarray], Sequence[PendingMessage]]] = {}
         self._pool = BufferPool(max_idle=MAX_IN_FLIGHT)
 

@@ -27,8 +27,9 @@ GRADIENT_SLOTS = 2
 WEIGHT_SLOTS = 3
 MAX_READS = 1000
 
-# The header: the number of publications; then for each slot the number of the publication that it
-# holds (0 while it is written) and its version. Each has its own cache line.
+# The header has the number of publications and then, for each slot, the number of the publication
+# that the slot holds (0 while it is written) and the version of its weights. The number of
+# publications and each slot's entry have a cache line of their own.
 LINE_WORDS = ALIGNMENT_BYTES // 8
 COUNT = 0
 

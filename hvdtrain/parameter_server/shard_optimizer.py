@@ -84,14 +84,14 @@ def check_optimizer(optimizer: Any, servers: int) -> None:
     if plain.global_clipnorm and servers > 1:
         raise ModelError(
             f"global_clipnorm needs one parameter server, got {servers} (global_clipnorm="
-            f"{plain.global_clipnorm}): none of them has all gradients. Use clipnorm or clipvalue, "
-            "or one parameter server."
+            f"{plain.global_clipnorm}), because each of several servers has only a part of the "
+            "gradients. Use clipnorm or clipvalue, or one parameter server."
         )
     if plain.use_ema and (steps := plain.gradient_accumulation_steps):
         raise ModelError(
             "Parameter servers don't support use_ema=True with gradient_accumulation_steps, got "
-            f"{steps}: Keras updates the averages in each step, and servers only in each update. "
-            "Leave one of the two out, or --mode."
+            f"{steps}: Keras updates the averages in each step, but servers only in each update. "
+            "Leave out one of the two arguments, or leave out --mode."
         )
 
 

@@ -242,9 +242,7 @@ def remaining_positions(
     units: int | None,
     begins: Mapping[int, Position],
 ) -> list[Position]:
-    """Return the joint position of all ranks in each pass that is not finished.
-
-    The first position is in the pass of the slowest rank.
+    """Return the joint position of all ranks in each pass, from the slowest to the fastest rank's.
 
     Args:
         positions: The position of each rank. The rank has taken its share of every joint step
