@@ -442,7 +442,7 @@ def test_resuming_within_an_epoch_with_a_different_kind_of_input_is_an_error(wor
     fit = plain([Checkpoint(tmp_path, every_steps=2), StopAfter(3)], batch_size=6)
     with pytest.raises(Stop):
         run(world, dropout, fit, seed=1)
-    with pytest.raises(world.CheckpointError, match=r"a pass over samples.*by batches"):
+    with pytest.raises(world.CheckpointError, match=r"into samples.*into batches"):
         run(world, dropout, batches([Checkpoint(tmp_path)]), seed=1)
 
 
