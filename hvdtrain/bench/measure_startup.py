@@ -73,7 +73,10 @@ def measure(options: StartupOptions) -> None:
 
 
 def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command, and the variables that allow root and more ranks than cores."""
+    """Return the mpirun command and its environment variables.
+
+    The variables let mpirun run as root, and start more ranks than there are cores.
+    """
     argv = [str(mpirun.path), "-np", str(ranks)]
     if mpirun.family == "hydra":
         return argv, {}

@@ -36,7 +36,8 @@ ReportFailure = Callable[[BaseException, BaseException], None]
 def install(engine: Engine, report_failure: ReportFailure = lambda cause, error: None) -> None:
     """Install hooks that notify the other ranks when this process fails or exits.
 
-    If the program calls ``init()`` again after ``shutdown()``, a second call replaces the engine.
+    Call this again if the program calls ``init()`` after ``shutdown()``: the new engine replaces
+    the old one.
 
     Args:
         engine: Connects the ranks.

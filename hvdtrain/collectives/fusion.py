@@ -61,7 +61,7 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The unit of reduction. Rank ``r`` combines the pieces ``shares[r]``."""
+    """The unit of reduction. ``shares[r]`` lists the pieces that rank ``r`` combines."""
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]

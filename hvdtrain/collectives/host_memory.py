@@ -220,7 +220,7 @@ class Arena:
         return place if 0 <= place < self._part_bytes else -1
 
     def at(self, window_rank: int, place: int, nbytes: int) -> np.ndarray:
-        """Return the memory at a position in a rank's part as a flat uint8 array."""
+        """Return, as a flat uint8 array, the memory at a position within a rank's part."""
         return self._file.array(window_rank * self._part_bytes + place, nbytes)
 
     def _find_gap(self, nbytes: int) -> int | None:

@@ -69,7 +69,7 @@ class EngineRanks:
 
 
 class Contributions:
-    """The initial ranks that contributed to each step.
+    """The ranks that contributed to each step, numbered as at the start of the job.
 
     Each step adds an entry, and one call of a train function may run several steps. Use ``take``
     between calls.

@@ -86,7 +86,7 @@ class ReportProgress(keras.callbacks.Callback):
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start from zero, because Keras resets its metric."""
+        """Reset the loss, because Keras resets its own loss metric at the same time."""
         self._epoch = epoch
         self._last = LossSum()
         if self._compiled:

@@ -97,8 +97,8 @@ class SharedMemory(NamedTuple):
     Attributes:
         published: The weights of each server on this host, and this rank's own if it is a server.
         readers: The ranks that can read this rank's weights.
-        slots: Buffers for dense gradients. The keys are servers on a worker, and workers on a
-            server.
+        slots: Buffers for dense gradients. On a worker the keys are servers; on a server they
+            are workers.
     """
 
     published: Mapping[int, PublishedWeights]

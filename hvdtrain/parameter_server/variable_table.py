@@ -198,7 +198,8 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
     """Return the value of ``piece`` in a flat buffer.
 
-    The value must be ``copied`` if a variable may keep its memory, because buffers are reused.
+    Set ``copied`` if a variable may keep a reference to the value. The buffer is reused, so its
+    content changes.
     """
     part = tf.slice(flat, [piece.offset], [piece.nbytes])
     if copied:

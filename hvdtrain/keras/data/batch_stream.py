@@ -221,7 +221,7 @@ class ShardedStream(ShardedInput):
         return (batch_structure.standardize(b, class_weight, source) for b in self._batches)
 
     def agree_on_steps(self, block: int) -> int:
-        """Return for how many of the next ``block`` steps at least one rank has a batch.
+        """Return the number of steps, up to ``block``, for which at least one rank has a batch.
 
         All ranks must call this.
         """

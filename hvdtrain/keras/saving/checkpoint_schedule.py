@@ -92,7 +92,7 @@ class CheckpointSchedule:
 
     @property
     def every_epoch(self) -> bool:
-        """Whether to take a checkpoint at the end of every epoch, the default."""
+        """Whether to take a checkpoint at the end of every epoch. This is the default."""
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, step: int, before: int) -> bool:
