@@ -122,12 +122,13 @@ class BackgroundWriter:
     def write(self, data: bytes) -> None:
         """Queue ``data``, which is written or dropped as a whole.
 
-        ``data`` is a line, or it redraws a status line.
+        ``data`` is either a line or text that redraws a status line.
         """
         if self._is_broken:
             return
         if self._thread is None:
-            # Not in the constructor, because agents fork after that.
+            # The constructor does not start the thread, because agents fork after they create the
+            # writer.
             self._thread = threading.Thread(target=self._run, name="hvdtrain-output", daemon=True)
             self._thread.start()
         self._backlog.put(data, len(data), lines=int(data.endswith(b"\n")))

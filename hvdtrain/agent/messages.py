@@ -9,10 +9,10 @@ with the number of out-of-memory kills if the program failed. The launcher sends
 programs, ``kill`` to kill one, and ``bye`` after ``end``. It sends ``look`` in a hang: the agent
 then makes the program print its stacks, and answers ``looked``.
 
-The launcher confirms received bytes with ``taken``, and delays that while ranks should pause. An
-agent has at most ``WINDOW_BYTES`` unconfirmed bytes, which fit into the launcher's socket buffer.
-So TCP's window never closes, even if the launcher is stopped, and a TCP time-out means that the
-host is lost.
+The launcher confirms received bytes with ``taken``, and delays this confirmation while ranks should
+pause. An agent has at most ``WINDOW_BYTES`` unconfirmed bytes, which fit into the launcher's socket
+buffer. So TCP's window never closes, even if the launcher is stopped. Therefore, a TCP time-out
+always means that the host is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_LINE_LENGTH = 4 << 20
 MAX_MESSAGE_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
-# When a connection without traffic counts as lost.
+# After how many seconds and probes a connection without traffic is considered lost.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 # If several messages of one of these kinds wait, only the newest is sent.
 _STATES = ("status", "report", "usage")

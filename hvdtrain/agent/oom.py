@@ -58,7 +58,7 @@ def find_group(memberships: str, mounts: str) -> ControlGroup | None:
             paths["cgroup2"] = path
         elif "memory" in controllers.split(","):
             paths["cgroup"] = path
-    # If both versions are mounted, version 1 accounts for memory if it has that controller.
+    # If both versions are mounted, version 1 accounts for memory if it has the memory controller.
     for version in ("cgroup", "cgroup2"):
         for root, mount, kind, options in _MOUNT.findall(mounts):
             accounts = kind == "cgroup2" or "memory" in options.split(",")

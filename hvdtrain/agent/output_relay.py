@@ -16,10 +16,10 @@ from hvdtrain.text import plural
 
 __all__ = ["LineSplitter", "OutputRelay"]
 
-# After this time without progress on the disk, a rank ends although output is not written.
+# If the disk makes no progress for this long, a rank ends even if some output is not written.
 DISK_PATIENCE_S = 10.0
 MAX_STATUS_LENGTH = 1 << 12
-# More reads than a full pipe needs.
+# More reads than it takes to empty a full pipe.
 _MAX_READS = 100
 _ERASE = "\x1b[K"
 
@@ -27,8 +27,8 @@ _ERASE = "\x1b[K"
 class LineSplitter:
     """Splits incoming bytes into lines.
 
-    If the program overwrites text with a carriage return, as in a progress bar, that text is a
-    status. Only the latest status is kept.
+    If the program overwrites text with a carriage return, as in a progress bar, that text is
+    treated as a status. Only the latest status is kept.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class OutputRelay:
 
     def relay_line(self, name: str, line: str) -> None:
         """Relay a line of stdout or stderr."""
-        # The file comes first, so that it is complete even if the launcher is gone.
+        # Write to the file first, so that the file is complete even if the launcher is gone.
         if self._file is not None:
             self._file.write(f"{line}\n".encode())
         self._launcher.send("line", stream=name, text=line)

@@ -71,7 +71,7 @@ def shell_code(code: int) -> int:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter that ps shows, such as R, S, D or T. Empty without this process."""
+    """Return the state letter that ps shows, such as R, S, D or T; empty if the process is gone."""
     try:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:

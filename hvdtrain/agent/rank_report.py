@@ -161,7 +161,7 @@ class ReportPipe:
     def read(self) -> list[dict[str, Any]] | None:
         """Return the received messages, or None if the pipe is closed or a message is invalid."""
         try:
-            # This is more than programs write per second. The rest is read next time.
+            # Programs write less than this per second. If there is more, it is read next time.
             data = os.read(self._reader, 1 << 16)
             messages = self._decoder.feed(data)
         except BlockingIOError:

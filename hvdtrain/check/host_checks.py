@@ -131,7 +131,7 @@ def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
 
 
 def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every host resolves the names of all others, and not to a loopback address."""
+    """Check that every host resolves all other hosts' names, and none to a loopback address."""
     # If the launcher can't resolve a name either, that has been reported as a failure.
     reported = {
         answer.host

@@ -134,7 +134,7 @@ def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
     needed = [("create", *resource_of(one)) for one in objects]
     needed += [(verb, *owner) for verb in ("get", "patch", "delete")]
     needed += [("get", "pods", ""), ("list", "pods", ""), ("get", "pods/log", "")]
-    # Users can only grant permissions to the launcher's account that they have themselves.
+    # Users can only grant the launcher's account permissions that they have themselves.
     for rule in (rule for one in objects for rule in one.get("rules") or ()):
         needed += [
             (verb, resource, group)

@@ -108,7 +108,7 @@ def measure_allreduce(
     environ: Mapping[str, str],
     answers: Sequence[Answer],
 ) -> str | Problem:
-    """Start the ranks like ``hvdtrain run``, and time an allreduce over them.
+    """Start the ranks as ``hvdtrain run`` does, and time an allreduce over them.
 
     Returns:
         One line with the times, or a problem.
@@ -183,7 +183,7 @@ def _probe(
 ) -> Answer:
     """Run the probe on a host.
 
-    The probe connects to the launcher's addresses on the routes to ``destinations``.
+    The probe connects to the addresses that the launcher uses on its routes to ``destinations``.
     """
     request = dataclasses.replace(request, addresses=tuple(own_addresses(destinations)))
     text = json.dumps(dataclasses.asdict(request))

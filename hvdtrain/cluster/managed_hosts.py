@@ -41,7 +41,8 @@ class ManagedHost:
         name: Name or address that ranks are started with.
         slots: Number of ranks that the host takes.
         state: Whether the host can run ranks.
-        generation: Differs if the host was replaced under the same name; empty if it is absent.
+        generation: ID that changes if a new host of the same name replaces this one; empty if the
+            host is absent.
         why: The manager's reason for a state other than "there"; empty if unknown.
     """
 

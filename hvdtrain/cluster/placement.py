@@ -165,7 +165,7 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 
 def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Raise an error, unless more ranks than slots are allowed and fit."""
+    """Raise an error for more ranks than slots, unless ``oversubscribe`` is set and they fit."""
     limit = max_ranks(hosts, oversubscribe=True)
     fits = limit is None or ranks <= limit
     if not oversubscribe:
@@ -214,7 +214,10 @@ def _check_gpus(
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use. In containers, often not all."""
+    """Return the number of cores that this process may use.
+
+    In a container, these are often not all cores of the host.
+    """
     return len(core_numbers())
 
 

@@ -29,7 +29,7 @@ def claim_rank(environ: MutableMapping[str, str]) -> None:
 
 
 def find_rank_process(environ: Mapping[str, str]) -> int | None:
-    """Return the ID of the process that is this rank, or None if it is unknown or this process."""
+    """Return the ID of the process that is this rank; None if unknown, or if it is this process."""
     pid, _, identity = environ.get(_CLAIM, "").partition(" ")
     if not pid or int(pid) == os.getpid() or identity != _identity(environ):
         return None

@@ -7,8 +7,9 @@ A process can have the variables of several launchers at once. The first match i
 2. **horovodrun --gloo**, whose processes are independent of MPI.
 3. **srun**, which sets variables for its step. A batch script has ``SLURM_PROCID=0`` and the job's
    ``SLURM_NTASKS``, but not ``SLURM_STEP_NUM_TASKS``. A shell that ``salloc`` starts has neither
-   variable, or is a step with one task. ``sbatch`` inside a step passes on that step's variables,
-   except for ``SLURM_GTIDS``. Slurm always sets that variable, so it doesn't match the others.
+   variable, or is a step with one task. ``sbatch`` inside a step passes that step's variables on to
+   the batch script. Only ``SLURM_GTIDS`` is always set anew, so it doesn't match the other
+   variables in this case.
 4. **No launcher.** The process runs alone.
 """
 

@@ -88,7 +88,7 @@ class ModeSettings:
 
     @property
     def towers(self) -> int:
-        """Number of devices of each rank that trains."""
+        """Number of devices that each training rank uses."""
         return self.devices_per_rank if self.mode == "towers" else 1
 
     @property

@@ -142,7 +142,7 @@ def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLin
         with contextlib.suppress(ValueError):
             runs, text = parse_ranges(tagged["ranks"]), tagged["text"]
             if tagged["more"]:
-                # The abbreviated ranks come after the last one in the list.
+                # The ranks that are left out are higher than the last one in the list.
                 runs.append(range(runs[-1].stop, sys.maxsize))
     return matches(LogLine(time_s=0, rank=runs[0].start, stream="stdout", text=text)) and (
         ranks is None

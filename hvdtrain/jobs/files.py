@@ -184,7 +184,7 @@ def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
             begin = size * number // most
             file.seek(max(0, begin - 1))
             if begin:
-                # Skip the line that starts earlier.
+                # Skip the rest of the line that starts before this position.
                 file.readline()
             row = _parse_row(file.readline())
             if row is not None and row != previous:

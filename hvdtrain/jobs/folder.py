@@ -51,7 +51,7 @@ _Content = TypeVar("_Content")
 class _File:
     """A descriptor for a path in a job's folder.
 
-    A path is only computed when it is used, because most readers need few of them.
+    A path is only computed when it is used, because most readers need only a few of the paths.
     """
 
     def __init__(self, name: str) -> None:
@@ -242,7 +242,7 @@ def create_job(directory: Path, spec: JobSpec) -> JobFolder:
 
 
 def _is_same_job(job: JobFolder, spec: JobSpec) -> bool:
-    """Return whether a folder belongs to the same job, from before Slurm requeued it."""
+    """Return whether a folder was created for this job before Slurm requeued the job."""
     try:
         old = job.read_spec()
     except JobError:

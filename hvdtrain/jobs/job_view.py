@@ -84,7 +84,7 @@ def view_job(job: JobFolder) -> JobView:
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     """Return the current specification, state and status of each job.
 
-    Queues are only asked about jobs whose status can't be told from their folders.
+    Queues are only asked about jobs whose status can't be derived from their folders.
     """
     known = [(job, job.read_state(), _read_spec(job)) for job in jobs]
     queries: dict[JobBackend[Any], dict[Path, JobSpec]] = {}

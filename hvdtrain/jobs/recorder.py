@@ -262,7 +262,8 @@ def _merge_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, fl
     return {
         f"{name}_min": min(low),
         name: statistics.median(row[name] for row in rows),
-        # The nearest-rank percentile is an existing value: the largest of fewer than twenty.
+        # The nearest-rank percentile is one of the values. Of fewer than twenty values, it is the
+        # largest one.
         f"{name}_p95": sorted(high)[-(-len(high) * 95 // 100) - 1],
         f"{name}_max": max(most),
     }
@@ -297,7 +298,7 @@ class RollUp:
         rolled = {**rows[-1], "time": round(statistics.fmean(row["time"] for row in rows), 3)}
         for name in _COUNTERS:
             if counts := [row[name] for row in rows if name in row]:
-                # The median is from the middle of the interval, like the time.
+                # Like the row's time, the median of a counter is from the middle of the interval.
                 rolled[name] = statistics.median_low(counts)
         for name in _MEASUREMENTS:
             if measured := [row for row in rows if name in row]:

@@ -193,7 +193,7 @@ def gpu_variables(
     """Return environment variables that restrict a job to the GPUs of its slots on this host.
 
     The result is empty if this host lacks GPUs, or if all slots of the job are on other hosts,
-    which restrict their ranks themselves.
+    because those hosts restrict their ranks themselves.
     """
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:

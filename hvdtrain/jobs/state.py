@@ -107,7 +107,7 @@ class JobState:
 class QueueState(NamedTuple):
     """The state of a job in its queue."""
 
-    queue: str  # the queue's name for messages
+    queue: str  # the name of the queue, for messages
     state: str  # the state, as ``derive_status`` expects it
     reason: str  # the queue's reason for this state; may be empty
     # the full state, if the job can't write it to its folder
@@ -135,7 +135,7 @@ def derive_status(
     if state is None:
         return "unknown"
     if queue_state in _WAITING or (queue_state == RESTARTABLE and state.phase == "ended"):
-        # The job may have been preempted, and it is requeued or about to be.
+        # The job may have been preempted. Then it has been requeued, or will be soon.
         return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _STATUS_BY_CAUSE.get(state.cause, "failed")

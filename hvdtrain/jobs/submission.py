@@ -51,7 +51,7 @@ def submit_job(request: JobRequest) -> JobFolder:
 
 
 def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
-    """Run a job again that has ended, in the same folder.
+    """Rerun a job that has ended, in the same folder.
 
     ``request_for`` is called with the job's specification and returns the request.
 
@@ -61,7 +61,8 @@ def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) ->
             submitted.
     """
     try:
-        # Held until the job is queued, so that another restart sees that it has not ended.
+        # The lock is held until the job is queued, so that another restart sees that the job has
+        # not ended.
         with try_lock(job.restart_lock) as is_locked:
             if not is_locked:
                 raise JobError(f"{job.name} is being restarted by another process.")

@@ -156,7 +156,7 @@ class AgentServer:
             self._send(rank, encode("look"))
 
     def kill(self, number: int) -> None:
-        """Kill a rank's program. The rank then counts as lost, not as signalled."""
+        """Kill a rank's program. The launcher then treats the rank as lost, not as signalled."""
         rank = self._connected[number]
         if rank.end is None:
             self._send(rank, encode("kill"))
@@ -180,7 +180,7 @@ class AgentServer:
         self.selector.close()
 
     def _confirm(self, rank: _Rank) -> None:
-        """Confirm what a rank's agent has sent, so that it can send more."""
+        """Confirm what a rank's agent has sent, so that the agent can send more."""
         if rank.connection.fileno() >= 0:
             size = rank.decoder.taken - rank.confirmed
             rank.confirmed += size
@@ -278,7 +278,7 @@ class AgentServer:
         failed_at, record = time.monotonic(), rank.record
         report = self.reports.latest.get(rank.number)
         if code == 1 and record is not None:
-            # The exception was the failure. Python may take long to exit after it.
+            # The rank failed when the exception was raised. Python may exit much later.
             failed_at = rank.recorded_at
         elif (
             code == 1
@@ -286,9 +286,9 @@ class AgentServer:
             and report.phase == STARTING_MPI
             and any(line.startswith("Timeout (") for line in rank.stderr)
         ):
-            # No Python code can record this time-out. Only faulthandler prints it (see
-            # hvdtrain.collectives.mpi_start). Without its line, MPI itself may have ended the
-            # process with code 1.
+            # No Python code can record this time-out. Only faulthandler prints a line about it (see
+            # hvdtrain.collectives.mpi_start). If that line is missing, MPI itself may have ended
+            # the process with code 1.
             record = FailureRecord(exception="CollectiveTimeoutError")
         rank.end = RankExit(
             rank=rank.number,

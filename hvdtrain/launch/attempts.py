@@ -90,8 +90,8 @@ def run_plan(
 ) -> int:
     """Run a job to its end, or print its plan, and return the exit code.
 
-    ``received`` comes from ``caught_signals``. With ``is_seen=False`` nothing is written to stdout
-    and stderr, and with ``summarises=False`` no summary is logged.
+    ``received`` comes from ``caught_signals``. If ``is_seen`` is false, nothing is written to
+    stdout and stderr. If ``summarises`` is false, no summary is logged.
 
     Raises:
         ConfigurationError: If the ranks don't fit on the hosts.

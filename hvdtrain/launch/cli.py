@@ -201,7 +201,7 @@ def make_job(
             parameter-server cluster are invalid or contradict other arguments.
     """
     environ = _environment(arguments, environ)
-    # Checked once here. Otherwise every rank would fail at an invalid value.
+    # The settings are checked once here. Otherwise every rank would fail at an invalid value.
     settings = read_settings(environ)
     configure_log(
         settings.log_level, prefix="hvdtrain run: ", with_time=settings.log_with_timestamp
@@ -326,7 +326,8 @@ def reads_code_from_stdin(program: Sequence[str]) -> bool:
     for word in program[1:]:
         if _WITHOUT_SCRIPT.match(word):
             return False
-        # "-" only ends the options of a shell, which reads its standard input with -s.
+        # For a shell, "-" only ends the options. With -s, a shell reads code from its standard
+        # input.
         if re.fullmatch(r"-\w*s\w*", word) if is_shell else word == "-":
             return True
         if not word.startswith(("-", "+")):

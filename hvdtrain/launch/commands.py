@@ -318,7 +318,7 @@ def _is_ipv6(host: str) -> bool:
 def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:
     defaults: dict[str, str] = {}
     if plan.local:
-        # Ranks on one host need no interconnects, and probing them takes a second.
+        # Ranks on one host need no interconnects, and probing interconnects takes a second.
         defaults |= OVER_TCP
     if plan.oversubscribed:
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"

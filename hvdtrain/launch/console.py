@@ -210,7 +210,7 @@ class Console:
             self._print("stderr", f"hvdtrain run: {line}")
 
     def status(self, rank: int, text: str) -> None:
-        """Redraw the status line. Only the chief's is shown, and only on a terminal."""
+        """Redraw the status line. Only the chief's status is shown, and only on a terminal."""
         if rank == self._chief and self._redrawn["stdout"]:
             # A line that wraps could not be erased. The window may have been resized, so look up
             # its width each time.

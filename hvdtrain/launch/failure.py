@@ -89,7 +89,7 @@ def is_preempted(ends: Sequence[RankExit]) -> bool:
     """Return whether ranks exited with the preemption code before any rank failed.
 
     A rank that is exiting handles no signals any more, so a repeated preemption signal kills it.
-    That is not a failure.
+    This kind of death is not a failure.
     """
     killed = {128 + number for number in PREEMPTING}
     first = _first_unsignalled([end for end in ends if end.code not in killed])
@@ -175,7 +175,7 @@ def _describe_preemption(reports: JobProgress, what: str = "preempted") -> str:
 def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
     """Return the first failure, leaving out ranks that were signalled before they ended.
 
-    A signalled rank still counts if it exited with the preemption code.
+    A signalled rank is still considered if it exited with the preemption code.
     """
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
@@ -226,7 +226,7 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
 def _output(record: JobRecord) -> list[str]:
     """Return the lines that mpirun or srun printed, without blank lines, rules and repeats.
 
-    Of a long output, only the beginning is returned.
+    If the output is long, only its beginning is returned.
     """
     lines = list(dict.fromkeys(line for line in record.starter_output if line.strip(" -=*")))
     left = len(lines) - _STARTER_LINES

@@ -98,8 +98,8 @@ def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout
     states = [state for state in latest if state.phase != SERVING]
     if timeout_s <= 0 or reports.moved_at is None:
         return False
-    # Ranks may wait for one that writes a checkpoint or validates. They don't wait for a rank that
-    # waits itself, for instance after the end of its training.
+    # If a rank writes a checkpoint or validates, the others may wait for it, and nothing hangs.
+    # This does not hold for a rank that itself waits, for instance after the end of its training.
     if any(state.phase != TRAINING and not state.waiting_in for state in states):
         return False
     if all(state.phase != TRAINING for state in states):
@@ -113,7 +113,7 @@ def stuck_ranks(
 ) -> dict[int, float]:
     """Return the ranks whose step takes too long, each with the seconds since its last progress.
 
-    The result is empty if this applies to all ranks.
+    The result is empty if the steps of all ranks take too long.
     """
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
@@ -147,7 +147,7 @@ def describe_hang(
     """
     step = "" if reports.step is None else f" after step {reports.step}"
     lines = [f"the job hangs: no rank has completed a step for {quiet_s:.0f} s{step}"]
-    # Agents connect in any order.
+    # Sorted because agents connect in any order.
     ranks = sorted(hosts)
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks}
     missing = missing_ranks(reports, ranks, stopped)

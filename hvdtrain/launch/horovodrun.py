@@ -25,7 +25,7 @@ class HorovodFlag:
 
     ``fate`` tells how hvdtrain run treats the flag. ``same``: hvdtrain run has the same flag.
     ``becomes``: the flag stands for a different one. ``unneeded``: the flag is accepted and
-    ignored. ``refused``: the flag is an error.
+    ignored. ``refused``: the flag raises an error.
     """
 
     names: Sequence[str]
@@ -43,7 +43,7 @@ def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
     After parsing, ``unneeded`` in the namespace lists the flags that were ignored.
     """
     parser.set_defaults(unneeded=())
-    # A flag excludes the same flags as the one that it stands for.
+    # Each flag joins the mutually exclusive group, if any, of the flag that it stands for.
     groups = {
         name: group
         for group in parser._mutually_exclusive_groups
@@ -75,7 +75,7 @@ def explain_unneeded(names: Sequence[str]) -> list[str]:
 
 
 class _HorovodAction(argparse.Action):
-    """Parses the flag that this one stands for, records this one as unneeded, or refuses it."""
+    """Handles a flag: parses the one that it stands for, records it as unneeded, or refuses it."""
 
     def __init__(self, *, flag: HorovodFlag, **arguments: Any) -> None:
         super().__init__(**arguments)

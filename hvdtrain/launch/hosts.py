@@ -188,9 +188,9 @@ MESSAGE_INTERVAL_S = 60.0
 class HostWatch:
     """Watches the hosts that a cluster manages, in the file that ``MANAGED_HOSTS`` names.
 
-    Without this variable, the hosts never change. With ``may_grow``, the job gets more than
-    ``ranks`` ranks when hosts with more than ``slots`` slots are available. A running job restarts
-    for that after its next checkpoint.
+    Without this variable, the hosts never change. If ``may_grow`` is true, the job uses more than
+    ``ranks`` ranks when its hosts have more than ``slots`` slots in total. To add ranks, a running
+    job restarts after its next checkpoint.
     """
 
     def __init__(

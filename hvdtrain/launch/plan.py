@@ -82,7 +82,7 @@ class Job:
 class Resources:
     """The hosts and GPUs that a job can use, and the program that starts its ranks."""
 
-    hosts: tuple[Host, ...]  # the named hosts, or Slurm's, or this one
+    hosts: tuple[Host, ...]  # the named hosts, Slurm's hosts, or this host
     ps_ranks: tuple[int, ...]  # parameter servers that the cluster or the settings name
     starter: Mpirun | Srun  # srun inside a Slurm job
     elastic: bool  # whether ranks continue without a lost rank
@@ -282,7 +282,7 @@ def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dic
         # The output of a killed rank must not be lost in a buffer, and crashes must not be silent.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        # Otherwise Intel MPI would bind ranks to cores, although the agents do that.
+        # Otherwise Intel MPI would bind ranks to cores, although the agents already do so.
         "I_MPI_PIN": "0",
         TF_LOG_LEVEL: "1",
     }

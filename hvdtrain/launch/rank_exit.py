@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 _KILLED = 128 + signal.SIGKILL
-# Signals that nobody sends to stop a program.
+# Signals that report a crash. Nobody sends them to stop a program.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _STDERR_LINES = 30
 _SHOWN_CHARACTERS = 500
@@ -52,7 +52,8 @@ class RankExit:
     def is_loss(self) -> bool:
         """Whether an unexpected signal killed the rank, so that the other ranks may continue.
 
-        After an exception or an exit code, the others would probably fail in the same way.
+        If the rank ended with an exception or an exit code, the others would probably fail in the
+        same way.
         """
         died = self.code is not None and signal_name(self.code) is not None
         return died and not self.was_signalled

@@ -153,7 +153,7 @@ class Supervisor:
         try:
             self._watch(starter)
         finally:
-            # Signals that arrive from now on have not ended the job.
+            # Drop signals that were not handled yet, because the job did not end because of them.
             self._record.received = self._record.received[: self._handled_signals]
             self._record.ended_at = time.monotonic()
             self._end(starter)
@@ -187,7 +187,7 @@ class Supervisor:
     def _read_starter(self, pipe: IO[bytes]) -> None:
         """Read the output of mpirun or srun, and show it unless a rank has failed.
 
-        After a failure, the output only comments on that failure.
+        After a failure, mpirun or srun only prints comments on that failure.
         """
         data = os.read(pipe.fileno(), 1 << 16)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
@@ -205,8 +205,8 @@ class Supervisor:
         return any(end.code != 0 for end in self._server.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
-        # Messages arrive all the time, but reviews are spaced, because they take longer with more
-        # ranks.
+        # Messages arrive all the time. A review takes longer the more ranks there are, so there is
+        # a pause between two reviews.
         pause_s, due_at = PAUSE_PER_RANK_S * self._server.ranks, 0.0
         now = time.monotonic()
         while True:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 __all__ = ["MISSING", "advice_on"]
 
-# Modules of Horovod that hvdtrain offers. The table lists names that hvdtrain's versions lack.
+# Modules of Horovod that hvdtrain offers. The table lists names that exist in Horovod's modules,
+# but not in hvdtrain's.
 _OFFERED = ("__version__", "keras", "tensorflow")
 _PROBLEMS = {
     "horovod": "is not offered by hvdtrain",

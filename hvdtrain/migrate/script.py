@@ -135,7 +135,8 @@ class _Script:
             if node in inner or not origins:
                 continue
             advice = [advice_on(".".join((origin, *attributes))) for origin in origins]
-            # If a name is imported in several ways, it is enough if one of them is offered.
+            # A name that is imported from several modules is only missing if all of these modules
+            # lack it.
             if not all(advice):
                 if root == "horovod":
                     self._rename(node, self._place(node))

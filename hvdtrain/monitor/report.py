@@ -61,7 +61,7 @@ def step(step: int, epoch: int) -> None:
 
 
 def is_heard() -> bool:
-    """Return whether a launcher receives the reports. If not, skip expensive measurements."""
+    """Return whether a launcher receives the reports. If not, callers skip costly measurements."""
     return _update().is_open
 
 
@@ -121,7 +121,7 @@ def watch(
 ) -> None:
     """Set functions that return waits and traffic, for reports about once a second.
 
-    They are called on a separate thread. A later call replaces all of them.
+    They are called on a separate thread. A later call of ``watch`` replaces all of them.
 
     Args:
         waiting_in: A function that returns the operation in which this rank waits, or "" if the
@@ -248,7 +248,7 @@ class _Reporter:
 
 
 def _finite(value: float | Callable[[], float] | None) -> float | None:
-    """Return ``value``, or its result if it is a function; None if unknown or not finite."""
+    """Return ``value``, or what it returns if it is a function; None if unknown or not finite."""
     try:
         # Functions of programs may return NumPy numbers, which are not JSON.
         number = float(value()) if callable(value) else value

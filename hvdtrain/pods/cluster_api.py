@@ -150,7 +150,8 @@ class ClusterApi:
     def log(self, pod: str, container: str, since: str) -> str:
         """Return the output of a container. Each line starts with the time at the node.
 
-        The output starts in the second of the time ``since``, or at its beginning if that is empty.
+        The result starts with the second that contains the time ``since``. If ``since`` is empty,
+        the result is the complete output.
         """
         query = [("container", container), ("timestamps", "true")]
         query += [("sinceTime", since)] if since else []

@@ -118,7 +118,7 @@ class RunProcess:
 class WorkerWatch:
     """Keeps the file of ``MANAGED_HOSTS`` up to date with the job's pods.
 
-    A thread does so within the ``with`` block.
+    A thread updates the file within the ``with`` block.
 
     Args:
         api: The cluster.
@@ -128,7 +128,8 @@ class WorkerWatch:
         on_stop: A function that is called once, with "now" or "save", when a user stops the job.
 
     Raises:
-        JobError: If the launcher's account may not read the job, or the cluster does not answer.
+        JobError: If the launcher's account lacks the permission to read the job, or the cluster
+            does not answer.
     """
 
     def __init__(
@@ -366,7 +367,9 @@ def _wait_for_ending_launchers(watch: WorkerWatch, is_stopped: Callable[[], bool
 
 
 def _wait(pending: Callable[[], str], is_stopped: Callable[[], bool]) -> bool:
-    """Wait until ``pending`` returns an empty text. Print changes of the text and repeat it.
+    """Wait until ``pending`` returns an empty text.
+
+    Print the text whenever it changes, and repeat it every ``REPEAT_S`` seconds.
 
     Returns:
         False if the job is stopped.

@@ -62,7 +62,7 @@ def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
 def managed_hosts(
     pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
 ) -> tuple[ManagedHost, ...]:
-    """Return the workers of a job as hosts.
+    """Return a ``ManagedHost`` for each worker of a job.
 
     ``addresses`` maps the name of each worker's pod to its hostname.
     """

@@ -137,10 +137,10 @@ class JobApi:
         return JSONResponse({"rows": rows, "now": newest})
 
     def _log(self, request: Request) -> Response:
-        """Return lines of a log: those from ``begin``, those ``before`` a position, or the last.
+        """Return lines of a log: those from ``begin`` on, those before ``before``, or the last.
 
-        In the response, ``next`` is the ``begin`` of a request for the following lines. ``begin``
-        is the ``before`` of a request for the lines that come earlier.
+        To get the lines that follow, pass the response's ``next`` as ``begin``. To get the lines
+        that come earlier, pass the response's ``begin`` as ``before``.
         """
         job, query = job_of(self._index, request), request.query_params
         count = min(_number(query, "count", 500), MOST_LINES)

@@ -1,11 +1,12 @@
 """Builds the Kubernetes objects of a job.
 
-The launcher and the workers are pods with the same image. A Job runs the launcher and replaces its
-pod if that is lost. The Job owns all other objects, so deleting the Job removes everything. A
-StatefulSet runs the workers, and a headless Service gives them names. Workers run sshd as an
-ordinary user on a high port, with keys from this job's own Secret. A ConfigMap contains the
-hostfile. The launcher may only read pods, scale its workers and end its Job; workers can't access
-the API. If the job's folder is not on a volume, the launcher pod's log is the job's only record.
+The launcher and the workers are pods with the same image. A Job runs the launcher and replaces the
+launcher's pod if the pod is lost. The Job owns all other objects, so deleting the Job removes
+everything. A StatefulSet runs the workers, and a headless Service gives them names. Workers run
+sshd as an ordinary user on a high port, with keys from this job's own Secret. A ConfigMap contains
+the hostfile. The launcher may only read pods, scale its workers and end its Job; workers can't
+access the API. If the job's folder is not on a volume, the launcher pod's log is the job's only
+record.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ MOST_LAUNCHERS = 100
 KEPT_S = 7 * 24 * 3600
 # How long a deleted pod may take to save a checkpoint.
 GRACE_S = 60
-# Keys are readable by all, because the container may run as any user. It makes private copies.
+# Keys are readable by all, because the container may run as any user. The container then makes
+# private copies of the keys.
 _KEY_MODE = 0o444
 _CONTAINER = "hvdtrain"
 _SHM = "/dev/shm"

@@ -44,7 +44,8 @@ ALL_GONE = (
 )
 # A cluster that has not answered is not asked again for this long.
 SILENT_S = 30.0
-# How long after the submission objects may still be created. Old objects are deleted first.
+# How long after a submission its objects may still be created. This can take long, because objects
+# of the previous run are deleted first.
 _CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
 # Creation times are whole seconds of the cluster's clock.
 _CLOCK_TOLERANCE_S = 2.0
