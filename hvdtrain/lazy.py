@@ -17,7 +17,7 @@ def lazy_names(
 
     Args:
         module: Name of the module.
-        homes: The names to offer, listed under the module that defines them.
+        homes: Maps the name of each module that defines public names to these names.
         submodules: Submodules that the module also offers.
     """
     home = {name: source for source, names in homes.items() for name in names}

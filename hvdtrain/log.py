@@ -31,7 +31,7 @@ def configure_log(
         prefix: Text before each message.
         tag: Text before the prefix, such as the rank.
         with_time: Whether lines start with the local time.
-        write: Receives each message. By default, messages go to standard error.
+        write: Function that is called with each message. By default, messages go to standard error.
     """
     others = [handler for handler in LOGGER.handlers if not isinstance(handler, _Handler)]
     if others and others == LOGGER.handlers:

@@ -28,7 +28,7 @@ def format_list(things: Iterable[object], noun: str = "") -> str:
 
     Args:
         things: The things to list. ``str`` converts each of them to text.
-        noun: Plural noun for the things that are only counted.
+        noun: Plural noun, such as ``hosts``, for the things that are counted instead of listed.
     """
     parts = [str(thing) for thing in things]
     more = len(parts) - _MAX_LISTED

@@ -49,8 +49,8 @@ def init() -> None:
     Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
     have no effect. All ranks must call it.
 
-    If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. So ``tf.data``
-    shuffles without a seed in the same order on all ranks.
+    If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. Therefore
+    ``shuffle`` of ``tf.data`` gives the same order on all ranks, even if you pass it no seed.
 
     Raises:
         LaunchError: If the launcher, MPI and GPUs contradict each other.

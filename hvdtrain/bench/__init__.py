@@ -1,6 +1,6 @@
 """``hvdtrain bench``: measurements of collectives, training and starting on this machine.
 
-``cli`` parses arguments and starts the ranks; each rank runs ``python -m hvdtrain.bench``.
+``cli`` parses the arguments and starts the ranks. Each rank runs ``python -m hvdtrain.bench``.
 """
 
 from __future__ import annotations

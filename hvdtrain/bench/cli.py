@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the selected benchmark and return the exit code.
 
     Raises:
-        ConfigurationError: An argument is invalid.
-        LaunchError: The ranks can't be started.
+        ConfigurationError: If an argument is invalid.
+        LaunchError: If the ranks can't be started.
     """
     name: str = arguments.benchmark
     options = _options(arguments)

@@ -45,7 +45,8 @@ Limit = Literal["computing", "the link", "memory", "a core", "calls"]
 class Costs:
     """Costs of the parts of an allreduce on machines of one kind.
 
-    ``benchmarks/scaling.py`` measures them; the defaults are from two cores of an Intel Xeon.
+    ``benchmarks/scaling.py`` measures these costs. The defaults were measured on two cores of an
+    Intel Xeon.
 
     Attributes:
         call_s: Constant seconds per call.
@@ -84,7 +85,7 @@ class Cluster:
 
     @property
     def turns(self) -> int:
-        """The number of turns in which ranks of a host send chunks."""
+        """The number of sets of a host's ranks that take turns to send chunks."""
         return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property
@@ -151,8 +152,8 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
     }
     base_s = costs.call_s
     if hosts > 1:
-        # Three messages after another: to agree on the call, to send parts to the ranks that add
-        # them up, and to send the sums back.
+        # There are three messages, one after another. They compare the calls, send parts to the
+        # ranks that add them up, and send the sums back.
         base_s += 3 * cluster.link.latency_s
         parts["calls"] = base_s
         leaves = 2 * (hosts - 1) / hosts * nbytes
@@ -202,7 +203,7 @@ def failure_overhead(
         restart_s: Seconds from a failure to the first step after the checkpoint.
 
     Returns:
-        The lost share of time, and the seconds between two checkpoints.
+        The share of time that is lost, and the optimal number of seconds between checkpoints.
     """
     interval_s = math.sqrt(2 * checkpoint_s * mean_s)
     blocked = checkpoint_s / interval_s if interval_s else 0.0

@@ -40,7 +40,7 @@ SMALL_CHAIN = 25
 
 
 def measure(options: AllreduceOptions) -> None:
-    """Run the benchmark on all ranks; the chief prints and writes the results."""
+    """Run the benchmark on all ranks. The chief prints and writes the results."""
     hvdtrain.init()
     collectives = world.collectives()
     report = BenchReport("allreduce", options, collectives.size, world.is_chief)

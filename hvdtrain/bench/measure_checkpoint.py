@@ -38,7 +38,7 @@ class _StepTimes(keras.callbacks.Callback):
 
 
 def measure(options: CheckpointBenchOptions) -> None:
-    """Run the benchmark on all ranks; the chief prints and writes the results."""
+    """Run the benchmark on all ranks. The chief prints and writes the results."""
     hvdtrain.init()
     report = BenchReport("checkpoint", options, world.size(), world.is_chief)
     directory = options.directory or None

@@ -16,7 +16,7 @@ DAY_S = 86400.0
 
 
 def measure(options: PredictOptions) -> None:
-    """Print and write predictions for one host up to all hosts."""
+    """Print and write predictions for 1, 2, 4, ... hosts, up to ``options.hosts``."""
     ranks = options.hosts * options.ranks_per_host
     report = BenchReport("predict", options, ranks, lambda: True)
     costs = Costs(

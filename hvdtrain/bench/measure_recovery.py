@@ -42,7 +42,7 @@ STEPS_AFTER = 3
 
 
 class StepEnd(NamedTuple):
-    """The end of a step in seconds of the host's clock, and the ranks at that time."""
+    """The time when a step ended, in seconds of the host's clock, and the remaining ranks."""
 
     end_s: float
     members: tuple[int, ...]
@@ -77,7 +77,10 @@ class Loss:
 
     @property
     def after_beyond_s(self) -> float:
-        """How much longer the second step took than a normal step. It begins to read new data."""
+        """How much longer the second step took than a normal step.
+
+        The ranks begin to read new data in the second step.
+        """
         return self.step_after_s - self.normal_step_s
 
 
@@ -120,7 +123,7 @@ class _RankKiller(keras.callbacks.Callback):
 
 
 def measure(options: RecoveryOptions) -> None:
-    """Run the benchmark on all ranks; the last rank prints and writes the results."""
+    """Run the benchmark on all ranks. The last rank prints and writes the results."""
     _check_elastic()
     os.environ[variable_name("elastic")] = "1"
     hvdtrain.init()
@@ -185,7 +188,7 @@ def _check_elastic() -> None:
     """Check that the job is elastic and runs on one host.
 
     Raises:
-        ConfigurationError: If one of these is not the case.
+        ConfigurationError: If the job is not elastic, or runs on several hosts.
     """
     topology = read_topology(os.environ)
     requirement = "recovery needs an elastic job on one host"

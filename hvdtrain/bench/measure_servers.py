@@ -73,7 +73,7 @@ class _Row:
 
 
 def measure(options: ServersOptions) -> None:
-    """Run the benchmark on all ranks; the chief prints and writes the results."""
+    """Run the benchmark on all ranks. The chief prints and writes the results."""
     hvdtrain.init()
     collectives = world.collectives()
     ranks = collectives.size

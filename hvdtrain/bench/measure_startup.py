@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Starts:
-    """Durations of the commands, and the results of the probe in them, one entry per start."""
+    """The duration of each start of a program, and the times that the probe has measured."""
 
     whole_s: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in (EMPTY, PROBE, LESS_IMPORT)}

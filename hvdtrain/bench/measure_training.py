@@ -77,7 +77,7 @@ class _StepClock(keras.callbacks.Callback):
 
 
 def measure(options: TrainingOptions) -> None:
-    """Run the benchmark on all ranks; the chief prints and writes the results."""
+    """Run the benchmark on all ranks. The chief prints and writes the results."""
     # With more threads, a rank alone would use the cores of all ranks.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -265,7 +265,10 @@ def _measure_calls(report: BenchReport, collectives: Engine) -> None:
 
 
 def _measure_call(name: str, collectives: Engine) -> list[float]:
-    """Return the slowest rank's seconds: with plain Keras and one rank at a time, and with all."""
+    """Return the slowest rank's time for a call with plain Keras, and with all ranks.
+
+    With plain Keras, only one rank calls ``fit`` at a time.
+    """
     alone_s = float("inf")
     for rank in range(collectives.size):
         if rank == collectives.rank:

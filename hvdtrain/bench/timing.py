@@ -25,7 +25,7 @@ class Timing:
         best_s: The fastest call.
         median_s: The median call.
         cpu_best_s: Smallest processor time of a call, over all threads of the rank that used the
-            most. It depends little on other programs.
+            most. Other programs hardly affect this value.
     """
 
     best_s: float
@@ -47,7 +47,7 @@ def time_in_turn(
 ) -> dict[str, Timing]:
     """Time operations alternately, so that other load affects all of them equally.
 
-    All ranks start a measurement together, and the slowest rank counts.
+    All ranks start a measurement together, and the result is the time of the slowest rank.
 
     Args:
         collectives: The engine.

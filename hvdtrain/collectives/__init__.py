@@ -25,7 +25,8 @@ def create(topology: Topology, settings: Settings) -> Engine:
     All ranks must call this.
 
     Raises:
-        LaunchError: If MPI can't be loaded, or reports different ranks from ``topology``.
+        LaunchError: If MPI can't be loaded, or if the ranks that it reports differ from
+            ``topology``.
     """
     if topology.size == 1:
         return single_engine()

@@ -45,7 +45,8 @@ class RanksRaised(Exception):
     """Raised on all ranks if some ranks left the section with an error.
 
     Args:
-        reasons: The error of each such rank, by the job's rank.
+        reasons: Maps each rank that left with an error to the text of this error. Ranks are
+            numbered as in the job.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -54,7 +55,7 @@ class RanksRaised(Exception):
 
 
 class SomeJoined(Exception):
-    """Raised on all ranks if some ranks called ``join`` and all others the same operation.
+    """Raised on all ranks if some ranks called ``join``, and all others made the same call.
 
     Args:
         ranks: The joined ranks.
@@ -113,7 +114,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
     """Return the number of rows for each of ``size`` ranks.
 
-    Without ``splits``, each rank gets the same number.
+    If ``splits`` is None, each rank gets the same number.
     """
     if splits is None:
         if rows % size:
@@ -131,7 +132,7 @@ def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int
 
 
 def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
-    """Return the array in contiguous memory, after checking that it can be sent by rows."""
+    """Return the array in contiguous memory, after checking that it has rows that can be sent."""
     if array.ndim == 0:
         raise ConfigurationError(
             f"{operation} needs an array with a first axis, got a scalar; pass an array of one "

@@ -82,10 +82,13 @@ class Transfer:
 
 @dataclass(eq=False)
 class _Segment:
-    """A piece of every part: ``parts[r]`` is the range of the array that rank ``r`` owns.
+    """A set of pieces of the array, one from each rank's part.
+
+    ``parts[r]`` is the range of the array that contains the piece from rank ``r``'s part.
 
     Attributes:
-        encoded: Pairs of received bytes in a wire format and the array for their decoded values.
+        encoded: Pairs of arrays: bytes received in a wire format, and the array for the values that
+            are decoded from them.
         received: Contribution of each rank to this rank's part.
     """
 
@@ -127,8 +130,8 @@ class DirectAllreduce:
     ) -> Transfer:
         """Start to combine the ``data`` of all ranks in ``out``.
 
-        Both are flat arrays of the same dtype, which must be float32 with ``wire``. Don't modify
-        them until the transfer is done.
+        ``data`` and ``out`` are flat arrays of the same dtype. If ``wire`` is given, the dtype must
+        be float32. Don't modify either array until the transfer is done.
         """
         transfer = Transfer(data, out, op, ranks, wire)
         parts = split_evenly(data.size, self._size)
@@ -163,7 +166,7 @@ class DirectAllreduce:
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send this rank's contributions to their owners, and receive those to its own part."""
+        """Send contributions to the other parts' owners, and receive those to this rank's part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         items = stop - start

@@ -1,8 +1,8 @@
 """Allgather, broadcast and alltoall of bytes, implemented with point-to-point messages.
 
-MPI's own collectives can't be interrupted. If a rank dies meanwhile, Open MPI's collectives may
-hang, or return without the data. Point-to-point messages report errors, and waits for them have
-time-outs.
+MPI's own collectives can't be interrupted. If a rank dies during one of them, Open MPI may hang, or
+return without the data. Point-to-point messages, in contrast, report errors, and waits for them
+have time-outs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TAG = 3
 class DirectExchange:
     """Exchanges bytes between the ranks of a communicator.
 
-    All ranks must make the same calls. Large data is forwarded along a ring or chain. Most
-    neighbours are on the same host, so that the data crosses each link once. ``wait`` waits for a
-    list of requests.
+    All ranks must make the same calls. Large data is forwarded along a ring or chain of ranks. Most
+    neighbours in it are on the same host, so the data crosses each link between hosts only once.
+    ``wait`` is a function that waits for a list of requests.
     """
 
     def __init__(

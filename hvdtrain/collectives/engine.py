@@ -16,10 +16,11 @@ result that includes the contributions of the lost ranks, or the operation is re
 - ``reduce_scatter`` divides the result among the remaining ranks.
 - ``alltoall`` drops the rows for lost ranks.
 
-Rank arguments are current ranks. Code that keeps data by rank or by size must compare
-``generation`` before it uses the data. After the same operation, ``generation`` may have grown on
-one rank but not yet on another rank that learns of the loss in its next operation. To make the same
-decision on all ranks, reduce ``generation`` with "max" first.
+Arguments such as ``root`` refer to the current ranks. Code that stores data for each rank, or data
+that depends on the number of ranks, must check that ``generation`` has not changed before it uses
+the data. After an operation, ``generation`` may already have grown on one rank but not on another,
+which learns of the loss in its next operation. So if all ranks must make the same decision, reduce
+``generation`` with "max" first.
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ class Engine(EngineCore):
         generation: Number of times that ranks have been lost.
         members: Initial ranks of the remaining ranks, in order. A rank keeps its initial rank when
             other ranks are lost. The launcher and point-to-point messages use initial ranks.
-        numbers: The job's rank for each initial rank. Both differ if the engine connects a subset.
-            Error messages use the job's ranks.
+        numbers: The job's rank for each initial rank. An engine that connects a subset numbers its
+            initial ranks from 0, so they may differ from the job's ranks. Error messages use the
+            job's ranks.
         contributed: Initial ranks that took part in the latest operation.
-        bucket_bytes: Best size of the buckets in which gradients are reduced while others are still
-            being computed. 0 means a single bucket for all gradients.
+        bucket_bytes: Best size of the buckets in which gradients are reduced while other gradients
+            are still being computed. 0 means a single bucket for all gradients.
         too_few: An exception once fewer than ``min_np`` ranks remain, otherwise None. Operations
             still work. The training loop checks ``too_few`` after each step, saves a checkpoint,
             and raises the exception.
@@ -136,8 +138,8 @@ class Engine(EngineCore):
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         """Combine the arrays of all ranks element by element.
 
-        All arrays must have the same shape and dtype. ``average`` needs a floating dtype; ``sum``
-        and ``average`` reject bool.
+        All arrays must have the same shape and dtype. ``average`` requires a floating dtype, and
+        ``sum`` does not accept bool.
         """
         return self.grouped_allreduce([array], op, name=name)[0]
 
@@ -205,8 +207,8 @@ class Engine(EngineCore):
     ) -> np.ndarray:
         """Return the array of ``root`` on all ranks.
 
-        The other ranks pass an array of the same shape and dtype. ``replicated=True`` says that all
-        ranks pass the same value. Then any rank can replace a lost root.
+        The other ranks pass an array of the same shape and dtype. Pass ``replicated=True`` if the
+        arrays of all ranks are equal. If the root is lost, the chief then replaces it.
         """
         array = plain(np.asarray(array), "broadcast")
         detail = (type_name(array.dtype), array.shape)
@@ -314,13 +316,14 @@ class Engine(EngineCore):
     def join(self) -> int:
         """Take part in the operations of the other ranks until all ranks have called this.
 
-        A rank calls this when it has run out of data. Until the last rank joins, the others may
-        call ``allreduce`` and ``allgather_object``. A joined rank contributes zeros to
-        ``allreduce``, or nothing if the operation is "min", "max" or "product"; "average" still
+        A rank calls this when it has run out of data. Until all ranks have joined, ranks that have
+        not may call ``allreduce`` and ``allgather_object``. In ``allreduce``, a joined rank
+        contributes zeros to "sum" and "average", and nothing to other operations. "average" still
         divides by ``size``. The result of ``allgather_object`` omits joined ranks.
 
         Returns:
-            The last rank that joined, or the highest of them if several joined together.
+            The last rank that joined. If several ranks joined last, at the same time, the highest
+            of them.
 
         Raises:
             ConfigurationError: If the job is elastic.
@@ -363,8 +366,9 @@ class Engine(EngineCore):
 
         Returns:
             The part of each rank of this host, by initial rank. Each part is a uint8 array of
-            zeros, aligned to 64 bytes, with the size that its rank has passed. Other ranks see
-            writes in program order. The dict is empty if the ranks can't share memory.
+            zeros, aligned to 64 bytes, with the size that its rank has passed. Other ranks see the
+            writes of a rank in the order in which it made them. The dict is empty if the ranks
+            can't share memory.
         """
         host, name = self.transport.host, "shared memory"
         if host is None:
@@ -415,12 +419,12 @@ class Engine(EngineCore):
 
     @contextmanager
     def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
-        """Start and leave a block together on all ranks, including after errors.
+        """Enter and leave a block together on all ranks, even if it fails on some of them.
 
-        If the block fails on some ranks only, the other ranks raise ``PeerFailedError`` with that
-        error in their next operation. Afterwards all ranks may start another section. A nested
-        section only checks that all ranks start it. ``detail`` contains values whose ``str`` must
-        be equal on all ranks.
+        If the block fails on only some ranks, the other ranks raise ``PeerFailedError``, which
+        contains the error, in their next operation. Afterwards all ranks may start another section.
+        A nested section only checks that all ranks start it. ``detail`` contains values whose
+        ``str`` must be equal on all ranks.
 
         Raises:
             MismatchError: If another rank made a different call.

@@ -45,11 +45,11 @@ _REASON = "\0"
 
 
 class FinishedOperation(NamedTuple):
-    """A completed or failed operation, as observers receive it.
+    """A completed or failed operation, which is passed to observers.
 
     Attributes:
         title: Operation and name.
-        call: Operation, name and all other values that the ranks compared; shortened if it is long.
+        call: Operation, name and all other values that the ranks compared. Long text is shortened.
         start_s: Start time on the monotonic clock.
         stop_s: End time on the monotonic clock.
         waited_s: Seconds spent waiting for other ranks, not counting short waits.
@@ -94,8 +94,9 @@ class EngineCore(RankState):
         """Run an operation.
 
         If an earlier error has left the ranks out of step, that error is raised instead.
-        ``attempt`` runs the operation once with the current ranks. ``source`` is the initial rank
-        without which the operation is impossible, or -1.
+        ``attempt`` runs the operation once with the current ranks. ``source`` is an initial rank,
+        such as the root of a broadcast: if it is lost, the operation can't be repeated. -1 if there
+        is no such rank.
         """
         start_s = self._enter(call)
         waited_s, error_text = self.transport.waited_s, ""
@@ -352,9 +353,9 @@ def _shorten(text: str, difference: int, limit: int = 300) -> str:
 
 
 def _neutral_value(op: ReduceOp, dtype: np.dtype) -> object:
-    """Return the value that does not change the result of a reduction: 0 for a sum.
+    """Return the value that does not change the result of a reduction, such as 0 for a sum.
 
-    An average still counts this rank in its divisor.
+    The divisor of an average still includes this rank.
     """
     if op in ("sum", "average"):
         return 0

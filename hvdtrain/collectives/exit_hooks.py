@@ -108,10 +108,10 @@ class ExitCodeWatch:
     If a rank exits with an error code while the others are busy, it must end the job instead of
     waiting for them.
 
-    If nothing catches a ``SystemExit``, the interpreter reads its ``code``. The code is only
-    recorded then, because this is the only read without a Python caller. A program that catches the
-    exception may still inspect the code. Programs that raise ``SystemExit`` themselves are not
-    detected.
+    The code is recorded only if nothing catches the ``SystemExit``, because only then does the
+    program end. In this case the interpreter reads the exception's ``code``. This read is
+    recognized because no Python code calls the property, unlike in a program that catches the
+    exception and inspects its code. Programs that raise ``SystemExit`` themselves are not detected.
 
     Attributes:
         code: The exit code, or 0 until the interpreter has read it.
@@ -131,7 +131,7 @@ class ExitCodeWatch:
         raise _Exit(self, status)
 
     def record(self, code: object) -> None:
-        """Record the code like the interpreter: 0 for None, and 1 for anything but an integer."""
+        """Record the exit code that the interpreter uses: 0 for None, 1 for other non-integers."""
         self.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 

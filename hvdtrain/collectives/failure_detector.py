@@ -2,7 +2,8 @@
 
 Messages about failures use a separate communicator. A waiting rank checks for them every few
 milliseconds. No messages are sent unless a rank fails or exits. In elastic jobs, this module also
-notices dead ranks. The communicator remains in use after a death, so its ranks are initial ranks.
+notices dead ranks. The communicator remains in use after a death, so ranks in this module are
+initial ranks.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
 
 
 class FailureDetector:
-    """Tells other ranks about failures, and asks what they are waiting in.
+    """Notifies other ranks of failures, and asks them which operation they are waiting in.
 
     Args:
         operations: Returns the number of operations that this rank has started.
         survives: Whether the other ranks continue when a rank dies.
-        numbers: The job's ranks, for error messages, if the communicator connects a subset.
+        numbers: The job's rank for each rank of the communicator, for error messages. Only needed
+            if the communicator connects a subset of the job's ranks.
         detectors: The detectors of all engines of this process. While a rank waits in one engine,
             it answers messages on all of them.
     """
@@ -114,11 +116,13 @@ class FailureDetector:
     def check(self, waiting_in: str, needs_all: bool = False) -> None:
         """Process messages, and raise an error if another rank has failed or exited.
 
-        Pass ``needs_all`` if this rank waits for point-to-point messages, not in an operation. Then
-        any rank that exits is an error, and the caller checks ``lost`` itself.
+        Set ``needs_all`` if this rank waits for point-to-point messages instead of an operation.
+        Then an exit of any rank raises an error. A lost rank raises none, so the caller must check
+        ``lost``.
 
         Raises:
-            PeerFailedError: If a rank has failed, or has exited while this rank waits for it.
+            PeerFailedError: If a rank has failed, or if it has exited and this rank is waiting for
+                it.
             RanksLost: If a rank died, and this rank has not yet stopped its operation.
         """
         for detector in self.detectors:
@@ -213,8 +217,8 @@ class FailureDetector:
         """Notify all ranks that this rank failed, and return whether all of them know.
 
         This waits a few seconds for the other ranks. In elastic jobs it waits as long as an
-        operation, because the others would treat this rank as lost, and continue, if it exited
-        before they know.
+        operation would. Otherwise this rank might exit before the other ranks know of the failure,
+        and they would treat it as lost and continue.
         """
         if self._this_rank_failed or self.announce_failure(reason):
             return True

@@ -76,7 +76,8 @@ class Chunk:
 class FusionLayout:
     """The arrangement of arrays in chunks.
 
-    Positions in pieces count items. ``output_starts`` are the positions of the outputs in bytes.
+    Positions in pieces are given in items, but ``output_starts`` contains the position of each
+    output in bytes.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -214,8 +215,8 @@ class BufferPool:
 
     Args:
         max_idle: Number of unused buffers to keep.
-        empty: Allocates a flat uint8 array.
-        drop: Called with each array that the pool discards.
+        empty: Function that allocates a flat uint8 array.
+        drop: Function that is called with each array that the pool discards.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 
 class Window:
     """Shared memory with a header of words and slots for each rank, and slots for results.
 
-    A window rank is the initial local rank on the host. The memory of a lost rank stays unused. The
-    first rank's part of ``memory`` also has the result slots.
+    A rank's ``window_rank`` is its initial local rank on the host. It never changes, so the memory
+    of a lost rank stays unused. The first rank's part of ``memory`` also contains the result slots.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Window:
     def free(self) -> None:
         """Free the memory.
 
-        All ranks of the host must call this, and must have deleted all views.
+        All ranks of the host must call this, after they have deleted all views of the memory.
         """
         self._memory.clear()
         self.words.clear()
@@ -165,7 +165,7 @@ def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
 class Arena:
     """Shared memory for results, in which each rank writes its share to the results of all ranks.
 
-    This saves each rank a copy of every result, which is a quarter of the time of an allreduce. The
+    So ranks need not copy results, which would take a quarter of the time of an allreduce. The
     arena is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
 
     Forked children don't inherit the file, because they would see later writes of other ranks.

@@ -64,7 +64,7 @@ def check_reducible(dtype: np.dtype, op: ReduceOp) -> None:
     """Check that an operation is defined for a dtype.
 
     Raises:
-        ConfigurationError: If the operation is not defined for ``dtype``, or unknown.
+        ConfigurationError: If the operation is unknown, or not defined for ``dtype``.
     """
     if op not in OPS:
         raise ConfigurationError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
@@ -93,9 +93,10 @@ def combine(
 ) -> None:
     """Combine flat arrays in rank order.
 
-    For ``average``, this computes the sum; see ``finish_average``. ``out`` has the accumulator
-    dtype, and may be the first contribution. If the contributions have a different dtype,
-    ``scratch`` is needed: an array of the accumulator dtype that is at least as long as ``out``.
+    For ``average``, this computes only the sum, and ``finish_average`` divides it. ``out`` has the
+    accumulator dtype, and may be the first contribution. If the contributions have a different
+    dtype, ``scratch`` is needed: an array of the accumulator dtype that is at least as long as
+    ``out``.
     """
     if out.dtype.kind == "b":
         contributions = [c.view(np.uint8) for c in contributions]
@@ -135,8 +136,9 @@ def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) ->
 class FiniteCheck:
     """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
-    ``dtype`` is the dtype of the results. Sums of float16 arrays are computed in float32, but may
-    overflow when they are converted back.
+    ``dtype`` is the dtype to which results are converted at the end. It matters because sums of
+    float16 arrays are computed in float32, and may overflow when they are converted back to
+    float16.
     """
 
     def __init__(self, dtype: np.dtype) -> None:

@@ -51,10 +51,11 @@ class MpiTransport(Transport):
             ``comm``.
         chunk_bytes: Number of bytes to reduce at a time, or None to choose it.
         timeout_s: Seconds to wait for other ranks.
-        min_np: Number of ranks that training needs. The job continues when ranks die, and
-            ``too_few`` is set if fewer remain. None if a dead rank ends the job.
+        min_np: Minimum number of ranks in an elastic job. The job continues when ranks die, but
+            ``too_few`` is set if fewer than ``min_np`` remain. None if the job is not elastic: then
+            a dead rank ends it.
         parent: The transport of all ranks, if this transport connects a subset of them.
-        numbers: The job's ranks, if this transport connects a subset.
+        numbers: The job's rank for each rank of ``comm``, if this transport connects a subset.
         bucket_bytes: As in ``Engine``, or None to choose it.
     """
 
@@ -145,7 +146,7 @@ class MpiTransport(Transport):
 
     @property
     def _parties(self) -> int:
-        """Number of ranks or hosts that exchange data over the network: here, of all ranks."""
+        """Number of parties that exchange data over the network. Here, each rank is a party."""
         return self.ranks.size
 
     def _log_message_sizes(self) -> None:
@@ -242,9 +243,10 @@ class MpiTransport(Transport):
     def leave(self, code: int = 0) -> None:
         """Wait for the other ranks at the end of the program, then finalize MPI.
 
-        MPI is not finalized after a rank has failed or died, because that would wait for the rank.
-        It is not finalized either if this program exits with an error code while other ranks are
-        running. They get a moment to exit, and then the launcher sees the code.
+        MPI is not finalized after a rank has failed or died, because ``MPI_Finalize`` would wait
+        for that rank. It is not finalized either if this program exits with an error code while
+        other ranks are running. In this case the running ranks get a moment to exit. Then this
+        process exits, and the launcher sees the code.
         """
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
         for detector in self.detector.detectors:

@@ -41,7 +41,7 @@ def start_mpi(
 ) -> ModuleType:
     """Initialize MPI and return ``mpi4py.MPI``.
 
-    If the user has set an MPI setting, it is kept.
+    MPI settings that the user has already made are kept.
 
     Args:
         topology: The ranks according to the launcher.
@@ -129,9 +129,9 @@ def fence() -> bool:
     """Wait under Slurm until MPI has started on all ranks.
 
     In Open MPI 5, ``MPI_Init`` ends with an empty PMIx fence. Slurm's plug-in returns from this
-    fence before all ranks have arrived (every time with Slurm 22.05.8). If a rank then gets a
-    message while it is still in ``MPI_Init``, it crashes with SIGSEGV. A fence with data collection
-    waits for all ranks.
+    fence before all ranks have arrived (with Slurm 22.05.8, this happens every time). If a rank
+    then gets a message while it is still in ``MPI_Init``, it crashes with SIGSEGV. A fence with
+    data collection waits for all ranks.
 
     Returns:
         Whether there was a fence. There is none if MPI does not use PMIx (as in MPICH), or can't

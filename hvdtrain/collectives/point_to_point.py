@@ -56,7 +56,7 @@ class PointToPoint:
 
     @property
     def waiting_in(self) -> str:
-        """What this rank is waiting in, or "".
+        """A description of what this rank is waiting for, or "" if it is not waiting.
 
         Other threads may read this.
         """
@@ -97,8 +97,8 @@ class PointToPoint:
     ) -> None:
         """Wait until all messages from ``start_send`` and ``start_receive`` are transferred.
 
-        Pass ``endless=True`` to wait without a time-out, but only if the other rank waits with one.
-        This returns early once ``unless()`` is true, which is called often.
+        Pass ``endless=True`` to wait without a time-out, but only if the other rank's wait has a
+        time-out. ``unless`` is called often. Once it returns true, this returns early.
 
         Raises:
             PeerLostError: If the sender or receiver of a message died.
@@ -126,7 +126,7 @@ class PointToPoint:
     ) -> int | None:
         """Receive a message with the size of ``buffer`` from any rank, and return the sender.
 
-        Return None if the sender died, or once ``unless()`` is true, which is called often.
+        ``unless`` is called often. Once it returns true, or if the sender died, this returns None.
 
         Raises:
             PeerFailedError: If another rank failed or exited.

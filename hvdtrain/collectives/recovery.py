@@ -9,9 +9,9 @@ agree on which one it is:
 - Some remaining ranks don't have their result yet. Then no rank has returned, and all remaining
   ranks repeat the operation without the dead ranks.
 
-No state needs to be saved or transferred, and results may differ by rank. No rank can be more than
-one operation ahead, because a rank starts its next operation only once all ranks have the result of
-this one.
+For this, no state needs to be saved or transferred, and each rank's result may be different. No
+rank can be more than one operation ahead of another, because a rank starts its next operation only
+once all ranks have the result of this one.
 
 To agree, a rank that notices a death revokes the communicators, which interrupts all waits on them,
 and notifies the others that it has stopped. If another rank is computing outside of any operation,
@@ -58,7 +58,8 @@ class RecoveryState(NamedTuple):
         member: The initial rank.
         operation: Number of the rank's current or latest operation.
         completed: Number of the latest operation whose result the rank has.
-        source: Initial rank without which the rank's operation is impossible, or -1.
+        source: Initial rank, such as the root of a broadcast, without which the operation can't be
+            repeated. -1 if there is no such rank.
     """
 
     member: int
@@ -102,7 +103,7 @@ def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
 class Recovery:
     """Runs the operations of an ``MpiTransport``, and repeats them after losses.
 
-    It sets ``too_few`` once fewer than ``min_np`` ranks remain.
+    This class sets ``too_few`` once fewer than ``min_np`` ranks remain.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ class Recovery:
     def run(self, operation: int, call: Call, attempt: Callable[[], Result], source: int) -> Result:
         """Repeat an operation until it has succeeded on all remaining ranks.
 
-        ``source`` is the initial rank without which the operation is impossible, or -1.
+        ``source`` is an initial rank, such as the root of a broadcast: if it is lost, the operation
+        can't be repeated. -1 if there is no such rank.
 
         Raises:
             RanksLostError: On all ranks, if ``source`` was lost.
@@ -271,7 +273,7 @@ class Recovery:
 
 
 def _catch_common(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
-    """Return errors that all ranks raise as results.
+    """Run ``attempt``. If all ranks raise the same error, return it as if it were the result.
 
     Like a result, such an error must reach all ranks or none.
     """

@@ -138,8 +138,9 @@ def share_file(
     Args:
         sizes: Size of each rank's part.
         position: Index of this rank's part. The rank at position 0 creates the file.
-        broadcast_path: Returns, on every rank, the argument of the rank at position 0.
-        all_true: Returns whether its argument is true on all ranks.
+        broadcast_path: Function that returns, on every rank, the argument that the rank at position
+            0 has passed.
+        all_true: Function that returns whether its argument is true on all ranks.
         sparse: Whether to allocate no memory now. Otherwise each rank allocates its own part, so
             that the memory is close to the rank's cores.
     """

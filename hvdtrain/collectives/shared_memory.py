@@ -16,7 +16,7 @@ outputs of all ranks, so that unpacking is not needed.
 
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so on,
 so that ranks seldom wait. With four or more slots, no stage can overwrite memory that another rank
-still needs; see ``allreduce``.
+still needs. The docstring of ``allreduce`` explains why.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class SharedMemoryTransport(MpiTransport):
         if job is None:
             return False
         chunks = len(reduction.layout.chunks)
-        # How many steps after packing a chunk is unpacked.
+        # The number of steps from packing a chunk to unpacking it.
         last = 2 if self._hosts == 1 else 3 + self._ahead
         for step in range(chunks + last):
             if step < chunks:

@@ -79,8 +79,8 @@ class RankState:
 class Reduction(NamedTuple):
     """The arguments of an allreduce.
 
-    Inputs and outputs are flat arrays of one dtype. ``wire`` is the format of float32 data between
-    hosts. None sends float32.
+    Inputs and outputs are flat arrays of one dtype. ``wire`` is the format in which float32 data is
+    sent between hosts. If it is None, the data is sent as float32.
     """
 
     call: Call

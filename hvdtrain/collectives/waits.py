@@ -54,7 +54,7 @@ class SpinWait:
     Args:
         spins: Whether waits spin at first. This should be false unless each rank has its own core,
             because spinning would slow other ranks down.
-        needs_all: Passed to ``FailureDetector.check``.
+        needs_all: Argument for ``FailureDetector.check``.
 
     Attributes:
         patient: Whether the time-out is disabled. Long waits are then logged periodically.

@@ -53,7 +53,7 @@ class _Int8(WireFormat):
 
     Stochastic rounding keeps the expected value (Alistarh et al. 2017, "QSGD"), so that errors
     average out over ranks and steps. Random numbers come from a fixed table, at an offset that is
-    computed from the values. So training again gives the same results.
+    computed from the values. So repeated runs give the same results.
     """
 
     _BLOCK = 1024

@@ -86,7 +86,8 @@ def _adasum_all(
 ) -> list[np.ndarray]:
     """Compute ``adasum`` of each array over all ranks.
 
-    Every rank needs memory for that array of all ranks.
+    For one array after another, every rank collects the arrays of all ranks, and needs memory for
+    them.
     """
     ranks = collectives.size
     if ranks & (ranks - 1):

@@ -135,7 +135,7 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
-    """Raise the same ``NonFiniteError`` on all ranks, which lists each rank's bad gradients.
+    """Raise an error on all ranks that lists each rank's gradients with NaN or infinity.
 
     All ranks must call this.
     """

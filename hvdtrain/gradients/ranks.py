@@ -13,21 +13,21 @@ __all__ = ["Contributions", "EngineRanks", "Ranks"]
 
 
 class Ranks(Protocol):
-    """Some ranks of the job. Their engine changes after ``shutdown`` and ``init``."""
+    """A set of the job's ranks. Its engine changes after ``shutdown`` and ``init``."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Their ranks in the job."""
+        """The ranks in the set, numbered as in the job."""
 
     @property
     def alone(self) -> bool:
         """Whether this rank has never had other ranks to combine tensors with."""
 
     def included(self) -> bool:
-        """Return whether this rank is one of these ranks."""
+        """Return whether this process belongs to the set."""
 
     def collectives(self) -> Engine:
-        """Return the current engine of these ranks."""
+        """Return the current engine of the set."""
 
     def device_collectives(self) -> DeviceCollectives | None:
         """Return the collectives on devices, if any."""

@@ -107,7 +107,7 @@ class GradientReducer:
             weight: The scalar by which this rank has multiplied its gradients. The mean of all
                 ranks' weights must be 1. If a rank is lost, the averages are divided by the mean of
                 the remaining weights. None if all ranks have the same weight.
-            op: Pass ``"sum"``, without ``weight``, to add gradients up.
+            op: ``"average"``, or ``"sum"`` to add the gradients up, which requires ``weight=None``.
 
         Raises:
             MismatchError: If names, shapes or dtypes differ between ranks, or if a gradient is None

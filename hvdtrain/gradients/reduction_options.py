@@ -45,9 +45,9 @@ class ReduceOptions:
             infinity. The error names the rank and the variable. ``"ignore"`` allows such gradients.
         wire: Format in which float32 data is sent between hosts: a name that ``wire_format``
             accepts.
-        powersgd_rank: Rank of the matrices for PowerSGD; 0 for no compression.
-        unchecked: If set, gradients are combined by ``exchange``, like in Horovod: the result is
-            differentiable, and names and values are not checked.
+        powersgd_rank: Rank of the matrices for PowerSGD. 0 means no compression.
+        unchecked: If set, gradients are combined by ``exchange``, as in Horovod. Then the result is
+            differentiable, but names and values are not checked.
         sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors first.
         groups: Number of groups, or lists of variables to combine together.
         scale_local: Whether to divide the gradients of local variables by the number of ranks.

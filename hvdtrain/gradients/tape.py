@@ -23,9 +23,9 @@ _reducers: MutableMapping[Engine, GradientReducer] = weakref.WeakKeyDictionary()
 class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
 
-    Every rank must call ``gradient`` equally often. All ranks have the same weight. If their batch
-    sizes differ, multiply the loss by ``rows * size / rows of all ranks``. The tape works eagerly
-    and in a tf.function, but not with XLA compilation.
+    Every rank must call ``gradient`` equally often. All ranks have the same weight in the average.
+    If their batch sizes differ, multiply the loss by ``rows * size / rows of all ranks``. The tape
+    works eagerly and in a tf.function, but not with XLA compilation.
 
     Example::
 

@@ -337,8 +337,8 @@ def join() -> tf.Tensor:
     divide by the number of all ranks.
 
     Returns:
-        The last rank that joined, as an int32 tensor, or the highest of them if several joined at
-        once.
+        The last rank that joined, as an int32 tensor. If several ranks joined last, at the same
+        time, the highest of them.
 
     Raises:
         ConfigurationError: If the job is elastic.

@@ -107,8 +107,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: Learning rate to multiply.
-        multiplier: A function that takes the epoch and returns the factor, or a number. A number is
-            raised to the power of the epochs since ``start_epoch``.
+        multiplier: A number, or a function that takes the epoch and returns the factor. If it is a
+            number, the factor is ``multiplier ** (epoch - start_epoch)``.
         start_epoch: First epoch whose learning rate is set.
         end_epoch: First epoch whose learning rate is no longer set. By default, there is no limit.
         staircase: Whether to set the learning rate once per epoch. Otherwise it is set before each
@@ -211,7 +211,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # As in Horovod, the last step of an epoch counts as a whole epoch.
+            # As in Horovod, add one step, so that the last step of an epoch completes the epoch.
             epoch += 1.0 / float(self.steps_per_epoch or 1)
             ranks = world.size()
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks

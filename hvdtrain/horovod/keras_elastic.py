@@ -77,7 +77,9 @@ class CommitStateCallback(_StateCallback):
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Callback that sets ``state.batch`` to the last step of the epoch, and to 0 between epochs.
+    """Callback that sets ``state.batch`` to the number of the latest step in the epoch.
+
+    Between epochs, ``state.batch`` is 0.
 
     The callback does not shorten an epoch that was interrupted. To do this, pass
     ``steps_per_epoch`` minus ``state.batch`` to ``fit``.

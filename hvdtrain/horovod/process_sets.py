@@ -1,4 +1,4 @@
-"""Horovod's process sets, which run collectives on some of the ranks, and ``init``."""
+"""Horovod's ``init``, and process sets, which run collectives on some of the ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ProcessSet:
         ranks_or_comm: Ranks of the job, or an mpi4py communicator that contains them.
 
     Attributes:
-        process_set_id: Number of the set, which is the same on all ranks, or None if the set is not
+        process_set_id: Number of the set. It is the same on all ranks, and None if the set is not
             usable.
 
     Raises:
-        ValueError: If ``ranks_or_comm`` is something else.
+        ValueError: If ``ranks_or_comm`` is neither a list of ranks nor a communicator.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:

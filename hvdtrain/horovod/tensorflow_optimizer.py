@@ -157,7 +157,8 @@ class _GradientAccumulator:
 
         Args:
             gradients: Gradients of one step. The same gradients must be None in every step.
-            reduce: Function that reduces complete sums. It must keep None.
+            reduce: Function that reduces complete sums. It must return None for each gradient that
+                is None.
 
         Raises:
             ValueError: If a gradient is ``tf.IndexedSlices`` and ``sparse_as_dense`` is False.

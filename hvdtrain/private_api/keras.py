@@ -1,6 +1,6 @@
 """Private API of Keras.
 
-``fit`` accepts nested structures of arrays from many libraries and None, and casts arrays to
+``fit`` accepts arrays from many libraries, None, and nested structures of them, and casts arrays to
 floatx. hvdtrain uses Keras' own conversions, so that it accepts the same inputs.
 """
 
@@ -422,7 +422,8 @@ def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
 def default_batch_size(rows: int, steps: int | None, size: int) -> int:
     """Return Keras' default batch size per rank.
 
-    It is 32 unless ``steps`` is given. Then ``steps`` batches of all ranks cover the rows.
+    The default is 32. But if ``steps`` is given, the size is chosen so that ``steps`` batches on
+    all ranks contain all rows.
     """
     return max(1, math.ceil(rows / (steps * size))) if steps else 32
 

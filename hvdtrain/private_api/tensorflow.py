@@ -88,7 +88,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     ),
 }
 
-# For types of datasets, the attribute that is True if each iteration is different.
+# For each type of dataset, the attribute that is True if each iteration is different.
 _RESHUFFLES = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
 
 _JOB = "worker"
@@ -151,7 +151,7 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
         port: Port of this process's server.
 
     Raises:
-        tf.errors.OpError: The server does not start.
+        tf.errors.OpError: If the server does not start.
     """
     global _connected
     runtime = context.context()

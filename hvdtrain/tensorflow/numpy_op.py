@@ -33,7 +33,8 @@ def run_on_host(
         function: Function that takes an array for each tensor and returns a sequence of arrays.
         tensors: Arguments of the function.
         shapes: Static shapes of the results.
-        types: Types of the results. Defaults to the types of the first ``tensors``.
+        types: Types of the results. By default, each result has the type of the tensor at the same
+            position in ``tensors``.
     """
     types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
     if tf.executing_eagerly():

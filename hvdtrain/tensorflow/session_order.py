@@ -13,9 +13,10 @@ An operation depends on the previous gate. The next gate depends on the previous
 so that the operation and its inputs don't run.
 
 In TensorFlow 1 control flow (``disable_control_flow_v2``), some control dependencies can't enter or
-leave a ``cond`` or ``while_loop``. An operation in a branch of a ``cond`` also counts as done when
-the other branch is taken. A ``while_loop`` counts as one operation of the graph around it. The
-operations in its body have a separate order, and iterations run one at a time.
+leave a ``cond`` or ``while_loop``. If an operation is in a branch of a ``cond`` and the other
+branch is taken, the operation is treated as done. A ``while_loop`` is treated as one operation of
+the graph around it. The operations in its body have a separate order, and iterations run one at a
+time.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
     """Add an operation outside the branches, which runs after ``operations``.
 
-    It also runs if they don't run, because the other branch is taken.
+    If ``operations`` don't run because the other branch is taken, the new operation still runs.
     """
     if not branches:
         after = tf.constant(True).op
