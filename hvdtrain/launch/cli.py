@@ -138,8 +138,7 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
         "--hang-timeout-s",
         type=_seconds,
         metavar="S",
-        help="seconds without a step before the job is stopped; 0: no limit; "
-        "default 0.9 x --timeout-s",
+        help="seconds without a step before a stop; 0: no limit; default 0.9 x --timeout-s",
     )
     for flag, default, what in (
         ("--start-timeout-s", 120.0, "seconds until all ranks must have started"),

@@ -48,7 +48,7 @@ def add_host_arguments(group: argparse._ActionsContainer) -> argparse._MutuallyE
     exclusive.add_argument(
         *("-H", "--hosts"),
         metavar="HOSTS",
-        help="a:4,b:4, node[01-04]:2 or user@a:4; default: the Slurm job's hosts, or this host",
+        help="a:4,b:4, node[01-04]:2 or user@a:4; default: the Slurm job's, or this host",
     )
     exclusive.add_argument(
         "--hostfile",
