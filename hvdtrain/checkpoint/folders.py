@@ -48,8 +48,8 @@ class CheckpointFolder(NamedTuple):
 
     Attributes:
         step: The step of the checkpoint.
-        number: The number of the checkpoint within its step, from 1; 0 for a ``.replaced-`` folder
-            of an earlier version of hvdtrain.
+        number: The number of the checkpoint within its step, starting from 1. It is 0 for a
+            ``.replaced-`` folder, which an earlier version of hvdtrain left.
         path: The path of the folder.
         inode: The inode number. A later folder with the same name has a different one.
     """

@@ -40,8 +40,8 @@ def acquire(directory: Path, timeout_s: float) -> WriteLock:
 
     Args:
         directory: An existing directory.
-        timeout_s: Seconds to wait if another process holds the lock, because the kernel may be slow
-            to release the lock of a killed process.
+        timeout_s: Seconds to wait while another process holds the lock. That process may have been
+            killed, and the kernel may be slow to release its lock.
 
     Raises:
         CheckpointError: If another process holds the lock.
@@ -63,7 +63,7 @@ class WriteLock:
     """The lock of one directory.
 
     Attributes:
-        exclusive: Whether other processes are kept out; False if the file system lacks locks.
+        exclusive: Whether other processes are kept out. It is False if the file system lacks locks.
         mutex: A lock between the threads of this process.
     """
 

@@ -55,8 +55,8 @@ class Snapshot:
     """The complete state of a training after a step.
 
     Attributes:
-        step: The number of completed optimizer steps of the whole training. The checkpoint is named
-            after it.
+        step: The number of completed optimizer steps of the whole training. The name of the
+            checkpoint contains this number.
         state: JSON values, including infinity and NaN. Tuples are read back as lists.
         model: Weights and optimizer variables by name.
         ranks: Arrays that differ between ranks, with names such as ``rank/3/seed``.

@@ -54,7 +54,7 @@ class Store:
 
     Args:
         directory: Path of the directory. The first ``write`` creates it and its parents.
-        keep: The number of steps whose checkpoints are kept.
+        keep: The number of latest steps whose checkpoints are kept.
         notice: Called with a message when something goes wrong that doesn't prevent reading or
             writing.
         lock_timeout_s: Seconds for which ``write`` waits for another process to release the

@@ -4,7 +4,7 @@
 
     import hvdtrain.keras as hvd
 
-Names are loaded when they are first used, TensorFlow with them.
+A name, and TensorFlow with it, is only loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Ranks combine a metric by summing its variables. The sum is correct only if each update adds values
 that don't depend on the variables, and if a reset sets the variables to zero. Metrics don't declare
-this, so metrics that are not Keras' own are tested in the first batches: the metric is updated
-twice with the same batch, starting from zeros, and the second update must add what the first one
-added.
+this, so metrics that are not Keras' own are tested in the first batches. Such a metric is updated
+twice with the same batch, starting from zeros. The second update must add what the first one added.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class AdditiveMetrics:
 
 
 def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
-    """Yield the metrics whose classes are not Keras', including those within Keras' own."""
+    """Yield the metrics whose classes are not Keras' own, including those in Keras' metrics."""
     for metric in metrics:
         if type(metric).__module__.split(".")[0] != "keras":
             yield metric

@@ -24,8 +24,8 @@ __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchro
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with the mean and variance over the batches of all ranks.
 
-    Horovod has a layer of this name, for models whose ranks train on their own data. In a model
-    that is passed to ``hvdtrain.distribute``,
+    Horovod has a layer of this name. It is meant for models whose ranks each train on their own
+    data. In a model that is passed to ``hvdtrain.distribute``,
     ``keras.layers.BatchNormalization(synchronized=True)`` does the same, and is saved as a plain
     Keras layer.
 
@@ -71,8 +71,8 @@ def synchronize_batch_normalization(
     If rank r has n_r values with mean m_r and variance v_r, and n is the sum of all n_r, the joint
     mean is m = sum(n_r m_r) / n, and the joint variance is sum(n_r (v_r + (m_r - m)^2)) / n.
 
-    ``rows`` is a function that returns how many rows count in the current training step, or None
-    if no step is in progress.
+    ``rows`` is a function that returns how many of this rank's rows count in the current training
+    step, or None if no step is in progress.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,8 +101,9 @@ def _joint_moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Combine the means and variances of all ranks.
 
-    ``own`` has this rank's mean and variance of ``count`` values. If ``counts`` is False, this
-    rank's batch does not count: other ranks receive neither its moments nor their gradients.
+    ``own`` contains the mean and the variance of this rank's ``count`` values. If ``counts`` is
+    False, this rank's batch is ignored, so that other ranks receive neither its moments nor the
+    gradients of these moments.
     """
     mean, variance = own
     elastic = collectives.survives_losses

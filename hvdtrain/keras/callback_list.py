@@ -122,7 +122,10 @@ def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
 
 
 def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
-    """Return a callback that raises if too few ranks are left. It must run after checkpoints."""
+    """Return a callback that raises an error if too few ranks are left.
+
+    It must run after checkpoints.
+    """
 
     def check(number: int, logs: Any) -> None:
         if membership.too_few is not None:
@@ -183,7 +186,8 @@ class ChiefFailover(keras.callbacks.Callback):
     Args:
         callbacks: The user's callbacks.
         verbose: Verbosity of ``fit``.
-        broadcast: Copies the chief's state, which its callbacks may have restored, to all ranks.
+        broadcast: Function that copies the chief's state to all ranks. The chief's callbacks may
+            have restored this state.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     Raises:
         ModelError: If the model is not compiled, can't be built from its data or can't be
             distributed, or if ``presharded`` is used in an elastic job.
-        MismatchError: If ranks have different models; raised on all ranks.
+        MismatchError: If ranks have different models. All ranks raise this error.
     """
     with world.collectives().section("distribute"):
         _check_compiled(model)

@@ -1,10 +1,10 @@
 """Keras' loop over the steps of an epoch, for data that can be read from any position.
 
 Keras' own loop counts the steps of an epoch from 0 to a fixed number. With this module's iterator,
-an epoch may begin in the middle if training is resumed, and it ends when the data end.
+training can be resumed in the middle of an epoch, and an epoch ends when its data end.
 
 In an elastic job the remaining ranks repeat the samples that a lost rank had taken, unless the lost
-rank's gradients were applied. They share the rest of the pass among themselves.
+rank's gradients were applied. They also divide the rest of the pass among themselves.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class EpochIterator:
     def record_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
         """Record whose gradients were averaged in each step of a block.
 
-        Must be called after each block in an elastic job. ``contributed`` has the members for each
-        step, or None for a step without an average, such as all but the last of accumulated steps.
+        Must be called after each block in an elastic job. For each step, ``contributed`` has the
+        members whose gradients were averaged, or None if the step had no average. For example, if
+        gradients are accumulated over several steps, only the last of these steps has an average.
         """
         assert self._pass is not None
         members = self._membership.members

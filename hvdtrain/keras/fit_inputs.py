@@ -106,7 +106,7 @@ class InputWait:
 
     The time is added up inside ``tf.data``, on the thread that requests the batch. With
     ``steps_per_execution`` above 1, TensorFlow may request a batch while the previous step still
-    computes. Then the whole time of the request counts.
+    computes. The measured time then includes the whole request.
     """
 
     def __init__(self) -> None:

@@ -101,7 +101,7 @@ class FitLoop:
         reducer: Averages gradients, and keeps errors that TensorFlow would hide.
         whole: Shards the data to evaluate or predict; ``inputs`` by default.
         begin: Copies the chief's state to all ranks when training begins.
-        begin_session: Replaces ``saving.checkpoint_callback.begin_session``.
+        begin_session: Function to call instead of ``saving.checkpoint_callback.begin_session``.
         averaging: Averages the weights from time to time, if each rank trains its own weights.
     """
 

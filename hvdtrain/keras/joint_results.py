@@ -89,10 +89,10 @@ def join_logs(
 ) -> Any:
     """Combine the nested logs of a step over all ranks. This rank had ``rows`` samples.
 
-    An entry that equals the result of the same metric on each rank becomes that metric's result in
-    ``joint``. ``own`` has the results of this rank. Any other number or array becomes the mean over
-    the samples of the step. Entries that aren't numeric, or whose shapes differ between ranks, keep
-    this rank's value.
+    If an entry equals the result of the same metric on every rank, it is replaced by the result of
+    that metric in ``joint``. ``own`` contains the results of the metrics on this rank. Any other
+    number or array becomes the mean over the samples of the step. Entries that aren't numeric, or
+    whose shapes differ between ranks, keep this rank's value.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_as_float64(leaf) for leaf in leaves]
@@ -154,8 +154,8 @@ class Predicted(NamedTuple):
 
     Attributes:
         outputs: The outputs of the model.
-        rows: The number of rows that count, which is all or none, and the number of all rows; int64
-            of shape (1, 2).
+        rows: The number of rows that count, which is either 0 or the number of all rows, followed
+            by the number of all rows. The array is int64 of shape (1, 2).
     """
 
     outputs: Any

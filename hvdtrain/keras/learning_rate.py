@@ -36,11 +36,12 @@ _program_scales = False
 
 
 def scale_learning_rate(rate: float) -> float:
-    """Multiply a learning rate by the number of ranks, because the joint batch grows as much.
+    """Multiply a learning rate by the number of ranks.
 
-    This is the linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD". With
-    parameter servers the factor is the number of workers whose gradients are averaged in an update:
-    all workers except backup workers, or one if each gradient is applied separately.
+    The joint batch grows by the same factor, so this is the linear scaling rule of Goyal et al.
+    (2017), "Accurate, Large Minibatch SGD". With parameter servers the factor is the number of
+    workers whose gradients are averaged in an update: all workers except backup workers, or one if
+    each gradient is applied separately.
 
     When an elastic job loses ranks, the optimizer's rate is rescaled to the number of remaining
     ranks. This includes the rates of a schedule.
@@ -109,14 +110,14 @@ class WarmUp(keras.callbacks.Callback):
 
     Args:
         initial: The learning rate at the beginning.
-        epochs: The number of epochs after which the optimizer's own rate is reached; above 0, and
-            may be fractional.
+        epochs: The number of epochs after which the optimizer's own rate is reached. It must be
+            above 0, and may be a fraction.
         steps_per_epoch: The number of joint steps in an epoch. Only used if the length of the data
             is unknown.
 
     Raises:
-        ModelError: If an argument is invalid. When training begins, also if the optimizer uses a
-            schedule or if the number of steps is unknown.
+        ModelError: If an argument is invalid. It is also raised when training begins, if the
+            optimizer uses a schedule or if the number of steps is unknown.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ class LossWeights:
     ) -> Weighting:
         """Return how an optimizer combines the gradients of a loss with this ``weight``.
 
-        The optimizer also multiplies the gradients by ``factor``. ``only`` is the loss's term if
-        the model has a single loss.
+        The optimizer also multiplies the gradients by ``factor``. If the model has a single loss,
+        ``only`` is the term of that loss.
         """
         if not self._elastic:
             return Weighting(factor=factor)
@@ -171,9 +171,9 @@ class IndependentLossWeights(LossWeights):
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the joint rows if they are known, otherwise this rank's."""
-        # Contributions are divided by these, so that all accumulated steps have the same weight. If
-        # the joint rows are unknown, steps are weighted by this rank's rows.
+        """Return the number of joint rows if it is known, otherwise that of this rank's rows."""
+        # Contributions are divided by the number of joint rows, so that all accumulated steps have
+        # the same weight. If the joint rows are unknown, steps are weighted by this rank's rows.
         self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
         return rows if known is None else known
 

@@ -1,8 +1,9 @@
 """The ranks that take part in training, as agreed by all of them.
 
-In an elastic job the engine detects a lost rank within some operation, on some ranks earlier than
-on others. Decisions that must be equal on all ranks, such as sharding the data, use the membership
-instead. The membership changes on all ranks at the same point of the program.
+In an elastic job the engine detects a lost rank while it runs an operation, and some ranks detect
+it in an earlier operation than others. Decisions that must be equal on all ranks, such as sharding
+the data, use the membership instead. The membership changes on all ranks at the same point of the
+program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Change", "ChangeCallback", "Membership"]
 
 
 class Change(NamedTuple):
-    """A change of membership: the initial ranks of the members before and now, in order."""
+    """A change of membership: the members before and after it, in order, by their initial ranks."""
 
     before: tuple[int, ...]
     now: tuple[int, ...]

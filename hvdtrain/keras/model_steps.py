@@ -38,8 +38,8 @@ class ModelSteps:
 
     Args:
         compute: Runs the model on this rank's devices.
-        weights: Weights of this rank's loss. By default, those for gradients that ``reducer``
-            averages.
+        weights: Weights of this rank's loss. By default, these are the weights for gradients that
+            ``reducer`` averages.
         synchronized: Layers that normalize with the moments of the joint batch.
     """
 

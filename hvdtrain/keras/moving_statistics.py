@@ -46,7 +46,8 @@ class MovingStatistics:
     def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
         self._model = model
         statistics = layer_statistics(model)
-        # Ids of variables that can't be averaged. The rank that made most steps has their value.
+        # Ids of variables that can't be averaged. Their values are taken from the rank that made
+        # the most steps.
         self._complete = {id(v) for v in statistics if not tf.as_dtype(v.dtype).is_floating}
         known: dict[int, float] = {}
         for layer in flatten_layers(model):
@@ -60,7 +61,8 @@ class MovingStatistics:
         momenta = [known.get(id(v), _DEFAULT_MOMENTUM) for v in self._variables]
         self._momenta = sorted(set(momenta))
         self._places = {id(v): self._momenta.index(a) for v, a in zip(self._variables, momenta)}
-        # c_r - 1 for each momentum, and not c_r, because a checkpoint without them restores zeros.
+        # Stores c_r - 1 for each momentum instead of c_r, because a checkpoint without these values
+        # restores zeros.
         self._surplus = keras.Variable(
             np.zeros(len(self._momenta), np.float32), trainable=False, name="row_weights"
         )

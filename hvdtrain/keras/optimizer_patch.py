@@ -1,8 +1,8 @@
 """Optimizers that average gradients over all ranks just before they clip and apply them.
 
 ``_clip_gradients`` is the only method of a Keras optimizer that runs after gradient accumulation
-and before clipping, weight decay and the update. Reducing there takes one reduction for K
-accumulated steps, and clipping sees the average.
+and before clipping, weight decay and the update. If gradients are reduced there, K accumulated
+steps need only one reduction, and the average is clipped instead of each rank's gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Weighting(NamedTuple):
     """How an optimizer combines the gradients of one step with those of other ranks and steps.
 
     Attributes:
-        factor: Multiplies the gradients before they are accumulated; 1 if None.
+        factor: A factor for the gradients, applied before they are accumulated. None means 1.
         weight: The total weight that the gradients were multiplied by. If ranks are lost,
             ``GradientReducer.average`` divides by the remaining weights.
         op: The reduction over the ranks.
@@ -59,7 +59,7 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """Tracks the weight of gradients, including accumulated ones after ``_track_weights``."""
+    """Tracks the weight of gradients; after ``_track_weights``, also that of accumulated gradients."""
 
     _hvdtrain_weighting = Weighting()
     _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients
@@ -88,7 +88,7 @@ def _track_weights(optimizer: Any, dtype: str) -> None:
 
 
 class GradientAveragingMixin(GradientWeightMixin):
-    """Makes a plain optimizer average gradients over all ranks; saved as the plain class."""
+    """Makes a plain optimizer average gradients over all ranks. It is saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
@@ -127,7 +127,7 @@ class GradientAveragingMixin(GradientWeightMixin):
 
 
 class FiniteCheckMixin:
-    """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one.
+    """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one of them.
 
     A rank without rows is ignored, because its gradients will be multiplied by 0.
     """
@@ -202,8 +202,8 @@ def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reduc
 def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     """Make ``optimizer`` average its gradients, and return it.
 
-    Its class becomes a subclass of the same name and module, so that the optimizer is saved and
-    loaded as a plain one. A second call replaces only the reducer.
+    Its class is replaced by a subclass with the same name and module, so that the optimizer is
+    saved and loaded as a plain one. A second call replaces only the reducer.
 
     Raises:
         ModelError: If it is not a Keras 3 optimizer, or if its inner optimizers don't exist yet.

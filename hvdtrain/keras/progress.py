@@ -157,14 +157,14 @@ class StepLog(keras.callbacks.Callback):
         epoch 4/10: accuracy = 0.9812, loss = 0.2941, val_accuracy = 0.9745, val_loss = 0.3012
         epoch 5/10 [=====.......................] 6/32 loss = 0.29, ETA 1 s, 5610 samples/s
 
-    Only the chief prints. In an elastic job that loses its chief, the next chief continues after
-    its first step.
+    Only the chief prints. If an elastic job loses its chief, the next chief takes over the
+    printing after its first step as the chief.
 
     - Steps are counted through all epochs, and through later calls of ``fit``.
     - A line shows the chief's average loss since the last line; the bar shows its average loss of
       the epoch so far.
     - The number of examples is the chief's number times the number of ranks. Time spent in
-      validation and between epochs does not count.
+      validation and between epochs is not measured.
     - An epoch's results are the same as in the history. After ``hvdtrain.distribute`` they cover
       all ranks exactly.
 
@@ -226,7 +226,7 @@ class StepLog(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Print a line if it is due, and redraw the bar."""
         if not self._measures:
-            # Without the loss, because reading it would wait for the device.
+            # Don't read the loss, because this would wait for the device.
             self._last = LossSum(self._done(batch))
             return
         now_s = time.perf_counter()

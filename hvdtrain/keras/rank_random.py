@@ -99,7 +99,7 @@ class RankGenerator:
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
     def repeat(self) -> None:
-        """Make as many draws as the graphs that have been traced so far.
+        """Make as many draws as the graphs that have been traced so far make.
 
         If the first trace of a function creates the generator, the function is traced again. Then
         only the last trace counts.

@@ -40,7 +40,7 @@ class Client:
         own_signal: A signal that this worker received, sent with each request; 0 if none.
         signal: The signal in the servers' replies; 0 if none.
         training: Number of workers that may still send gradients; set by any reply.
-        last_reply_s: When the last reply came, on the monotonic clock.
+        last_reply_s: When the last reply arrived, in seconds on the monotonic clock.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class Client:
         self._closed = Event()
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        """Send the initial weights and each server's flat optimizer state, as the chief."""
+        """Send the initial weights and each server's flat optimizer state.
+
+        Only the chief calls this.
+        """
         data = []
         for shard, state in zip(self._shards, states):
             buffer = self._pool.take(shard.nbytes)
@@ -99,9 +102,9 @@ class Client:
     ) -> list[np.ndarray] | None:
         """Send gradients, and return the weights for the next step.
 
-        With ``overlap`` the worker computes its next gradient while this one is in flight. It uses
-        the weights that came in reply to the previous one. Any other request first waits for the
-        reply in flight, and returns newer weights.
+        With ``overlap`` the worker computes its next gradient while this one is in flight. For that
+        it uses the weights that the servers sent in reply to the previous gradient. Any other
+        request first waits for the reply in flight, and therefore returns newer weights.
 
         Args:
             gradients: Gradients of all variables, or None for a step without samples. They may be
@@ -179,20 +182,23 @@ class Client:
         self._request(Kind.LEAVE, stop=stop)
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the newest weights, as the chief, and receive the optimizers' state in ``states``.
+        """Return the newest weights, and receive the optimizers' state in ``states``.
 
-        As with ``pull``, servers may have applied different gradients.
+        Only the chief calls this. As with ``pull``, a server may have applied gradients that
+        another server has not applied yet.
         """
         return self._request(Kind.STATE, extra=[[state] for state in states])
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
-        """Take a snapshot, as the chief, in which all servers have applied the same gradients.
+        """Take a snapshot in which all servers have applied the same gradients.
+
+        Only the chief calls this.
 
         Returns:
-            The weights, and each worker's position with its last gradient in the snapshot.
-            ``states`` receives the optimizers' state.
+            The weights, and the position that each worker sent with its last gradient in the
+            snapshot. ``states`` receives the optimizers' state.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
         self._request(Kind.FREEZE, extra=[[entry] for entry in progress])
@@ -244,7 +250,7 @@ class Client:
         return self._use(pending)
 
     def _check(self, request: PendingRequest) -> None:
-        """Update the status from the replies, and raise the error of a refusal."""
+        """Update the status from the replies, and raise an error if a server has refused."""
         self.last_reply_s = request.replied_s
         for reply in request.replies:
             self.stopped = self.stopped or reply.stop

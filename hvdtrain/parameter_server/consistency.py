@@ -17,7 +17,7 @@ __all__ = ["Asynchronous", "Consistency", "ConsistentSnapshot", "Synchronous", "
 
 
 class Asynchronous:
-    """Lets workers proceed up to ``bound`` steps ahead of the slowest; None means no limit.
+    """Lets workers proceed up to ``bound`` steps ahead of the slowest one; None means no limit.
 
     Attributes:
         gathers: Whether gradients of several workers are averaged and applied together.
@@ -66,7 +66,7 @@ class Asynchronous:
     def progress(self) -> list[int]:
         """Return this server's progress: for each worker, a number that never decreases.
 
-        Servers with equal numbers have applied the same gradients.
+        If two servers return equal numbers, they have applied the same gradients.
         """
         return list(self._pushed.values())
 
@@ -78,8 +78,8 @@ class Asynchronous:
 class Synchronous:
     """Makes workers complete each step together.
 
-    A step takes the gradients of the first ``wanted`` workers, or of all workers if it is None. The
-    methods are those of ``Asynchronous``.
+    A step uses the gradients of the ``wanted`` workers whose gradients arrive first, or of all
+    workers if ``wanted`` is None. The methods are those of ``Asynchronous``.
     """
 
     gathers = True
@@ -125,7 +125,7 @@ class Synchronous:
         self.active.add(worker)
 
     def progress(self) -> list[int]:
-        """Return the number of the current step for each worker; 0 with backup workers."""
+        """Return the number of the current step for each worker, or zeros with backup workers."""
         # With backup workers, each server takes the gradients that arrive at it first. Servers
         # can't wait for equal gradients then, so they report equal progress.
         return [0 if self._wanted < self._size else self._step] * self._size
@@ -142,9 +142,9 @@ class WorkerLiveness:
     """Tracks which workers may still send requests, and which are silent.
 
     A worker that doesn't send a request within ``silence_s`` after a reply is silent until it sends
-    one. The chief is never silent, because it validates and saves between steps, and because
-    training stops without it anyway. A worker is not silent before its first step, because that
-    step includes the compilation of the model.
+    one. The chief never becomes silent, because it validates and saves checkpoints between steps,
+    and because training can't continue without it anyway. A worker is not silent before its first
+    step, because that step includes the compilation of the model.
 
     Attributes:
         connected: The workers that are neither done nor lost.
@@ -173,7 +173,7 @@ class WorkerLiveness:
             self._replied[worker] = now
 
     def stop_training(self, worker: int) -> None:
-        """Record that a worker sends no more gradients."""
+        """Record that a worker will send no more gradients."""
         self.training.discard(worker)
         self._replied.pop(worker, None)
 
@@ -198,9 +198,10 @@ class ConsistentSnapshot:
     """One server's part in a snapshot in which all servers have applied the same gradients.
 
     A worker sends each gradient to all servers, but one server may have applied it before another.
-    So the chief first freezes all servers and gets their progress. The maximum is the target, which
-    every server can reach because the missing gradients are already on their way. Requests that
-    exceed the target are held back until the snapshot is taken.
+    The chief therefore first makes all servers stop applying gradients, and gets their progress.
+    For each worker, the target is the largest progress of any server. Every server can reach the
+    target, because the gradients that it lacks are already on their way. Requests that exceed the
+    target are held back until the snapshot is taken.
     """
 
     def __init__(self, consistency: Consistency, workers: Sequence[int]) -> None:
@@ -212,7 +213,7 @@ class ConsistentSnapshot:
         self._lost: set[int] = set()
 
     def drop_worker(self, worker: int) -> None:
-        """Stop waiting for a lost worker. Only some servers may have its last gradient."""
+        """Stop waiting for a lost worker. Its last gradient may have reached only some servers."""
         self._lost.add(worker)
         self._held = [entry for entry in self._held if entry[0] != worker]
 

@@ -1,8 +1,8 @@
 """Gradients of a shard: packed by workers, received and averaged by servers.
 
-Dense gradients have the layout of the shard's buffer, sparse ones are rows. A header with one
-number for each of the shard's pieces comes first. Neighbouring dense gradients are sent in one
-block, or stay in shared memory that both sides see.
+Dense gradients have the layout of the shard's buffer. Sparse gradients consist of rows. A header
+with one number for each of the shard's pieces comes first. Neighbouring dense gradients are sent in
+one block. If worker and server share memory, dense gradients stay there and are not sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CHECKED_ITEMS = 128 << 10
 class Rows(NamedTuple):
     """A sparse gradient.
 
-    ``indices`` int64 of shape (n,), possibly repeated; ``values`` of shape (n, ...).
+    ``indices`` has the numbers of rows, int64 of shape (n,). A row may occur several times.
+    ``values`` has the gradient of each of these rows, and its shape is (n, ...).
     """
 
     indices: np.ndarray
@@ -55,8 +56,8 @@ class ShardGradients:
 
     Attributes:
         shard: The shard, which determines the layout.
-        flat: A buffer with the shard's layout that has the dense gradients.
-        rows: The sparse gradients, by the piece's number.
+        flat: A buffer with the shard's layout that contains the dense gradients.
+        rows: The sparse gradients, with the pieces' numbers as keys.
         missing: The numbers of the pieces without a gradient.
         slot: The slot of shared memory that ``flat`` is in, or SENT.
     """
@@ -198,7 +199,7 @@ class GradientMean:
         self._weight += weight
 
     def take(self) -> ShardGradients | None:
-        """Return the weighted mean, or None if no gradients were added, and start again.
+        """Return the weighted mean, or None if no gradients were added, and start a new mean.
 
         The mean is in the buffer of the gradients that were added first.
         """

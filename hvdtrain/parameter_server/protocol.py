@@ -121,13 +121,14 @@ class Reply(NamedTuple):
 
     Attributes:
         step: The number of the worker's next step.
-        version: The version of the weights: how many updates went into them.
+        version: The version of the weights, which is the number of updates that went into them.
         stop: Whether the worker must stop training.
         signal: For the chief, a signal that some rank received; for other workers, the signal with
-            which the chief ended the training. 0 without a signal.
+            which the chief ended the training. It is 0 if there is no signal.
         training: How many workers may still send gradients.
         error: The index in ``REFUSALS`` of the error with which the request was refused.
-        refusal: Why the request was refused, or "". The weights of a refusal are undefined.
+        refusal: Why the request was refused, or "" if it was not. The weights in the reply to a
+            refused request are undefined.
     """
 
     step: int
@@ -221,7 +222,7 @@ class PendingRequest:
     def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Wait for all replies, and read the weights that are in shared memory.
 
-        ``unless`` and the errors are those of ``PointToPoint.wait``.
+        ``PointToPoint.wait`` describes ``unless`` and the errors that may be raised.
         """
         waiting_in = f"{self._kind.name.lower()}, for the parameter servers"
         # A worker that is done waits as long as other workers train.

@@ -2,8 +2,8 @@
 
 Dense gradients stay in the worker's memory, where servers read them, so a server's memory does not
 grow with the number of workers. A server writes its weights to the oldest of a few slots, and
-readers copy the newest one without any lock: they retry if the slot's number changed meanwhile (a
-seqlock: Lameter 2005, "Effective synchronization on Linux/NUMA systems").
+readers copy the newest slot without any lock. A reader retries if the slot's number changed during
+the copy (a seqlock: Lameter 2005, "Effective synchronization on Linux/NUMA systems").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdtrain.parameter_server.sharding import Shard
 
 __all__ = ["GRADIENT_SLOTS", "PublishedWeights", "SharedMemory", "published_bytes", "share_memory"]
 
-# A worker writes one while a server may still read the other.
+# A worker writes to one slot while a server may still read the other.
 GRADIENT_SLOTS = 2
 # A reader retries only if WEIGHT_SLOTS - 1 versions are published during one copy.
 WEIGHT_SLOTS = 3
@@ -127,7 +127,8 @@ def _share_slots(
 ) -> Mapping[int, Sequence[np.ndarray]]:
     """Allocate slots for gradients. All ranks must call this.
 
-    ``sizes`` has the bytes of every server's shard, and ``near`` only of servers on this host.
+    ``sizes`` maps every server to the size of its shard in bytes. ``near`` contains only the
+    servers on this host.
     """
     strides = [GRADIENT_SLOTS * aligned(nbytes) for nbytes in near.values()]
     starts = dict(zip(near, itertools.accumulate(strides, initial=0)))

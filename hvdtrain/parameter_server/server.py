@@ -53,7 +53,7 @@ class Server:
         require_finite: Whether to refuse gradients with NaN or infinity.
         received_signal: Function that returns a signal that this rank received, or 0. The server
             forwards the signal to the chief.
-        silence_s: Seconds without a request after which a worker counts as silent.
+        silence_s: Seconds without a request after which a worker is considered silent.
         least_workers: Minimum number of workers. Training ends when fewer are left.
         warn: Called with a line when a worker becomes silent or is back.
         ended_by: The signal with which the chief ended the training, or 0.
@@ -250,7 +250,7 @@ class Server:
     def _reply_with_weights(
         self, worker: int, extra: Sequence[np.ndarray], *, exact: bool = False
     ) -> None:
-        """Reply with the weights, then ``extra``.
+        """Reply with the weights, followed by ``extra``.
 
         Weights are sent unless the worker reads them from shared memory. With ``exact`` they are
         always sent, because those in shared memory may be newer.

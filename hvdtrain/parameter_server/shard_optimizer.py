@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 # In these optimizers, an element's update depends only on the step and on the element's own
-# gradient, value and state, and no gradient is kept. Subclasses don't count: they may do anything.
+# gradient, value and state, and no gradient is kept. Their subclasses are not included, because
+# they may do anything.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta",
                 "Ftrl", "Lion")  # fmt: skip
 
@@ -202,7 +203,7 @@ def unpack_states(
     """Assign the flat states of all shards to the whole model's optimizer.
 
     State that belongs to no variable is taken from the first shard. A learning rate that can be set
-    is left alone, because servers have an older value of it.
+    is not changed, because the servers have an older value of it.
     """
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}

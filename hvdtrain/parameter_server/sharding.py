@@ -1,8 +1,8 @@
 """The sharding of a model's variables among parameter servers.
 
-The concatenated variables are cut into one range for each server, of nearly equal size in bytes.
-The pieces of variables in a range are a shard. They are stored in one flat buffer, which is sent as
-it is.
+The concatenated variables are cut into one range for each server, of nearly equal size in bytes. A
+shard consists of the pieces of variables in one range. They are stored in one flat buffer, which is
+sent without conversion.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "specs_of",
 ]
 
-# Rows larger than this part of a shard are cut, to balance the shards.
+# Rows that are larger than this fraction of a shard are cut, to balance the shards.
 _LARGEST_ROW = 0.02
 
 
@@ -68,8 +68,8 @@ class VariableSlice:
 
     Attributes:
         variable: The variable's number.
-        shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if it is
-            the complete variable, otherwise ``(stop - start,)``.
+        shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if the
+            slice is the complete variable, and ``(stop - start,)`` otherwise.
         offset: Position in the shard's buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
     """
 
@@ -88,7 +88,7 @@ class VariableSlice:
 
 @dataclass(frozen=True)
 class Shard:
-    """The pieces of variables that one server holds, in a buffer of ``nbytes``.
+    """The pieces of variables that one server holds, in a buffer of ``nbytes`` bytes.
 
     Variables without elements are in no shard.
     """

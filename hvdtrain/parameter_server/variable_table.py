@@ -32,11 +32,11 @@ class VariableTable:
     """The variables of one shard and their optimizer. Only one thread may use it at a time.
 
     Buffers are uint8 arrays of shape ``(shard.nbytes,)`` with the layout of ``shard``. ``apply``
-    saves a copy if its buffer is aligned to ``ALIGNMENT_BYTES``.
+    needs one copy less if its buffer is aligned to ``ALIGNMENT_BYTES``.
 
     Args:
-        optimizer: The model's optimizer, of which a copy is used. Gradients must already be
-            unscaled and accumulated.
+        optimizer: The model's optimizer. The table uses a copy of it, which expects gradients that
+            are already unscaled and accumulated.
         shard: The parts of the variables.
         variables: All trainable variables of the model. Their names, constraints and exclusions
             from weight decay are used. ``load`` sets the values.
@@ -156,7 +156,7 @@ class VariableTable:
                 variable.assign(_value_in(flat, piece))
 
     def _read_all(self) -> list[tf.Tensor]:
-        # As bytes: Python's buffer protocol doesn't support all dtypes.
+        # Return bytes, because Python's buffer protocol doesn't support all dtypes.
         with tf.device(_DEVICE):
             values = [tf.convert_to_tensor(variable.value) for variable in self._variables]
             return [tf.reshape(tf.bitcast(value, tf.uint8), [-1]) for value in values]

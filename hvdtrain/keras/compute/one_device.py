@@ -28,7 +28,7 @@ class BatchWeight(NamedTuple):
 
 
 class OneDevice:
-    """Computes whole batches where TensorFlow places them, compiled with XLA if ``jit``.
+    """Computes whole batches on the device that TensorFlow chooses, compiled with XLA if ``jit``.
 
     Attributes:
         joint_loss: ``LossWeights.joint_loss``, in which ranks may communicate. Must be set before
@@ -53,7 +53,7 @@ class OneDevice:
         """Run the forward and backward pass, and compute the metrics.
 
         Args:
-            x: The inputs of a batch, nested as the model takes them.
+            x: The inputs of a batch, nested as the model expects them.
             y: The targets, or None.
             sample_weight: A weight for each sample, or None.
             counts: The weight of the batch.

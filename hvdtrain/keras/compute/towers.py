@@ -143,8 +143,9 @@ class Towers:
         ]
 
     def _forward(self, device: str, part: _Part, x: Any, *, training: bool) -> _Pass:
-        # A tower without rows computes the first one and discards the result: layers that divide
-        # by the number of rows would give NaN, which stays NaN when it is multiplied by zero.
+        # A tower without rows computes the first row of the batch and discards the result. Without
+        # any row, layers that divide by the number of rows would give NaN, which stays NaN when it
+        # is multiplied by zero.
         first = tf.where(part.rows > 0, part.first, 0)
         after = first + tf.maximum(part.rows, 1)
         with tf.device(_HOST):
@@ -171,8 +172,9 @@ class Towers:
 class _Statistics:
     """Statistics of batches in layers, such as the moving moments of BatchNormalization.
 
-    Each tower starts with the values before the step. Afterwards the statistics are the weighted
-    mean of the towers' results, as they are for ranks. Integers are taken from the first tower.
+    Each tower starts with the values before the step. Afterwards the statistics are set to the
+    weighted mean of the towers' results, just as the statistics of ranks are averaged. Integers are
+    taken from the first tower.
     """
 
     def __init__(self, model: keras.Model, parts: Sequence[_Part]) -> None:
@@ -228,8 +230,8 @@ def _backward(
 ) -> list[list[Any]]:
     """Return the gradients of all weights in each tower.
 
-    ``inward`` has the loss's gradient for each of the ``_float_leaves`` of all towers; None for a
-    leaf that the loss does not depend on.
+    ``inward`` contains the gradient of the loss for each of the ``_float_leaves`` of all towers. It
+    is None for a leaf that the loss does not depend on.
     """
     columns = []
     left = iter(inward)

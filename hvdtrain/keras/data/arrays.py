@@ -93,7 +93,7 @@ class ShardedArrays(ShardedInput):
         self._pass: tf.data.Dataset | None = None
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Set the epoch whose order the next pass has."""
+        """Set the epoch that determines the order of the next pass."""
         self._epoch = epoch
 
     def _whole_pass(self) -> tf.data.Dataset:

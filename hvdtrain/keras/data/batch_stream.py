@@ -1,8 +1,9 @@
 """Streams of batches: Python generators, torch ``DataLoader`` and Grain datasets.
 
 Every rank reads the whole stream and keeps one batch of each joint step. With ``presharded=True``
-each rank reads a different stream. If their lengths are unknown, the ranks agree before each block
-of steps of ``fit`` whether any rank has a batch left. Ranks without a batch compute with rows = 0.
+each rank reads a different stream. If the lengths of the streams are unknown, the ranks find out
+before each block of steps of ``fit`` whether any rank has a batch left. Ranks without a batch
+compute with rows = 0.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch: x, y and sample_weight, or others for a custom train step."""
+    """Return the parts of a batch: x, y and sample_weight, or others if the train step is custom."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
@@ -125,7 +125,7 @@ def digest(leaves: Sequence[Any]) -> tf.Tensor:
 
 
 def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Return the digest of a stream after one more batch, from the two digests."""
+    """Return a stream's digest including one more batch, given the digests of both."""
     return _hash(tf.concat([stream, batch], axis=0))
 
 

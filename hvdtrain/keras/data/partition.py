@@ -42,8 +42,8 @@ Shuffle = bool | Literal["batch"]
 class Position:
     """A position in a pass over the data.
 
-    A unit is a sample if the input consists of arrays, and a batch otherwise. The pass continues
-    with the ``missed`` units. Then it continues in its order with place ``start``.
+    A unit is a sample if the input consists of arrays, and a batch otherwise. From a position, the
+    pass first reads the ``missed`` units. Then it continues in its order from the place ``start``.
 
     Attributes:
         epoch: The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is
@@ -87,7 +87,7 @@ class Position:
         return [self.missed[unit] if unit < count else self.start + unit - count for unit in units]
 
     def missing(self, places: Iterable[int]) -> Position:
-        """Return this position with more missed places.
+        """Return this position with these places added to ``missed``.
 
         Raises:
             DataError: If a place is not below ``start``.

@@ -1,9 +1,8 @@
 """The structure of ``tf.data`` pipelines, and passes over them in a reproducible order.
 
-A new iterator of a pipeline with ``shuffle(seed=...)`` draws the order of its pass from a random
-generator, which advances the generator. The order therefore depends on the number of earlier
-passes. A process that resumes with pass ``e`` first starts the ``e`` earlier passes, as cheaply as
-possible.
+Each new iterator of a pipeline with ``shuffle(seed=...)`` draws the order of its pass from a random
+generator. Drawing advances the generator, so the order depends on the number of earlier passes. A
+process that resumes with pass ``e`` first starts the ``e`` earlier passes, as cheaply as possible.
 
 A second iterator for the same pass would draw the next order. To be able to start a pass again, the
 state of its first iterator is saved before the first element is read. Restoring that state in a new
@@ -38,8 +37,8 @@ _IGNORE_EXTERNAL_STATE = 1  # tf.data's ExternalStatePolicy: nothing leaves the 
 _UNORDERED = {"deterministic": b"false", "sloppy": True}
 _COUNT = "_hvdtrain_passes_begun"
 
-# Kinds of datasets above a shuffle, by when they create the iterator of their input and so draw the
-# order. The iterators of these datasets create it immediately.
+# A dataset that reads from a shuffled dataset draws the order when it creates the iterator of its
+# input. The iterators of these kinds of datasets create it immediately.
 _KINDS_AT_ONCE = (
     "_AssertCardinalityDataset _BatchDataset _DenseToRaggedDataset _FilterDataset _FlatMapDataset "
     "_IgnoreErrorsDataset _InterleaveDataset _MapDataset _OptionsDataset _PaddedBatchDataset "
@@ -48,9 +47,10 @@ _KINDS_AT_ONCE = (
     "_TakeWhileDataset _UnbatchDataset _UniqueDataset _WindowDataset _ZipDataset"
 )
 _DRAW_AT_ONCE = frozenset(_KINDS_AT_ONCE.split())
-# They create it when their first element is read.
+# The iterators of these kinds create it when their first element is read.
 _DRAW_AT_FIRST = frozenset({"_ShuffleDataset"})
-# They create it later, or not in every pass. The saved state of an iterator includes that.
+# The iterators of these kinds create it later, or not in every pass. The saved state of an iterator
+# includes that.
 _DRAW_LATER = frozenset({"CacheDataset", "_CacheDataset", "_RepeatDataset"})
 
 _undecorated = tf.autograph.experimental.do_not_convert
@@ -130,7 +130,7 @@ def _is_unordered(node: Any) -> bool:
 
 
 def shuffles(dataset: Any) -> bool:
-    """Return whether the dataset shuffles, as far as its parts can be inspected."""
+    """Return whether any of the dataset's parts that can be inspected shuffles."""
     return any(type(part).__name__ == "_ShuffleDataset" for part in _all_parts(dataset))
 
 
@@ -235,10 +235,10 @@ class PipelinePasses:
         """Return the elements of a pass from its start. They can be iterated once.
 
         Args:
-            epoch: The epoch of the pass. The epoch of the latest pass starts that pass again, and a
-                later epoch starts the next pass.
-            within: Whether training continues within the pass. If ``catch_up`` was not called, one
-                pass for each earlier epoch is then counted.
+            epoch: The epoch of the pass. If it is the epoch of the latest pass, that pass is
+                started again. If it is a later epoch, the next pass is started.
+            within: Whether training continues in the middle of the pass. If it does and
+                ``catch_up`` was not called, one pass is counted for each earlier epoch.
             repeatable: Whether it must be possible to start the pass again.
 
         Raises:

@@ -152,7 +152,7 @@ class ShardedPyDataset(ShardedInput):
     def _indices(self, position: Position, steps: int | None) -> tuple[Iterable[int], float]:
         """Return the index of this rank's batch in each step, and the number of steps that count.
 
-        In the steps after these, the batch is only used to compute with rows = 0.
+        In later steps, the batch is only used to compute with rows = 0.
         """
         rank, size = self.plan.shard, self.plan.shards
         if self._length is None or steps is None:

@@ -73,7 +73,8 @@ class Share(NamedTuple):
     Attributes:
         batch: A batch as Keras passes it to a step in a single process.
         rows: The number of rows of ``batch`` that count, as an int32 scalar. Either all rows count,
-            or none if this rank's data has ended and ``batch`` only has the right structure.
+            or none. None of them count if this rank's data has ended, and ``batch`` then only
+            provides the right structure.
         joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar; -1 or None if unknown.
     """
 
@@ -90,7 +91,8 @@ class Pass:
         steps: The number of joint steps left; None if unknown or infinite.
         position: The position where this rest of the pass starts.
         joint: The partition of the remaining units.
-        presharded: Whether only this rank has its data.
+        presharded: Whether each rank has different data, so that no other rank can read this rank's
+            data.
         make: A function that creates ``dataset``.
     """
 
@@ -119,7 +121,7 @@ class Pass:
         """Return the units of ``rank`` in a joint step, numbered from the start of this rest.
 
         Raises:
-            DataError: If only that rank has its data.
+            DataError: If the data is presharded, so that only that rank has its data.
         """
         if self.presharded:
             raise DataError(
@@ -131,9 +133,10 @@ class Pass:
 class ShardedInput:
     """One rank's share of an input. Each kind of input has a subclass.
 
-    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both,
-    because a ``tf.data`` pipeline that shuffles counts the passes. All ranks must call
-    ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and ``on_epoch_end`` together.
+    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both. The
+    order of a ``tf.data`` pipeline that shuffles depends on how many passes were started before.
+    All ranks must call ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and ``on_epoch_end``
+    together.
 
     Attributes:
         plan: How the input is divided.
@@ -202,7 +205,8 @@ class ShardedInput:
 
         Args:
             position: The position, which must be the same on all ranks.
-            ranks: The number of ranks when the position was reached, if it may have changed.
+            ranks: The number of ranks when the position was reached. Pass it if the number may have
+                changed since then.
             repeatable: Whether it must be possible to start this pass again. This makes pipelines
                 that shuffle slower.
 
@@ -282,7 +286,7 @@ class ShardedInput:
         """
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Set the epoch whose order the next pass has."""
+        """Set the epoch that determines the order of the next pass."""
 
     def verify(self) -> None:
         """Check that all ranks read the same data. Called after the first step of an epoch.

@@ -93,7 +93,7 @@ class _LocalSteps(ModelSteps):
 
 
 class _LocalLossWeights(IndependentLossWeights):
-    """Scales sums over samples so that their mean over ranks is the sum of the joint batch.
+    """Scales losses that are sums, so that their mean over ranks is the sum over the joint batch.
 
     Attributes:
         ranks: The number of ranks.
@@ -116,6 +116,6 @@ class _LocalLossWeights(IndependentLossWeights):
         weight = super().weight(rows, joint_rows, sums)
         if not sums:
             return weight
-        # Ranks without samples also count in the average, and add zero to it.
+        # Ranks without samples are part of the average too, and contribute zero to it.
         self.contribution = tf.ones_like(self.contribution)
         return weight * self.ranks.value * ratio(rows, joint_rows)

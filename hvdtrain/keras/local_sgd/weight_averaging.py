@@ -27,8 +27,9 @@ class OuterOptimizer:
     Communicates Little", arXiv 1805.09767).
 
     Attributes:
-        learning_rate: The factor of the outer gradient.
-        momentum: The part of the velocity that is kept, at least 0 and below 1.
+        learning_rate: The factor that the outer gradient is multiplied by.
+        momentum: The fraction of the velocity that is kept in each step. It is at least 0 and below
+            1.
     """
 
     learning_rate: float = 1.0
@@ -45,7 +46,8 @@ class OuterOptimizer:
         Args:
             anchor: The weights at the start of the round; arrays or tensors of any shape.
             average: The mean of the ranks' weights at the end.
-            velocity: From the previous step, initially zero; unused without momentum.
+            velocity: The velocity from the previous step. It is initially zero, and unused if there
+                is no momentum.
         """
         gradient = anchor - average
         if not self.momentum:

@@ -11,7 +11,8 @@ import numpy as np
 
 __all__ = ["callback_arrays", "callback_states", "restore_callbacks", "stopped_early"]
 
-# The state of Keras' own callbacks, which they reset when training begins.
+# The attributes with the state of Keras' own callbacks. The callbacks reset them when training
+# begins.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),

@@ -2,8 +2,8 @@
 
 All ranks know the number of steps. But only the chief's clock decides whether enough seconds have
 passed, and a signal may reach any rank. The ranks therefore synchronize, but not after every step.
-Each time, the chief chooses the number of steps until the next time, so that it comes after about
-``LOOK_S`` seconds.
+Each time they do, the chief chooses the number of steps until the next synchronization, so that
+these steps take about ``LOOK_S`` seconds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CheckpointSchedule:
         self.begin(0, 0.0)
 
     def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
-        """Start counting steps and seconds, which matters on the chief only.
+        """Start counting steps and seconds. Only the chief uses these counts.
 
         Args:
             step: The last step before training begins, or before this rank becomes the chief.
@@ -98,8 +98,9 @@ class CheckpointSchedule:
     def is_due(self, step: int, before: int) -> bool:
         """Return whether ``every_steps`` makes a checkpoint due after ``step``.
 
-        A checkpoint that became due after an earlier step counts if that step comes after
-        ``before``.
+        The result is also true if the checkpoint became due after an earlier step, as long as that
+        step comes after ``before``. With ``every_steps=10``, for example, step 20 makes a
+        checkpoint due, so the result for ``step=21`` and ``before=18`` is true.
         """
         every = self.every_steps
         return every is not None and step // every > before // every
@@ -122,8 +123,8 @@ class CheckpointSchedule:
     def steps_ahead(self, step: int, now_s: float) -> int:
         """Return the number of steps until the next synchronization. Only the chief calls this.
 
-        The number is chosen such that these steps take about ``LOOK_S`` seconds, or end when the
-        next checkpoint is due, if they take as long as the latest ones.
+        The steps are expected to take as long as the latest ones. The number is chosen so that they
+        take about ``LOOK_S`` seconds, or end when the next checkpoint is due if this is earlier.
         """
         step_s = (now_s - self._synchronized_s) / max(1, step - self._synchronized_step)
         self._synchronized_step, self._synchronized_s = step, now_s

@@ -171,7 +171,8 @@ class CheckpointSession:
     def on_epoch_begin(self, epoch: int) -> None:
         """Restore the state if training resumes within this epoch.
 
-        Earlier, Keras and the callbacks would overwrite it, because they were not set up yet.
+        If the state were restored earlier, Keras and the callbacks would overwrite it when they are
+        set up.
         """
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None

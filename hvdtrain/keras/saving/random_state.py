@@ -74,7 +74,7 @@ def _unpack_python(packed: np.ndarray) -> Any:
 def _pack_numpy(state: Any) -> np.ndarray:
     """Return the key, the position and the spare Gaussian number in an array of uint64.
 
-    Bit generators other than MT19937 are not supported: for them, the array contains zeros.
+    Only the bit generator MT19937 is supported. For other generators, the array contains zeros.
     """
     if state["bit_generator"] != "MT19937":
         return np.zeros(627, np.uint64)

@@ -44,7 +44,7 @@ class WorkerPosition:
     """The position of a rank, used if not all ranks are at the same step.
 
     Attributes:
-        epoch: The current epoch, or the next one between epochs. The first epoch is 0.
+        epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
         place: The place in the data.
         samples: The number of samples that the rank has trained on.
     """
@@ -71,9 +71,9 @@ class WorkerPosition:
         Args:
             numbers: The result of ``to_numbers``.
             ranks: The number of ranks.
-            begins: The position where the pass of each epoch started on this rank. ``numbers``
-                contains only how many places are still missed, which are the last ones of the
-                missed places of this position.
+            begins: For each epoch, the position where its pass started on this rank. ``numbers``
+                contains only how many of the places that this position missed are still missed.
+                These are always the last ones.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None
@@ -103,7 +103,7 @@ class TrainingProgress:
 
     Attributes:
         step: The number of completed steps of the training.
-        epoch: The current epoch, or the next one between epochs. The first epoch is 0.
+        epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
         place: The place in the data.
         unit: The unit of positions: "samples" or "batches".
         seed: The seed of the data orders that hvdtrain chooses.
@@ -344,7 +344,7 @@ def restore_saved_callbacks(
 def broadcast_arrays(
     arrays: Mapping[str, np.ndarray] | None, collectives: Engine
 ) -> dict[str, np.ndarray]:
-    """Return the chief's arrays on all ranks. Other ranks than the chief pass None."""
+    """Return the chief's arrays on all ranks. All ranks except the chief pass None."""
     own = arrays or {}
     kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
     kinds = collectives.broadcast_object(kinds, name="arrays of a checkpoint")

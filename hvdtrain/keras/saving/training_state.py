@@ -120,7 +120,7 @@ class TrainingState:
         """Return all ranks' own values on the chief, as ``rank/<r>/<name>``.
 
         All ranks must call this before the metrics are reset. If a rank is lost meanwhile, its
-        values are missing. On other ranks than the chief the result is empty.
+        values are missing. The result is empty on all ranks except the chief.
 
         Args:
             earlier: Values from ``copy_own`` to use instead of the current ones.

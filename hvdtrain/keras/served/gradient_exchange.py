@@ -1,7 +1,7 @@
 """A worker's exchange with the servers, which replaces the update of a Keras optimizer.
 
-The exchange comes after gradient accumulation. The servers' optimizers then clip the gradients,
-decay the weights and update them.
+The exchange comes after gradient accumulation. The servers' optimizers then clip the gradients, and
+decay and update the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
 class WorkerLossWeights(IndependentLossWeights):
-    """A worker's loss weights. ``gathers`` tells if servers average the gradients of workers."""
+    """A worker's loss weights. ``gathers`` is whether servers average the gradients of workers."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)

@@ -181,7 +181,7 @@ def find_for_all(
     """Return the newest checkpoint of the chief's ``store``. All ranks must call this.
 
     Raises:
-        CheckpointError: If no checkpoint can be used; raised on all ranks.
+        CheckpointError: If no checkpoint can be used. All ranks raise this error.
     """
     newest = find_checkpoint(store, state, collectives)
     if newest is None:

@@ -46,7 +46,7 @@ class WorkerSession(CheckpointSession):
     session while servers call ``find_for_all``.
 
     Raises:
-        CheckpointError: If no checkpoint can be used; raised on all ranks.
+        CheckpointError: If no checkpoint can be used. All ranks raise this error.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def remaining_positions(
     units: int | None,
     begins: Mapping[int, Position],
 ) -> list[Position]:
-    """Return the joint position of all ranks in each pass, from the slowest to the fastest rank's.
+    """Return the ranks' joint position in each pass, from the slowest rank's pass to the fastest's.
 
     Args:
         positions: The position of each rank. The rank has taken its share of every joint step
@@ -250,7 +250,8 @@ def remaining_positions(
         each: Number of units that a rank takes in a full step.
         units: Length of a pass in units; None if unknown or endless. If it is unknown and a rank
             has finished a pass, the units that this rank took after all others are repeated.
-        begins: The positions where passes begin, per epoch, if not at the start of the data.
+        begins: Maps an epoch to the position where its pass begins, for passes that don't begin at
+            the start of the data.
     """
     size = len(positions)
     remaining = []

@@ -33,7 +33,7 @@ _CHIEF_DECIDES = (
 
 
 class _WorkerMembership(Membership):
-    """A worker's rank among workers that never synchronize; constant during a ``fit``."""
+    """A worker's rank among workers that never synchronize. It is constant during a ``fit``."""
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
         super().__init__(single_engine(), min_np=1)
@@ -45,7 +45,7 @@ class WorkerFit(keras.callbacks.Callback):
     """Runs ``fit`` on a worker, and is the first callback of that ``fit``.
 
     Because it comes first, it loads weights before the user's callbacks read them, and does not
-    overwrite weights that they assign when training ends.
+    overwrite weights that the user's callbacks assign when training ends.
 
     Attributes:
         membership: This worker's rank among all workers.
@@ -102,7 +102,7 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.pull()
 
     def session(self) -> WorkerSession:
-        """Return the checkpoint session of the running ``fit``. It must have a ``Checkpoint``."""
+        """Return the checkpoint session of the running ``fit``, which must have a ``Checkpoint``."""
         assert self._session is not None
         return self._session
 
