@@ -59,7 +59,7 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """Tracks the weight of gradients; after ``_track_weights``, also that of accumulated gradients."""
+    """Tracks the weight of gradients; after ``_track_weights``, of accumulated ones too."""
 
     _hvdtrain_weighting = Weighting()
     _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients

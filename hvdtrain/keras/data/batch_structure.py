@@ -41,7 +41,7 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch: x, y and sample_weight, or others if the train step is custom."""
+    """Return the parts of a batch: x, y and sample_weight, or others for a custom train step."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
