@@ -164,7 +164,7 @@ class Recovery:
         )
 
     def rejoin(self) -> None:
-        """Drop lost ranks outside of any operation.
+        """Remove lost ranks from the job while no collective runs.
 
         All remaining ranks must have stopped.
         """

@@ -110,7 +110,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: A number, or a function that takes the epoch and returns the factor. If it is a
             number, the factor is ``multiplier ** (epoch - start_epoch)``.
         start_epoch: First epoch whose learning rate is set.
-        end_epoch: First epoch whose learning rate is no longer set. By default, there is no limit.
+        end_epoch: Epoch at which the callback stops setting the learning rate. By default, it never
+            stops.
         staircase: Whether to set the learning rate once per epoch. Otherwise it is set before each
             step, and ``multiplier`` gets fractional epochs.
         momentum_correction: Ignored, because momentum is constant in Keras 3.

@@ -66,7 +66,7 @@ class _Taken(NamedTuple):
     members: tuple[int, ...]
 
     def places_of(self, members: Collection[int]) -> list[int]:
-        """Return the places in the pass's order that these members took."""
+        """Return the positions in this pass over the data that these members have used."""
         return [
             place
             for rank, member in enumerate(self.members)

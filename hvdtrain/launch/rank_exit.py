@@ -50,7 +50,7 @@ class RankExit:
 
     @property
     def is_loss(self) -> bool:
-        """Whether an unexpected signal killed the rank, so that the other ranks may continue.
+        """Whether an unexpected signal killed the rank. The other ranks may then continue.
 
         If the rank ended with an exception or an exit code, the others would probably fail in the
         same way.
