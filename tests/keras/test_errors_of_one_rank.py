@@ -116,7 +116,7 @@ def test_a_different_model_or_more_epochs_on_one_rank_is_an_error(world: Any) ->
     models = [classifier(), classifier()]
     for model in models:
         world.distribute(model)
-    with pytest.raises(MismatchError, match=r"of model \d+.*of model \d+"):
+    with pytest.raises(MismatchError, match=r"with model \d+.*with model \d+"):
         models[world.rank()].fit(X, Y, verbose=0)
     with pytest.raises(MismatchError, match=r"epochs=2.*epochs=3"):
         models[0].fit(X, Y, epochs=2 + world.rank(), verbose=0)
