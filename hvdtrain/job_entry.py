@@ -158,11 +158,11 @@ def _connect_devices(
     if choice.engine != "nccl":
         return choice, None
     # Imports TensorFlow.
-    from hvdtrain.tensorflow import device_collectives
+    from hvdtrain.tensorflow import device_connection
 
     on_gpus = bool(capabilities[collectives.rank].gpu)
     try:
-        return choice, device_collectives.connect(collectives, on_gpus=on_gpus, hosts=hosts)
+        return choice, device_connection.connect(collectives, on_gpus=on_gpus, hosts=hosts)
     except LaunchError as error:
         if settings.backend == "nccl":
             raise

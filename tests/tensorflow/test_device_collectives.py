@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import socket
 
 import pytest
 import tensorflow as tf
 
-from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow import device_collectives
 from hvdtrain.tensorflow.device_collectives import _divide_into_buckets as divide
 from tests.harness.jobs import REPOSITORY
@@ -49,15 +46,6 @@ def test_buckets_begin_with_the_last_tensors(monkeypatch) -> None:
     assert divide([100, 3], tf.float32) == [[1], [0]], "larger than a bucket"
     assert divide([0], tf.float32) == []
     assert divide([], tf.float32) == []
-
-
-def test_no_other_socket_can_bind_a_reserved_port() -> None:
-    before = os.environ.get("TF_GRPC_REUSE_PORT")
-    with private_tensorflow.reserve_port() as port, socket.socket() as other:
-        with pytest.raises(OSError):
-            other.bind(("", port))
-        assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
-    assert os.environ.get("TF_GRPC_REUSE_PORT") == before
 
 
 VALUES = """
@@ -228,26 +216,6 @@ def test_a_killed_or_stopped_rank_ends_the_job(launch, number: signal.Signals) -
     assert done.seconds < 60
     if number == signal.SIGSTOP:
         assert re.search(rf"rank 0 waited {TIMEOUT_S} s in|rank 0 of 2 ends", done.stderr), done
-
-
-NAMELESS = """
-import os, socket, sys
-from hvdtrain.tensorflow import device_collectives
-name = f"host-{os.environ['OMPI_COMM_WORLD_RANK']}.invalid"
-socket.gethostname = lambda: name
-device_collectives._own_address = lambda: sys.argv[1]
-"""
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", ""])
-def test_hosts_with_unknown_names_are_reached_by_address(launch, address: str) -> None:
-    script = NAMELESS + START + 'on_devices.allreduce([tf.ones(3)], "sum", name="x")'
-    done = launch(2, script, address, env=NCCL, timeout_s=60)
-    assert (done.returncode == 0) == bool(address), done
-    unknown = (
-        "LaunchError: --backend nccl requires host names.*; got host-0.invalid, host-1.invalid"
-    )
-    assert bool(re.search(unknown, done.stderr)) != bool(address), done
 
 
 def test_training_equals_one_process(launch) -> None:
