@@ -78,7 +78,7 @@ test-all: test
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3
 	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
-		tests/tensorflow/test_horovod_transport.py tests/horovod/test_names.py $(PYTEST_ARGS)
+		tests/tensorflow/test_horovod_transport.py tests/compat/horovod/test_names.py $(PYTEST_ARGS)
 
 # PYTHONPATH puts another Keras before the one in .venv.
 test-keras: $(VENV)/.dev

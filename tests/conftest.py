@@ -26,7 +26,7 @@ pytest_plugins = (
 
 
 # Tests on ranks take seconds in these folders: `make test` runs only the essential ones.
-TRAINING = ("tests/horovod/", "tests/keras/")
+TRAINING = ("tests/compat/horovod/", "tests/keras/")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -49,14 +49,14 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": _RANKS,
     "parameter_server": _RANKS,
     "keras": {"parameter_server", "gradients", "checkpoint", *_RANKS},
-    "horovod": {"keras", "gradients", *_RANKS},
+    "compat": {"keras", "gradients", *_RANKS},
     "migrate": {"errors"},
     "serve": {"job_commands", "launch", "jobs", "agent", "cluster", *_BASE},
     "bench": {"keras", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
     "check": {"bench", "launch", "jobs", "pods", "remote", "agent", *_RANKS},
     "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},
     "__main__": {"cli"},
-    "faces": {"horovod", "keras", "gradients", "lazy", *_RANKS},
+    "faces": {"compat", "keras", "gradients", "lazy", *_RANKS},
 }
 
 # Modules without code, which offer names of other modules under the paths that users import.
@@ -79,7 +79,7 @@ _OF_TENSORFLOW = {
     "tensorflow",
     "gradients",
     "keras",
-    "horovod",
+    "compat",
     "parameter_server",
     "bench",
 }

@@ -16,13 +16,18 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **COMMON_NAMES,
-        "hvdtrain.horovod.reduction_arguments": ("Adasum", "Average", "Sum"),
-        "hvdtrain.horovod.keras_optimizer": (
+        "hvdtrain.compat.horovod.reduction_arguments": ("Adasum", "Average", "Sum"),
+        "hvdtrain.compat.horovod.keras_optimizer": (
             "DistributedOptimizer",
             "PartialDistributedOptimizer",
             "load_model",
         ),
-        "hvdtrain.horovod.keras_ops": ("allgather", "allreduce", "broadcast", "reducescatter"),
+        "hvdtrain.compat.horovod.keras_ops": (
+            "allgather",
+            "allreduce",
+            "broadcast",
+            "reducescatter",
+        ),
     },
     submodules=("callbacks", "elastic"),
 )

@@ -37,8 +37,8 @@ COMMON_NAMES = {
         "start_timeline",
         "stop_timeline",
     ),
-    "hvdtrain.horovod.build_info": _BUILD_INFO,
-    "hvdtrain.horovod.process_sets": (
+    "hvdtrain.compat.horovod.build_info": _BUILD_INFO,
+    "hvdtrain.compat.horovod.process_sets": (
         "ProcessSet",
         "add_process_set",
         "global_process_set",
@@ -53,7 +53,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **COMMON_NAMES,
-        "hvdtrain.horovod.build_info": (
+        "hvdtrain.compat.horovod.build_info": (
             *_BUILD_INFO,
             "is_homogeneous",
             "local_rank_op",
@@ -62,7 +62,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.horovod.reduction_arguments": (
+        "hvdtrain.compat.horovod.reduction_arguments": (
             "Adasum",
             "Average",
             "Max",
@@ -70,7 +70,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Product",
             "Sum",
         ),
-        "hvdtrain.horovod.collective_ops": (
+        "hvdtrain.compat.horovod.collective_ops": (
             "allgather",
             "allreduce",
             "alltoall",
@@ -82,13 +82,13 @@ __getattr__, __dir__, __all__ = lazy_names(
             "join",
             "reducescatter",
         ),
-        "hvdtrain.horovod.gradient_tape": (
+        "hvdtrain.compat.horovod.gradient_tape": (
             "DistributedGradientTape",
             "PartialDistributedGradientTape",
         ),
         "hvdtrain.keras.batch_normalization": ("SyncBatchNormalization",),
-        "hvdtrain.horovod.tensorflow_optimizer": ("DistributedOptimizer",),
-        "hvdtrain.horovod.broadcast": (
+        "hvdtrain.compat.horovod.tensorflow_optimizer": ("DistributedOptimizer",),
+        "hvdtrain.compat.horovod.broadcast": (
             "BroadcastGlobalVariablesHook",
             "allgather_object",
             "broadcast_global_variables",

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hvdtrain.lazy import names_of
 
-__getattr__, __dir__ = names_of("hvdtrain.horovod.elastic_state")
+__getattr__, __dir__ = names_of("hvdtrain.compat.horovod.elastic_state")

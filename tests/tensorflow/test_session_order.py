@@ -16,10 +16,10 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
+from hvdtrain.compat.horovod.broadcast import broadcast_variables
+from hvdtrain.compat.horovod.collective_ops import allgather, allreduce, alltoall, broadcast_
+from hvdtrain.compat.horovod.reduction_arguments import Sum
 from hvdtrain.errors import ConfigurationError, MismatchError
-from hvdtrain.horovod.broadcast import broadcast_variables
-from hvdtrain.horovod.collective_ops import allgather, allreduce, alltoall, broadcast_
-from hvdtrain.horovod.reduction_arguments import Sum
 
 v1 = tf.compat.v1
 pair = pytest.mark.ranks(2)

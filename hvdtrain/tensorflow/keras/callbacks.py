@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hvdtrain.lazy import names_of
 
-__getattr__, __dir__ = names_of("hvdtrain.horovod.keras_callbacks")
+__getattr__, __dir__ = names_of("hvdtrain.compat.horovod.keras_callbacks")

@@ -11,18 +11,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.gradients import tape
-from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.reduction_options import Groups
-from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_arguments import (
+from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.compat.horovod.reduction_arguments import (
     Average,
     ReduceOp,
     make_reducer,
     trainable_weights,
 )
+from hvdtrain.gradients import tape
+from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.reduction_options import Groups
+from hvdtrain.gradients.tape import check_mode
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 

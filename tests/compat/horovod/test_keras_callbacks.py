@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as job
-from hvdtrain.errors import ModelError
-from hvdtrain.horovod.keras_callbacks import (
+from hvdtrain.compat.horovod.keras_callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
+from hvdtrain.errors import ModelError
 
 several = pytest.mark.ranks(1, 3)
 X, Y = np.ones((12, 2), "float32"), np.zeros((12, 1), "float32")

@@ -10,18 +10,18 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import ModelError
-from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.reduction_options import Groups
-from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_arguments import (
+from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.compat.horovod.reduction_arguments import (
     Average,
     ReduceOp,
     Sum,
     make_reducer,
     trainable_weights,
 )
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.reduction_options import Groups
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.keras.optimizer_patch import (
     FiniteCheckMixin,
     GradientAveragingMixin,

@@ -12,9 +12,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
-from hvdtrain.errors import ConfigurationError, MismatchError
-from hvdtrain.gradients.compression import Compression
-from hvdtrain.horovod.collective_ops import (
+from hvdtrain.compat.horovod.collective_ops import (
     allgather,
     allreduce,
     alltoall,
@@ -25,7 +23,9 @@ from hvdtrain.horovod.collective_ops import (
     grouped_reducescatter,
     reducescatter,
 )
-from hvdtrain.horovod.reduction_arguments import Average, Max, Min, Product, Sum
+from hvdtrain.compat.horovod.reduction_arguments import Average, Max, Min, Product, Sum
+from hvdtrain.errors import ConfigurationError, MismatchError
+from hvdtrain.gradients.compression import Compression
 from tests.collectives.engines import DTYPES, expected, values
 
 OPS = [Average, Sum, Min, Max, Product]

@@ -10,14 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.horovod import keras_optimizer
+from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, make_reducer
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod import keras_optimizer
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_arguments import Average, ReduceOp, Sum, make_reducer
 from hvdtrain.keras.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from hvdtrain import world
+from hvdtrain.compat.horovod.broadcast import broadcast_variables
 from hvdtrain.errors import ModelError
-from hvdtrain.horovod.broadcast import broadcast_variables
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.private_api.keras import learning_rate_of
 

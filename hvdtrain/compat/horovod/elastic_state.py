@@ -26,8 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
+from hvdtrain.compat.horovod.broadcast import broadcast_object, broadcast_variables
 from hvdtrain.errors import RanksLostError
-from hvdtrain.horovod.broadcast import broadcast_object, broadcast_variables
 
 __all__ = [
     "HorovodInternalError",

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.compat.horovod import collective_ops
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.horovod import collective_ops
-from hvdtrain.horovod.reduction_arguments import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.horovod import elastic_state
+from hvdtrain.compat.horovod import elastic_state
 
 __all__ = [
     "CommitStateCallback",

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.horovod.build_info import cross_ranks
+from hvdtrain.compat.horovod.build_info import cross_ranks
 
 
 @pytest.mark.ranks(1, 3)

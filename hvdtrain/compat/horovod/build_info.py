@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.horovod.process_sets import find_process_set
+from hvdtrain.compat.horovod.process_sets import find_process_set
 
 __all__ = [
     "ccl_built",

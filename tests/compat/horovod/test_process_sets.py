@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
+from hvdtrain.compat.horovod.process_sets import find_process_set
 from hvdtrain.errors import ConfigurationError, MismatchError
-from hvdtrain.horovod.process_sets import find_process_set
 
 three = pytest.mark.ranks(3)
 

@@ -19,13 +19,13 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.kernels import ReduceOp as EngineOp
+from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, choose_op
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reduction_options import ExchangeOptions
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_arguments import Average, ReduceOp, Sum, choose_op
 from hvdtrain.tensorflow import differentiable_ops
 from hvdtrain.tensorflow.differentiable_ops import any_rows, differentiable
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host

@@ -8,15 +8,15 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
-from hvdtrain.errors import ModelError
-from hvdtrain.gradients.compression import Compression
-from hvdtrain.horovod.keras_optimizer import (
+from hvdtrain.compat.horovod.keras_optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     load_model,
 )
-from hvdtrain.horovod.process_sets import add_process_set, remove_process_set
-from hvdtrain.horovod.reduction_arguments import Max, Sum
+from hvdtrain.compat.horovod.process_sets import add_process_set, remove_process_set
+from hvdtrain.compat.horovod.reduction_arguments import Max, Sum
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.compression import Compression
 
 several = pytest.mark.ranks(1, 3)
 ROWS = 24

@@ -1,0 +1,1 @@
+"""APIs of other libraries, on hvdtrain's collectives and reducer."""
