@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.check.host_checks import MPI, VERSIONS, find_problems
+from hvdtrain.check.report_file import check_writable, write_report
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import ConfigurationError
@@ -43,6 +44,7 @@ examples:
   hvdtrain check                       this host
   hvdtrain check -H a:4,b:4            hosts over ssh
   hvdtrain check                       in a Slurm job: all its hosts, through srun
+  hvdtrain check --report report.txt   also write a file to send with a bug report
   hvdtrain check --on kubernetes -np 8 --gpus-per-rank 1 --volume training:/training
                                        a namespace, for jobs submitted with these options
 
@@ -55,12 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain check``."""
     parser.usage = (
         "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]\n"
+        "                      [--report FILE]\n"
         "       hvdtrain check --on kubernetes [-np N] [--namespace NAME] [options of its pods]"
     )
     parser.epilog = _EPILOG
     add_host_arguments(parser)
     parser.add_argument(
         "--no-allreduce", action="store_true", help="skip the allreduce over all ranks"
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="also write the results and details of all hosts to FILE, for a bug report",
     )
     parser.add_argument(
         "--on", choices=("kubernetes",), help="check a Kubernetes namespace instead of hosts"
@@ -77,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.on or arguments.pod_words:
         return _check_namespace(arguments)
+    if arguments.report is not None:
+        check_writable(arguments.report)
     method, hosts = _hosts(arguments, os.environ)
     # Hosts without ranks are also checked.
     ranks = dict.fromkeys((host.name for host in hosts), 0)
@@ -92,12 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_namespace(arguments: argparse.Namespace) -> int:
     from hvdtrain.check.namespace_check import check_namespace
 
+    if arguments.report is not None:
+        raise ConfigurationError(
+            "--report describes hosts, but --on kubernetes checks a namespace; omit one of the two."
+        )
     if arguments.hosts is not None or arguments.hostfile is not None:
         flag = "--hostfile" if arguments.hosts is None else "-H"
         raise ConfigurationError(
             f"{flag} names hosts, but --on kubernetes checks a namespace; pass only one of the two."
         )
-    return _conclude(check_namespace(arguments.pod_words or (), arguments.num_proc))
+    code, conclusion = _conclude(check_namespace(arguments.pod_words or (), arguments.num_proc))
+    print(f"\n{conclusion}")
+    return code
 
 
 def _check_hosts(
@@ -105,7 +121,8 @@ def _check_hosts(
 ) -> int:
     from hvdtrain.check.survey import measure_allreduce, probe_hosts
 
-    launcher, answers = probe_hosts(ranks, os.environ, method=method, ssh=ssh)
+    wants_report = arguments.report is not None
+    launcher, answers = probe_hosts(ranks, os.environ, method=method, ssh=ssh, details=wants_report)
     if launcher.facts is None:
         message = launcher.failure.message if launcher.failure else ""
         logger.error(f"the probe of this host failed: {message}")
@@ -116,7 +133,8 @@ def _check_hosts(
     problems = find_problems(
         launcher, answers, method=method, python=sys.executable, use_gpus=use_gpus
     )
-    print(format_report(launcher, answers, problems), flush=True)
+    shown = [format_report(launcher, answers, problems)]
+    print(shown[-1], flush=True)
     is_ready = not any(problem.is_error for problem in problems)
     total = sum(ranks.values())
     if is_ready and not arguments.no_allreduce and total > 1:
@@ -124,8 +142,14 @@ def _check_hosts(
         if isinstance(result, Problem):
             problems.append(result)
             result = format_problem(result)
+        shown.append(result)
         print(f"\n{result}")
-    return _conclude(problems)
+    code, conclusion = _conclude(problems)
+    print(f"\n{conclusion}")
+    if wants_report:
+        write_report(arguments.report, "\n\n".join([*shown, conclusion]), launcher, answers)
+        print(f"report: {arguments.report} (it contains host names and addresses)")
+    return code
 
 
 def _hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Method, list[Host]]:
@@ -195,15 +219,13 @@ def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
     return f"{hosts}: {', '.join(shared)}" if shared else ""
 
 
-def _conclude(problems: Sequence[Problem]) -> int:
-    """Print the last line, and return the exit code."""
+def _conclude(problems: Sequence[Problem]) -> tuple[int, str]:
+    """Return the exit code and the last line."""
     errors = [problem for problem in problems if problem.is_error]
     warnings = len(problems) - len(errors)
     note = f" ({plural(warnings, 'warning')})" if warnings else ""
     if not errors:
-        print(f"\nready to train{note}")
-        return READY
+        return READY, f"ready to train{note}"
     hosts = list(dict.fromkeys(host for problem in errors for host in problem.hosts))
     where = f" on {format_list(hosts)}" if hosts else ""
-    print(f"\nnot ready to train: {plural(len(errors), 'problem')}{where}{note}")
-    return NOT_READY
+    return NOT_READY, f"not ready to train: {plural(len(errors), 'problem')}{where}{note}"

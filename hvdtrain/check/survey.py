@@ -57,6 +57,7 @@ def probe_hosts(
     *,
     method: Method,
     ssh: Sequence[str] = (),
+    details: bool = False,
 ) -> tuple[Answer, list[Answer]]:
     """Probe this host and all ``hosts`` at the same time.
 
@@ -65,6 +66,7 @@ def probe_hosts(
         environ: Environment of the commands.
         method: How to start a program on a host.
         ssh: Options of ssh.
+        details: Whether to collect details for a report.
 
     Returns:
         The answer of this host, and the answers of ``hosts`` in their order.
@@ -83,6 +85,7 @@ def probe_hosts(
             token_file=token_file,
             token=token,
             port=listener.getsockname()[1],
+            details=details,
         )
         with ThreadPoolExecutor(max_workers=min(MAX_PROBES, 1 + len(remote))) as pool:
             local = pool.submit(_probe, "", "local", request, remote[:1], environ, ssh)

@@ -63,6 +63,7 @@ class ProbeRequest:
         token: Content of that file.
         addresses: Addresses of the launcher on its route to this host.
         port: Port on which the launcher listens; 0 if it does not listen.
+        details: Whether to collect the details for ``hvdtrain check --report``.
     """
 
     names: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class ProbeRequest:
     token: str = ""
     addresses: tuple[str, ...] = ()
     port: int = 0
+    details: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ class HostFacts:
         speed_mbit: Speed of the interface in Mbit/s.
         cores: Number of available cores.
         load: Load average of the last minute.
+        details: Text of each section for ``hvdtrain check --report``, if requested.
         errors: Why parts of the probe failed, keyed by the name of the part.
     """
 
@@ -124,6 +127,7 @@ class HostFacts:
     speed_mbit: int | None = None
     cores: int | None = None
     load: float | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -242,6 +246,14 @@ def _memory(request: ProbeRequest) -> dict[str, Any]:
     return facts
 
 
+def _details(request: ProbeRequest) -> dict[str, Any]:
+    if not request.details:
+        return {}
+    from hvdtrain.remote import host_details
+
+    return {"details": host_details.collect()}
+
+
 def _names(request: ProbeRequest) -> dict[str, Any]:
     """Resolve all host names. A name that takes too long is treated as unknown."""
     pool = ThreadPoolExecutor(MAX_LOOKUPS)
@@ -308,6 +320,7 @@ _PARTS: dict[str, Callable[[ProbeRequest], dict[str, Any]]] = {
     "folder": _folder,
     "GPUs": _gpus,
     "memory": _memory,
+    "details": _details,
     "names": _names,
     "connection to the launcher": _way_back,
 }

@@ -192,8 +192,11 @@ def check(cluster: Cluster, *argv: str, host: str | None = None) -> Completed:
 @pytest.mark.cluster
 class TestCluster:
     def test_four_hosts(self, cluster: Cluster) -> None:
-        done = check(cluster, "-H", FOUR)
+        report = cluster.folder / "report.txt"
+        done = check(cluster, "-H", FOUR, "--report", str(report))
         assert done.returncode == 0, done
+        for host in cluster.hosts:
+            assert f"== {host}: networks ==\neth0: {cluster.address(host)}, " in report.read_text()
         assert states(done).keys() == set(FOUR.split(","))
         assert set(states(done).values()) <= set(READY)
         for host in cluster.hosts:

@@ -1,0 +1,80 @@
+"""The file that ``hvdtrain check --report`` writes.
+
+It is text, because users should read it before they send it: it contains names and addresses.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.remote.remote_probe import Answer
+
+__all__ = ["check_writable", "format_report_file", "write_report"]
+
+
+def check_writable(path: str) -> None:
+    """Create the file, unless it exists, to find out whether it can be written.
+
+    Raises:
+        ConfigurationError: If the file can't be written.
+    """
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--report can't write its file, got {path} ({error.strerror}); name a file in a "
+            "directory that exists and that you can write to"
+        ) from None
+
+
+def write_report(path: str, shown: str, launcher: Answer, answers: Sequence[Answer]) -> None:
+    """Write the report.
+
+    Raises:
+        ConfigurationError: If the file can't be written, for example because the disk is full.
+    """
+    text = format_report_file(shown, launcher, answers, command=shlex.join(sys.argv))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--report can't write its file, got {path} ({error.strerror}); name another file"
+        ) from None
+
+
+def format_report_file(
+    shown: str, launcher: Answer, answers: Sequence[Answer], *, command: str
+) -> str:
+    """Format the report: what the check printed, then the details of each host."""
+    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(launcher.asked_s))
+    head = f"Report of hvdtrain check, {created}\ncommand: {command}"
+    parts = [head, f"== check ==\n{shown.strip()}"]
+    for answer in _different_hosts(launcher, answers):
+        host = answer.host or "launcher"
+        parts += [f"== {host}: {title} ==\n{text}" for title, text in _sections(answer)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _different_hosts(launcher: Answer, answers: Sequence[Answer]) -> list[Answer]:
+    """Return all answers, with the launcher's first if no host is the launcher."""
+    machines = {answer.facts.machine for answer in answers if answer.facts is not None}
+    has_launcher = launcher.facts is None or launcher.facts.machine in machines
+    return [*([] if has_launcher else [launcher]), *answers]
+
+
+def _sections(answer: Answer) -> Iterator[tuple[str, str]]:
+    if answer.facts is None:
+        failure = answer.failure
+        yield "no answer", f"{failure.kind}: {failure.message}" if failure else ""
+        return
+    facts = answer.facts
+    yield "MPI", facts.mpi or facts.mpi_error
+    yield from facts.details.items()
+    if not facts.details:
+        yield "details", facts.errors.get("details", "the host has a different hvdtrain")

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.check.report_file import format_report_file
+from hvdtrain.cli import main
+from tests.check.answers import answer, lost
+
+
+def test_a_section_per_host_and_topic() -> None:
+    launcher = answer("a", details={"system": "kernel: 6.1"})
+    answers = [
+        answer("b", details={"system": "kernel: 5.15", "GPUs": "none"}),
+        lost("c", "refused"),
+    ]
+    text = format_report_file("ready to train\n", launcher, answers, command="hvdtrain check")
+    assert text == (
+        "Report of hvdtrain check, 1970-01-01 00:01:40 UTC\ncommand: hvdtrain check\n\n"
+        "== check ==\nready to train\n\n"
+        "== a: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== a: system ==\nkernel: 6.1\n\n"
+        "== b: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== b: system ==\nkernel: 5.15\n\n"
+        "== b: GPUs ==\nnone\n\n"
+        "== c: no answer ==\nrefused: \n"
+    )
+
+
+def test_the_launcher_appears_once_and_missing_details_are_explained() -> None:
+    broken = answer("a", mpi="", mpi_error="no MPI", errors={"details": "no answer in time"})
+    text = format_report_file("", broken, [broken, answer("b")], command="")
+    assert text.count("== a: ") == 2
+    assert "== a: MPI ==\nno MPI" in text
+    assert "== a: details ==\nno answer in time" in text
+    assert "== b: details ==\nthe host has a different hvdtrain" in text
+
+
+def test_the_report_of_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.txt"
+    main(["check", "--no-allreduce", "--report", str(path)])
+    shown = capsys.readouterr().out
+    *_, conclusion, note = shown.splitlines()
+    assert note == f"report: {path} (it contains host names and addresses)"
+    text = path.read_text()
+    assert shown.partition("\n\n")[0] in text
+    assert f"\n{conclusion}\n\n== localhost: MPI ==\n" in text
+    assert "\n== localhost: environment ==\n" in text
+
+
+@pytest.mark.parametrize("file", ["gone/report.txt", ""], ids=["no folder", "a folder"])
+def test_a_file_that_can_not_be_written_is_an_error_before_the_check(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise AssertionError("the check started")
+
+    monkeypatch.setattr("hvdtrain.check.survey.probe_hosts", fail)
+    assert main(["check", "--report", str(tmp_path / file)]) == 2
+    captured = capsys.readouterr()
+    assert "--report can't write its file, got /" in captured.err
+    assert captured.out == ""
+
+
+def test_a_namespace_has_no_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["check", "--on", "kubernetes", "--report", str(tmp_path / "x")]) == 2
+    assert "--report describes hosts" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
