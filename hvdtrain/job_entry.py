@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from hvdtrain.cluster.engine_choice import (
     choose_device_engine,
     choose_engine,
 )
+from hvdtrain.cluster.gpu_assignment import RankGpus
 from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
@@ -93,7 +93,7 @@ def _set_up_devices(
     devices.set_up(settings)
     own: dict[str, Any] = {
         "host": host_id(),
-        "gpus": devices.visible_gpus(socket.gethostname(), os.environ) if uses_gpus else None,
+        "gpus": dataclasses.asdict(devices.find_gpus(topology, os.environ, needed=uses_gpus)),
         "capabilities": devices.capabilities(),
         "common": settings.common_variables,
     }
@@ -102,9 +102,11 @@ def _set_up_devices(
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
-    gpus = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
+    ranks = [RankGpus.from_json(entry["gpus"]) for entry in everyone]
+    gpus = devices.bind(topology, settings, ranks)
     capabilities = [
-        DeviceCapabilities(gpu, *entry["capabilities"]) for gpu, entry in zip(gpus, everyone)
+        DeviceCapabilities(gpu.id if gpu else "", *entry["capabilities"])
+        for gpu, entry in zip(gpus, everyone)
     ]
     choice, device_collectives = _connect_devices(
         choice, settings, collectives, capabilities, hosts

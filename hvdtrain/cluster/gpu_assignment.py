@@ -1,0 +1,175 @@
+"""Assignment of a job's GPUs to its ranks, computed from the GPUs that each rank sees.
+
+Which GPUs a process sees depends on the launcher. Under mpirun, each rank of a host sees all of the
+host's GPUs. Under ``srun --gpus-per-task=1``, each rank sees one GPU, which always has number 0,
+and ``CUDA_VISIBLE_DEVICES`` may be the same on all ranks. So ranks exchange the IDs of GPUs, not
+their numbers. Each rank computes the assignment for all ranks, so that every rank raises the same
+error if a GPU is missing.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.cluster.gpu_problems import different_models, gpu_problems
+from hvdtrain.cluster.gpus import Gpu, GpuState, read_states
+from hvdtrain.errors import LaunchError
+from hvdtrain.text import plural
+
+__all__ = ["RankGpus", "assign_gpus", "describe_sharing", "gpu_warnings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGpus:
+    """A rank's report on its GPUs to the other ranks.
+
+    Attributes:
+        hostname: Name of its host.
+        pid: ID of its process.
+        visible: The GPUs that it sees, in TensorFlow's order; None if it needs no GPU.
+        suspects: Those of them that have faults or are in use.
+    """
+
+    hostname: str
+    pid: int
+    visible: Sequence[Gpu] | None
+    suspects: Sequence[GpuState] = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RankGpus:
+        """Return the report that another rank sent as JSON, after ``dataclasses.asdict``."""
+        visible = values["visible"]
+        if visible is not None:
+            visible = [Gpu(*fields) for fields in visible]
+        return cls(
+            hostname=values["hostname"],
+            pid=values["pid"],
+            visible=visible,
+            suspects=read_states(values["suspects"]),
+        )
+
+
+def assign_gpus(
+    visible: Sequence[Sequence[Gpu] | None], *, share: bool, each: int = 1
+) -> list[tuple[int, ...]]:
+    """Assign GPUs to all ranks.
+
+    Args:
+        visible: For each rank, the GPUs that it sees, or None if the rank needs no GPU.
+        share: Whether ranks may share a GPU if there are too few.
+        each: Number of GPUs per rank.
+
+    Returns:
+        For each rank, the indices of its GPUs in its list of visible GPUs. Empty if the rank sees
+        no GPU. If all ranks of a host see the same GPUs and get one each, the index is the local
+        rank.
+
+    Raises:
+        LaunchError: If a rank sees fewer than ``each`` GPUs, or if ``share`` is False and other
+            ranks have taken too many of them.
+    """
+    owners: dict[str, list[int]] = collections.defaultdict(list)
+    chosen: list[tuple[int, ...]] = []
+    for rank, gpus in enumerate(visible):
+        if gpus and len(gpus) < each:
+            raise LaunchError(_too_few_gpus(rank, len(gpus), each))
+        gpus = gpus or []
+        indices = sorted(range(len(gpus)), key=lambda i: (len(owners[gpus[i].id]), i))[:each]
+        if any(owners[gpus[index].id] for index in indices) and not share:
+            raise LaunchError(_no_gpu_left(rank, gpus, owners, each))
+        for index in indices:
+            owners[gpus[index].id].append(rank)
+        chosen.append(tuple(sorted(indices)))
+    return chosen
+
+
+def gpu_warnings(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> list[str]:
+    """Return warnings about missing GPUs, GPUs of different models, and GPUs with problems.
+
+    Args:
+        ranks: The reports of all ranks.
+        chosen: The result of ``assign_gpus``.
+    """
+    warnings = []
+    without = [
+        rank for rank, one in enumerate(ranks) if one.visible is not None and not chosen[rank]
+    ]
+    if without and any(chosen):
+        warnings.append(
+            f"{len(without)} of {len(ranks)} ranks run without a GPU and slow down the others: "
+            f"{', '.join(map(str, without))}"
+        )
+    used = list(_used_gpus(ranks, chosen))
+    kinds = different_models(
+        (ranks[rank].hostname, gpu.model, gpu.memory_bytes) for rank, gpu in used
+    )
+    if kinds:
+        warnings.append(f"GPUs differ, and all ranks wait for the slowest: {kinds}")
+    pids: dict[str, set[int]] = {}
+    for one in ranks:
+        pids.setdefault(one.hostname, set()).add(one.pid)
+    suspects = {
+        gpu.id: (ranks[rank].hostname, state)
+        for rank, gpu in used
+        for state in ranks[rank].suspects
+        if state.id == gpu.id
+    }
+    for hostname, state in suspects.values():
+        for problem in gpu_problems(state, pids[hostname]):
+            warnings.append(f"on {hostname}, {problem.summary}. To fix this, {problem.remedy}.")
+    return warnings
+
+
+def describe_sharing(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> str:
+    """Return which ranks share each GPU; empty if no GPU is shared."""
+    owners: dict[str, list[int]] = {}
+    for rank, gpu in _used_gpus(ranks, chosen):
+        owners.setdefault(f"{gpu.id} on {ranks[rank].hostname}", []).append(rank)
+    return "; ".join(
+        f"ranks {', '.join(map(str, sharing))} use {gpu}"
+        for gpu, sharing in owners.items()
+        if len(sharing) > 1
+    )
+
+
+def _used_gpus(
+    ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Gpu]]:
+    """Yield each rank with each of its GPUs."""
+    for rank, (one, indices) in enumerate(zip(ranks, chosen)):
+        for index in indices:
+            assert one.visible is not None
+            yield rank, one.visible[index]
+
+
+def _too_few_gpus(rank: int, gpus: int, each: int) -> str:
+    return (
+        f"Rank {rank} sees {gpus} GPU{'s' * (gpus > 1)}, but --mode towers --devices-per-rank "
+        f"{each} needs {each}. Give it {each} GPUs, set HVDTRAIN_DEVICES_PER_RANK={gpus}, or use "
+        "the CPU with CUDA_VISIBLE_DEVICES=-1."
+    )
+
+
+def _no_gpu_left(
+    rank: int, gpus: Sequence[Gpu], owners: Mapping[str, Sequence[int]], each: int
+) -> str:
+    taken = "; ".join(
+        f"{gpu.id}: rank {', '.join(map(str, owners[gpu.id]))}" for gpu in gpus if owners[gpu.id]
+    )
+    problem, owned, remedy = "more ranks than GPUs", "all", "one rank per GPU"
+    if each > 1:
+        problem, owned = f"too few GPUs for --devices-per-rank {each}", "some"
+        remedy = "fewer ranks, or reduce --devices-per-rank"
+    if any(" MIG " in gpu.model for gpu in gpus):
+        remedy += (
+            " (CUDA shows only one part of a GPU to a process: list as many parts as ranks in "
+        )
+        remedy += "CUDA_VISIBLE_DEVICES=MIG-...,MIG-...)"
+    return (
+        f"There are {problem}: rank {rank} sees {plural(len(gpus), 'GPU')}, and {owned} of them "
+        f"are in use ({taken}). Start {remedy}, let ranks share GPUs with HVDTRAIN_SHARE_GPUS=1 "
+        "(hvdtrain run --share-gpus), or use the CPU with CUDA_VISIBLE_DEVICES=-1."
+    )

@@ -1,0 +1,251 @@
+"""The GPUs of a host: as CUDA shows them to a process, and as the driver (NVML) describes them.
+
+CUDA and NVML number GPUs differently, and CUDA may hide some of them from a process. Only the ID of
+a GPU is the same in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdtrain.errors import LaunchError
+
+__all__ = ["Gpu", "GpuReader", "GpuState", "cuda_gpus", "read_states", "visible_entries"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_TEXT_BYTES = 128
+
+
+class Gpu(NamedTuple):
+    """A GPU, or a part of a GPU (MIG), that CUDA shows to a process.
+
+    Attributes:
+        id: Unique ID. With CUDA, it is the UUID that ``nvidia-smi -L`` prints.
+        bus_id: PCI bus ID, such as ``0000:3B:00.0``. Parts of a GPU have the same. Empty if
+            unknown.
+        model: Name of the model. For a part of a GPU, it contains the profile. Empty if unknown.
+        memory_bytes: Size of its memory; 0 if unknown.
+    """
+
+    id: str
+    bus_id: str = ""
+    model: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuState:
+    """The driver's description of a GPU or a part of a GPU. Unknown values are 0, None or empty.
+
+    Attributes:
+        number: Index of the GPU in ``nvidia-smi``, such as ``1``; ``1:0`` for its first part.
+        id: UUID.
+        model: Name of the model.
+        driver: Version of the driver.
+        memory_bytes: Size of its memory.
+        used_bytes: Memory in use by all processes.
+        busy: Utilization in the last second in percent.
+        processes: ID, name and memory in bytes of each process that computes on it.
+        faults: What is wrong with it, such as ``2 uncorrectable memory errors``.
+    """
+
+    number: str
+    id: str = ""
+    model: str = ""
+    driver: str = ""
+    memory_bytes: int = 0
+    used_bytes: int = 0
+    busy: int | None = None
+    processes: Sequence[tuple[int, str, int]] = ()
+    faults: Sequence[str] = ()
+
+
+def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` lists; None if it is not set.
+
+    Entries are numbers, UUIDs or their beginnings. As in CUDA, an invalid entry such as -1 ends
+    the list.
+    """
+    if (value := environ.get(_VISIBLE)) is None:
+        return None
+    entries: list[str] = []
+    for entry in map(str.strip, value.split(",")):
+        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
+            break
+        entries.append(entry)
+    return entries
+
+
+def cuda_gpus() -> list[Gpu]:
+    """Return the GPUs that CUDA shows to this process, in CUDA's order.
+
+    The first use of CUDA in a process determines them, from ``CUDA_VISIBLE_DEVICES`` and
+    ``CUDA_DEVICE_ORDER``. The list is empty without a working driver.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    gpus = [_cuda_gpu(cuda, ordinal) for ordinal in range(count.value)]
+    return [gpu for gpu in gpus if gpu is not None]
+
+
+def _cuda_gpu(cuda: ctypes.CDLL, ordinal: int) -> Gpu | None:
+    device = ctypes.c_int()
+    raw = (ctypes.c_ubyte * 16)()
+    # The second version of this function distinguishes the parts of a GPU.
+    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(raw, device):
+        return None
+    bus_id, model = (ctypes.create_string_buffer(_TEXT_BYTES) for _ in range(2))
+    memory = ctypes.c_size_t()
+    # If one of these fails, the value stays empty.
+    cuda.cuDeviceGetPCIBusId(bus_id, _TEXT_BYTES, device)
+    cuda.cuDeviceGetName(model, _TEXT_BYTES, device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    name = model.value.decode(errors="replace")
+    kind = "MIG" if " MIG " in name else "GPU"
+    return Gpu(f"{kind}-{uuid.UUID(bytes=bytes(raw))}", bus_id.value.decode(), name, memory.value)
+
+
+def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
+    """Return the states that another process sent as JSON, perhaps of another hvdtrain version."""
+    known = {entry.name for entry in dataclasses.fields(GpuState)}
+    return tuple(
+        GpuState(**{name: value for name, value in row.items() if name in known})
+        for row in rows
+        if isinstance(row, dict) and "number" in row
+    )
+
+
+class GpuReader:
+    """Reads the state of this host's GPUs from the driver."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._result: list[GpuState] | LaunchError = []
+        self._nvml: Any = None
+        self._is_absent = False
+
+    def read(self, timeout_s: float) -> list[GpuState]:
+        """Return the state of each GPU and of each part of a GPU; empty without a driver.
+
+        Raises:
+            LaunchError: If the driver fails, or doesn't answer in time.
+        """
+        if self._is_absent:
+            return []
+        if self._thread is None or not self._thread.is_alive():
+            # The driver answers within milliseconds, or never if a GPU is broken.
+            self._result = LaunchError(f"The GPU driver did not answer within {timeout_s:g} s.")
+            self._thread = threading.Thread(target=self._query, name="nvml", daemon=True)
+            self._thread.start()
+            self._thread.join(timeout_s)
+        if isinstance(self._result, LaunchError):
+            raise self._result
+        return self._result
+
+    def _query(self) -> None:
+        try:
+            # Hosts without GPUs may lack the package.
+            import pynvml
+        except ImportError:
+            self._is_absent, self._result = True, []
+            return
+        try:
+            if self._nvml is None:
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+            self._result = list(_states(pynvml))
+        except pynvml.NVMLError as error:
+            # A missing driver stays missing, but a lost GPU may come back.
+            self._is_absent = self._nvml is None
+            no_library = isinstance(error, pynvml.NVMLError_LibraryNotFound)
+            self._result = [] if no_library else LaunchError(f"The GPU driver fails: {error}.")
+
+
+def _states(nvml: Any) -> Iterator[GpuState]:
+    """Yield the state of each GPU of this host, or of each part of a divided GPU."""
+    driver = str(nvml.nvmlSystemGetDriverVersion())
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            faults = tuple(_faults(nvml, gpu))
+            for number, handle in _parts(nvml, gpu, index) or [(str(index), gpu)]:
+                yield _state(nvml, number, handle, driver=driver, faults=faults)
+        except nvml.NVMLError as error:
+            yield GpuState(number=str(index), driver=driver, faults=(f"{error}",))
+
+
+def _parts(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Any]]:
+    """Return the numbers and handles of the parts of a GPU; empty if it isn't divided (MIG)."""
+    parts: list[tuple[str, Any]] = []
+    if _ask([0, 0], nvml, nvml.nvmlDeviceGetMigMode, gpu)[0]:
+        for part in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            with contextlib.suppress(nvml.NVMLError_NotFound):
+                handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, part)
+                parts.append((f"{index}:{part}", handle))
+    return parts
+
+
+def _faults(nvml: Any, gpu: Any) -> Iterator[str]:
+    """Yield what is wrong with the memory of a GPU. Many models don't have all of the counters."""
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    if errors := _ask(0, nvml, nvml.nvmlDeviceGetTotalEccErrors, gpu, *kind):
+        yield f"{errors} uncorrectable memory errors since the driver was loaded"
+    _, _, is_pending, has_failed = _ask((0, 0, 0, 0), nvml, nvml.nvmlDeviceGetRemappedRows, gpu)
+    if has_failed:
+        yield "faulty memory rows could not be remapped"
+    elif is_pending:
+        yield "faulty memory rows will be remapped at the next reset"
+    if _ask(0, nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, gpu):
+        yield "faulty memory pages will be retired at the next reset"
+
+
+def _state(
+    nvml: Any, number: str, handle: Any, *, driver: str, faults: tuple[str, ...]
+) -> GpuState:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    utilization = _ask(None, nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    return GpuState(
+        number=number,
+        id=str(nvml.nvmlDeviceGetUUID(handle)),
+        model=str(nvml.nvmlDeviceGetName(handle)),
+        driver=driver,
+        memory_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        # Unknown for parts of a GPU.
+        busy=None if utilization is None else int(utilization.gpu),
+        processes=tuple(
+            (int(process.pid), _process_name(process.pid), int(process.usedGpuMemory or 0))
+            for process in _ask([], nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        ),
+        faults=faults,
+    )
+
+
+def _ask(default: Any, nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of NVML, and return ``default`` if the GPU doesn't support it."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:
+        return default
+
+
+def _process_name(pid: int) -> str:
+    """Return the name of a process; empty for a process of another container."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
