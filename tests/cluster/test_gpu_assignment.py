@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, gpu_warnings
-from hvdtrain.cluster.gpus import Gpu, GpuState
+from hvdtrain.cluster.gpu_assignment import assign_gpus
+from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.errors import LaunchError
 
 A0, A1, A2, A3, B0, B1 = (
