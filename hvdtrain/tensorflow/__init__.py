@@ -15,16 +15,15 @@ _BUILD_INFO = (
     "ccl_built",
     "cross_rank",
     "cross_size",
-    "cuda_built",
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
 )
+
+_TENSORFLOW_INFO = ("cuda_built", "nccl_built", "rocm_built")
 
 COMMON_NAMES = {
     "hvdtrain.world": (
@@ -38,6 +37,7 @@ COMMON_NAMES = {
         "stop_timeline",
     ),
     "hvdtrain.compat.horovod.build_info": _BUILD_INFO,
+    "hvdtrain.compat.horovod.tensorflow_info": _TENSORFLOW_INFO,
     "hvdtrain.compat.horovod.process_sets": (
         "ProcessSet",
         "add_process_set",
@@ -53,9 +53,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **COMMON_NAMES,
-        "hvdtrain.compat.horovod.build_info": (
-            *_BUILD_INFO,
-            "is_homogeneous",
+        "hvdtrain.compat.horovod.build_info": (*_BUILD_INFO, "is_homogeneous"),
+        "hvdtrain.compat.horovod.tensorflow_info": (
+            *_TENSORFLOW_INFO,
             "local_rank_op",
             "local_size_op",
             "process_set_included_op",

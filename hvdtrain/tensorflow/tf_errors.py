@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError, MismatchError
 
-__all__ = ["argument_error", "raise_as_in_tensorflow"]
+__all__ = ["raise_as_in_tensorflow"]
 
 
 class _Mismatch(MismatchError, tf.errors.FailedPreconditionError):
@@ -33,11 +33,6 @@ for _name, _class in _BY_NAME.items():
 
 # Matches the text of TensorFlow's error if a Python function in a graph raised an exception.
 _FROM_PYTHON = re.compile(rf"^({'|'.join(_BY_NAME)}): (.*?)\nTraceback ", re.MULTILINE | re.DOTALL)
-
-
-def argument_error(message: str) -> ConfigurationError:
-    """Return an exception for an invalid argument."""
-    return _Configuration(message)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Horovod's elastic training, which continues when ranks are lost.
+"""Horovod's elastic training with any framework, which continues when ranks are lost.
 
 ::
 
@@ -23,18 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.compat.horovod.broadcast import broadcast_object, broadcast_variables
 from hvdtrain.errors import RanksLostError
 
 __all__ = [
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
-    "TensorFlowKerasState",
-    "TensorFlowState",
     "run",
 ]
 
@@ -130,79 +126,10 @@ class ObjectState:
         All ranks must call this.
         """
         self.save()
-        self._saved = broadcast_object(self._saved, name="elastic state")
+        self._saved = world.collectives().broadcast_object(
+            self._saved, name="elastic state", codec="pickle"
+        )
         ObjectState.restore(self)
-
-
-class TensorFlowState(ObjectState):
-    """Training state that consists of variables and attributes.
-
-    Args:
-        variables: Variables in the same order on all ranks.
-        session: Ignored.
-        attributes: Attributes of the state and their initial values.
-
-    Raises:
-        ValueError: If ``variables`` is None.
-    """
-
-    def __init__(
-        self, variables: Sequence[Any] | None = None, session: None = None, **attributes: Any
-    ) -> None:
-        if variables is None:
-            raise ValueError(
-                "TensorFlowState requires variables; pass [*model.variables, *optimizer.variables]."
-            )
-        self.variables = list(variables)
-        self._values: list[np.ndarray] = []
-        super().__init__(**attributes)
-        self.save()
-
-    def save(self) -> None:
-        """Keep a copy of the state in memory."""
-        self._values = [np.array(variable.numpy()) for variable in self.variables]
-        super().save()
-
-    def restore(self) -> None:
-        """Restore the state from the last copy."""
-        for variable, value in zip(self.variables, self._values):
-            variable.assign(value)
-        super().restore()
-
-    def sync(self) -> None:
-        """Replace the state of all ranks by the state of rank 0.
-
-        All ranks must call this.
-        """
-        broadcast_variables(self.variables, root_rank=0)
-        super().sync()
-
-
-class TensorFlowKerasState(TensorFlowState):
-    """Training state that consists of a Keras model, its optimizer, and attributes.
-
-    Args:
-        model: Built model.
-        optimizer: Optimizer. Defaults to ``model.optimizer``.
-        backend: Ignored.
-        attributes: Attributes of the state and their initial values.
-
-    Raises:
-        ValueError: If the model is not built.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: Any = None, backend: None = None, **attributes: Any
-    ) -> None:
-        if not model.built:
-            raise ValueError(
-                f"Model {model.name!r} is not built; call model.build(input_shape) first."
-            )
-        self.model = model
-        self.optimizer = optimizer if optimizer is not None else model.optimizer
-        if not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
-        super().__init__([*model.variables, *self.optimizer.variables], **attributes)
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,8 +151,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt:
                 pass
-            except (RanksLostError, tf.errors.UnknownError) as error:
-                # In a graph, TensorFlow raises UnknownError with the original error in its text.
+            except Exception as error:
+                # TensorFlow raises errors of its own, with the original error in their text.
                 if not isinstance(error, RanksLostError) and "RanksLostError" not in str(error):
                     raise
                 state.restore()

@@ -12,12 +12,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.compat.horovod.reduction_arguments import (
-    Average,
-    ReduceOp,
-    make_reducer,
-    trainable_weights,
-)
+from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
 from hvdtrain.gradients import tape
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer

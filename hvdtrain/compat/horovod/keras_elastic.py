@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.compat.horovod import elastic_state
+from hvdtrain.compat.horovod import elastic_state, tensorflow_elastic
 
 __all__ = [
     "CommitStateCallback",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-TensorFlowKerasState = elastic_state.TensorFlowKerasState
+TensorFlowKerasState = tensorflow_elastic.TensorFlowKerasState
 run = elastic_state.run
 
 

@@ -11,13 +11,8 @@ from typing import Any
 import keras
 
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.compat.horovod.reduction_arguments import (
-    Average,
-    ReduceOp,
-    Sum,
-    make_reducer,
-    trainable_weights,
-)
+from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reduction_options import Groups

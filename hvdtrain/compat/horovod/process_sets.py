@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
+from hvdtrain.compat.horovod.framework_errors import raise_as_in_framework
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.tensorflow.device_collectives import DeviceCollectives
-from hvdtrain.tensorflow.tf_errors import argument_error, raise_as_in_tensorflow
+
+if TYPE_CHECKING:
+    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = [
     "ProcessSet",
@@ -83,6 +85,7 @@ class ProcessSet:
         """Return whether the set includes this rank."""
         return world.collectives().rank in self.ranks
 
+    @raise_as_in_framework()
     def collectives(self) -> Engine:
         """Return the engine of the set.
 
@@ -90,11 +93,11 @@ class ProcessSet:
             ConfigurationError: If the set is not usable, or does not include this rank.
         """
         if not self._usable:
-            raise argument_error(
+            raise ConfigurationError(
                 f"{self} is not usable; pass it to init, or to add_process_set on all ranks."
             )
         if self._collectives is None:
-            raise argument_error(
+            raise ConfigurationError(
                 f"{self} does not include rank {world.collectives().rank}, which called one of its "
                 "collectives; check process_set.included() first."
             )
@@ -104,6 +107,7 @@ class ProcessSet:
         """Return None, because process sets reduce on the host."""
         return None
 
+    @raise_as_in_framework()
     def group_rank(self, rank: int) -> int:
         """Return the index of one of the job's ranks in ``ranks``.
 
@@ -111,7 +115,7 @@ class ProcessSet:
             ConfigurationError: If the set does not include the rank.
         """
         if rank not in self.ranks:
-            raise argument_error(f"{self} does not include rank {rank}.")
+            raise ConfigurationError(f"{self} does not include rank {rank}.")
         return self.ranks.index(rank)
 
     def __repr__(self) -> str:
@@ -210,7 +214,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     _added[:] = [entry for entry in _added if entry._usable]
     if any(entry.ranks == process_set.ranks for entry in (global_process_set, *_added)):
         raise ValueError(f"A process set of ranks {process_set.ranks} already exists; use that.")
-    with raise_as_in_tensorflow():
+    with raise_as_in_framework():
         process_set._open(1 + max((entry.process_set_id or 0 for entry in _added), default=0))
     _added.append(process_set)
     return process_set
@@ -228,6 +232,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+@raise_as_in_framework()
 def find_process_set(process_set_id: int) -> ProcessSet:
     """Return the process set with the given number.
 
@@ -237,4 +242,6 @@ def find_process_set(process_set_id: int) -> ProcessSet:
     for entry in (global_process_set, *_added):
         if entry.process_set_id == process_set_id and entry._usable:
             return entry
-    raise argument_error(f"process_set_id {process_set_id} is unknown; call add_process_set first.")
+    raise ConfigurationError(
+        f"process_set_id {process_set_id} is unknown; call add_process_set first."
+    )

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.compat.horovod import keras_optimizer
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, make_reducer
+from hvdtrain.compat.horovod.reducer_arguments import make_reducer
+from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
