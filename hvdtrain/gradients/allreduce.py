@@ -8,8 +8,13 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.engine import Engine
-from hvdtrain.gradients.array_reduction import TensorOp, by_type, reduce_arrays, scale
+from hvdtrain.gradients.array_reduction import (
+    TensorOp,
+    by_type,
+    gradient_share,
+    reduce_arrays,
+    scale,
+)
 from hvdtrain.gradients.ranks import Ranks
 from hvdtrain.gradients.reduction_options import ExchangeOptions
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
@@ -109,7 +114,7 @@ def _differentiable_allreduce(
         def share(upstream: np.ndarray, value: np.ndarray) -> Arrays:
             scaled = scale(value, how.prescale)
             engine = ranks.collectives()
-            return [_gradient_share(how.op, upstream, scaled, gradient_name, engine)]
+            return [gradient_share(how.op, upstream, scaled, gradient_name, engine)]
 
         results = allreduce(
             values,
@@ -123,24 +128,6 @@ def _differentiable_allreduce(
         return results, backward
 
     return list(cast("Any", reduced(*tensors)))
-
-
-def _gradient_share(
-    op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Engine
-) -> np.ndarray:
-    """Return the gradient of a min, max or product with respect to this rank's value.
-
-    All ranks must call this. If several ranks have the minimum or maximum, they share its gradient
-    equally.
-    """
-    total = collectives.allreduce(upstream, "sum", name=name)
-    every = collectives.allgather(value[np.newaxis], name=name)
-    if op == "product":
-        others = np.delete(every, collectives.rank, axis=0)
-        return np.asarray(total * np.prod(others, axis=0), value.dtype)
-    best = every.min(axis=0) if op == "min" else every.max(axis=0)
-    chosen = (every == best).astype(value.dtype)
-    return np.asarray(total * chosen[collectives.rank] / chosen.sum(axis=0), value.dtype)
 
 
 def _exchange_rows(

@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp, is_floating, widen
 
-__all__ = ["TensorOp", "adasum", "by_type", "reduce_arrays", "scale"]
+__all__ = ["TensorOp", "adasum", "by_type", "gradient_share", "reduce_arrays", "scale"]
 
 TensorOp = ReduceOp | Literal["adasum"]
 """The operations of the engine, and Adasum."""
@@ -66,6 +66,24 @@ def reduce_arrays(
         for index, array in zip(indices, reduced):
             results[index] = scale(array, factor)
     return results
+
+
+def gradient_share(
+    op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Engine
+) -> np.ndarray:
+    """Return the gradient of a min, max or product with respect to this rank's value.
+
+    All ranks must call this. If several ranks have the minimum or maximum, they share its gradient
+    equally.
+    """
+    total = collectives.allreduce(upstream, "sum", name=name)
+    every = collectives.allgather(value[np.newaxis], name=name)
+    if op == "product":
+        others = np.delete(every, collectives.rank, axis=0)
+        return np.asarray(total * np.prod(others, axis=0), value.dtype)
+    best = every.min(axis=0) if op == "min" else every.max(axis=0)
+    chosen = (every == best).astype(value.dtype)
+    return np.asarray(total * chosen[collectives.rank] / chosen.sum(axis=0), value.dtype)
 
 
 def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,16 +6,15 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError, NonFiniteError
-from hvdtrain.tensorflow.variable_names import renumbered
 
 __all__ = [
+    "NO_GRADIENT",
     "Signature",
     "Signatures",
     "describe_non_finite",
@@ -23,7 +22,7 @@ __all__ = [
     "raise_non_finite",
 ]
 
-_NONE = "None"
+NO_GRADIENT = "None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +33,16 @@ class Signature:
         names: Names of the variables. Numbers in them are replaced, so that names don't differ by
             rank.
         kinds: Kind, dtype and shape of each gradient: dense, rows of ``tf.IndexedSlices`` (with the
-            shape of a row), or None.
+            shape of a row), or ``NO_GRADIENT``.
     """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
 
-    @classmethod
-    def of(cls, names: Sequence[str], gradients: Sequence[Any]) -> Signature:
-        """Describe gradients: tensors, ``tf.IndexedSlices`` or None."""
-        return cls(tuple(renumbered(names)), tuple(map(_kind, gradients)))
-
     @property
     def missing(self) -> str:
         """A text that lists variables without a gradient, or "" if all have one."""
-        names = [name for name, kind in zip(self.names, self.kinds) if kind == _NONE]
+        names = [name for name, kind in zip(self.names, self.kinds) if kind == NO_GRADIENT]
         return f"None for {', '.join(names[:5])}" if names else ""
 
     def call_name(self, what: str) -> str:
@@ -93,14 +87,6 @@ class Signatures:
             rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
             raise MismatchError(_mismatch_text(everyone[0], rank, everyone[rank]))
         self._agreed.add(signature)
-
-
-def _kind(gradient: Any) -> str:
-    if gradient is None:
-        return _NONE
-    if isinstance(gradient, tf.IndexedSlices):
-        return f"rows {gradient.dtype.name} {gradient.values.shape[1:]}"
-    return f"dense {gradient.dtype.name} {gradient.shape}"
 
 
 def _mismatch_text(first: dict[str, str], rank: int, other: dict[str, str]) -> str:

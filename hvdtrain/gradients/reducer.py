@@ -23,6 +23,7 @@ from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.gradient_checks import (
+    NO_GRADIENT,
     Signature,
     Signatures,
     describe_non_finite,
@@ -34,7 +35,7 @@ from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import Contributions, EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
-from hvdtrain.tensorflow.variable_names import variable_name
+from hvdtrain.tensorflow.variable_names import renumbered, variable_name
 
 __all__ = ["GradientReducer"]
 
@@ -130,7 +131,7 @@ class GradientReducer:
                 _put(results, group, combined)
             return results
         names = [variable_name(variable) for variable in variables]
-        signature = Signature.of(names, results)
+        signature = Signature(tuple(renumbered(names)), tuple(map(_kind, results)))
         if results and not shared:
             # Check that the other ranks have no gradients either.
             run_on_host(lambda: self._agree(signature), [], [])
@@ -414,3 +415,11 @@ def _weight_correction(mean_weight: float, dtype: tf.DType) -> float:
     if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
         return 1.0
     return 1.0 / mean_weight
+
+
+def _kind(gradient: Gradient) -> str:
+    if gradient is None:
+        return NO_GRADIENT
+    if isinstance(gradient, tf.IndexedSlices):
+        return f"rows {gradient.dtype.name} {gradient.values.shape[1:]}"
+    return f"dense {gradient.dtype.name} {gradient.shape}"

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.gradients.array_reduction import TensorOp
+from hvdtrain.gradients.buckets import Groups, check_groups, divide
 from hvdtrain.gradients.compression import Compression, Compressor
 
-__all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
-
-Groups = int | Sequence[Sequence[Any]] | None
-"""Number of groups, or lists of variables. With None, gradients are divided into buckets."""
+__all__ = ["ExchangeOptions", "ReduceOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +65,7 @@ class ReduceOptions:
     what: str = "gradient"
 
     def __post_init__(self) -> None:
-        lists = isinstance(self.groups, Sequence) and not isinstance(self.groups, str)
-        if not (self.groups is None or lists or (type(self.groups) is int and self.groups > 0)):
-            raise ValueError(
-                "groups must be a positive number or a list of lists of variables, got "
-                f"{self.groups!r}."
-            )
+        check_groups(self.groups)
 
     def divide(
         self,
@@ -81,32 +74,5 @@ class ReduceOptions:
         sizes: Sequence[int],
         bucket_bytes: int,
     ) -> list[list[int]]:
-        """Divide variables with gradients into groups, and return the indices in each group.
-
-        By default, the groups are buckets of at least ``bucket_bytes``. The first bucket contains
-        the last variables, because their gradients are available first. ``sizes`` contains the
-        bytes of each gradient, or 0 if unknown.
-        """
-        if self.groups is None:
-            return _buckets(indices, sizes, bucket_bytes)
-        if isinstance(self.groups, int):
-            count = min(self.groups, len(indices))
-            ends = [len(indices) * (n + 1) // count for n in range(count)]
-            return [list(indices[a:b]) for a, b in zip([0, *ends], ends)]
-        rest = {id(variables[n]): n for n in indices}
-        groups = [[rest.pop(id(v)) for v in group if id(v) in rest] for group in self.groups]
-        return [group for group in (*groups, *([n] for n in rest.values())) if group]
-
-
-def _buckets(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    if not bucket_bytes or not indices:
-        return [list(indices)] if indices else []
-    buckets: list[list[int]] = [[]]
-    nbytes = 0
-    for index in reversed(indices):
-        if nbytes >= bucket_bytes:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(index)
-        nbytes += sizes[index]
-    return buckets
+        """Divide variables with gradients into groups, as the function ``divide`` does."""
+        return divide(self.groups, indices, variables, sizes, bucket_bytes)

@@ -15,9 +15,9 @@ from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
 from hvdtrain.gradients import tape
+from hvdtrain.gradients.buckets import Groups
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]

@@ -14,8 +14,8 @@ from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.errors import ModelError
+from hvdtrain.gradients.buckets import Groups
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.keras.optimizer_patch import (
     FiniteCheckMixin,
