@@ -89,11 +89,7 @@ def _original(path: Path) -> Path:
 
 
 def _write(path: Path, script: Migration) -> None:
-    """Replace a file atomically, and keep the original.
-
-    Raises:
-        ConfigurationError: If the file can't be written. The file is then unchanged.
-    """
+    """Replace a file atomically and keep the original, or raise and leave the file unchanged."""
     target = os.path.realpath(path)
     try:
         with tempfile.TemporaryDirectory(prefix=".migrate-", dir=os.path.dirname(target)) as folder:

@@ -67,16 +67,10 @@ MISSING = {
 
 
 def advice_on(name: str) -> str | None:
-    """Return why a name is missing, with advice on its replacement.
+    """Return why a dotted name is missing, and what replaces it; None if it isn't missing.
 
     The text is the end of a sentence that starts with the name, such as "was removed in
     TensorFlow 2; use keras.layers".
-
-    Args:
-        name: A dotted name, such as ``tensorflow.train.AdamOptimizer``.
-
-    Returns:
-        The text; None if the name isn't known to be missing.
     """
     parts = name.split(".")
     if parts[0] == "hvdtrain":

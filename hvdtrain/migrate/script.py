@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import collections
 import difflib
 import io
 import re
-import tokenize
 import warnings
 from dataclasses import dataclass
 
@@ -65,35 +65,26 @@ def migrate(raw: bytes) -> Migration:
     """Rewrite a script and list the edits that can't be automated.
 
     Raises:
-        ConfigurationError: If the script isn't valid Python 3, or if decoding and encoding it again
-            would change it.
+        ConfigurationError: If the script isn't valid Python 3.
     """
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        text = raw.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"can't be decoded: {error}") from None
-    if text.encode(encoding) != raw:
-        raise ConfigurationError(
-            f"uses the encoding {encoding}, which can't be written back unchanged"
-        )
-    script = _Script(text.encode(), _parse(text))
+    script = _Script(raw, _parse(raw))
     script.check_imports()
     script.check_names()
     script.check_calls()
     script.check_strings()
-    new = script.renamed().decode()
+    new = script.renamed()
     _parse(new)
-    return Migration(old=raw, new=new.encode(encoding), findings=tuple(sorted(script.findings)))
+    return Migration(old=raw, new=new, findings=tuple(sorted(script.findings)))
 
 
 class _Script:
-    """A script in UTF-8, with the places to rename and the findings so far."""
+    """A script, with the places to rename and the findings so far."""
 
     def __init__(self, code: bytes, tree: ast.Module) -> None:
         self.code = code
         self.nodes = [*ast.walk(tree)]
-        self.line_starts = [0, *(match.end() for match in _LINE_END.finditer(code))]
+        begin = len(codecs.BOM_UTF8) if code.startswith(codecs.BOM_UTF8) else 0
+        self.line_starts = [begin, *(match.end() for match in _LINE_END.finditer(code))]
         # The dotted names that each imported name may stand for. There may be several, because
         # `try` and `except` may import a name from different modules.
         self.origins: dict[str, list[str]] = collections.defaultdict(list)
@@ -118,10 +109,11 @@ class _Script:
                 if not self._report_missing(alias, alias.name) and package == "horovod":
                     self._rename(alias, self._place(alias))
             if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                for alias, name in zip(node.names, names):
+                missing = []
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
                     self.origins[alias.asname or alias.name].append(name)
-                missing = [self._report_missing(node, name) for name in names]
+                    missing.append(self._report_missing(node, name))
                 match = _FROM.match(self.code, self._place(node))
                 if match and not all(missing):
                     self._rename(node, match.end())
@@ -179,7 +171,8 @@ class _Script:
         return self.line_starts[line - 1] + int(column)
 
     def _rename(self, node: ast.AST, place: int) -> None:
-        # Python 3.11 reports wrong columns for some nodes in f-strings.
+        # Columns count bytes of UTF-8, and Python 3.11 reports wrong columns for some nodes in
+        # f-strings.
         if self.code.startswith(b"horovod", place):
             self.places.add(place)
         else:
@@ -187,8 +180,7 @@ class _Script:
 
     def _report_missing(self, node: ast.AST, name: str) -> bool:
         """Report a name if it is missing, and return whether it is missing."""
-        advice = advice_on(name)
-        if advice is not None:
+        if advice := advice_on(name):
             self._report(node, f"{name} {advice}")
         return advice is not None
 
@@ -196,12 +188,11 @@ class _Script:
         self.findings.add((node.lineno, text))  # type: ignore[attr-defined]
 
 
-def _parse(text: str) -> ast.Module:
+def _parse(code: bytes) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            # Warnings, for example about invalid escapes, don't concern the migration.
-            warnings.simplefilter("ignore")
-            return ast.parse(text, "script")
+        # Warnings, for example about invalid escapes, don't concern the migration.
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(code, "script")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(f"is not valid Python 3: {error or 'nested too deeply'}") from None
 
