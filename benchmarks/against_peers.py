@@ -28,6 +28,7 @@ from peers.ways import MEASURES, WAYS, find_ways
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.launch.hosts import whole_number
+from hvdtrain.text import plural
 from tests.environments import missing_environment
 from tests.testbed.requirements import missing_requirements
 
@@ -57,12 +58,8 @@ def main() -> int:
     entries = run_plan(plan, arguments.rate, QUEUE_MS, HOSTS, say)
     links = f"{HOSTS} hosts with a rank each, links of {arguments.rate}"
     text = report(arguments.what, wheres, ways, unavailable, entries, sizes, RANKS, links)
-    jobs = (
-        "One job of each candidate."
-        if repeat == 1
-        else f"Medians of {repeat} jobs (least to most)."
-    )
-    head = f"{machine_line(machine)}\n\n{jobs}"
+    jobs = plural(repeat, "job")
+    head = f"{machine_line(machine)}\n\nMedians of {jobs} of each candidate (least to most)."
     if arguments.quick:
         head += " A quick run, whose figures are not meaningful."
     document = f"{head}\n\n{text}\n"

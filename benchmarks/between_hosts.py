@@ -39,9 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--queue-ms", type=int, default=20, help="queue of each link; default %(default)s"
     )
-    parser.add_argument(
-        "--round-trip-ms", type=float, default=0, help="additional round-trip time; default 0"
-    )
+    parser.add_argument("--round-trip-ms", type=float, default=0, help="additional; default 0")
     parser.add_argument(
         "--bytes", type=int, nargs="+", default=[64 << 20], help="array sizes; default %(default)s"
     )
@@ -55,8 +53,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="default %(default)s")
     parser.add_argument("--horovod", action="store_true", help="also compare with Horovod")
     arguments = parser.parse_args()
-    if arguments.compression and arguments.call != "allreduce":
-        parser.error("--compression requires --call allreduce")
+    if arguments.call != "allreduce" and (arguments.compression or arguments.horovod):
+        parser.error("--compression and --horovod require --call allreduce")
     results = run(arguments)
     print(
         f"{arguments.call}: {arguments.hosts} hosts, {arguments.ranks_per_host} ranks each, "

@@ -9,16 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "AS_ROOT",
-    "HOROVOD",
-    "HVDTRAIN",
-    "REPOSITORY",
-    "mpirun_between",
-    "run_on_hosts",
-    "shaped_cluster",
-]
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 900.0
 QUEUE_MS = 20
@@ -32,11 +22,8 @@ def mpirun_between(
 ) -> tuple[list[str], dict[str, str | None]]:
     """Return the mpirun command for ranks on hosts, and the changes of its environment.
 
-    Args:
-        hosts: Names of the hosts.
-        ranks_per_host: The number of ranks on each.
-        horovods: Whether to use the system's Open MPI, which Horovod was built with, instead of
-            the one next to hvdtrain.
+    Horovod uses the system's Open MPI, which it was built with, instead of the one in hvdtrain's
+    environment.
     """
     slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
     by_host = f"ppr:{ranks_per_host}:node"
@@ -56,14 +43,9 @@ def run_on_hosts(
     program: Sequence[Any],
     ranks_per_host: int = 1,
 ) -> Any:
-    """Run a program on all hosts, and parse the last line of its output as JSON.
+    """Run a script with arguments on all hosts, and parse the last line of its output as JSON.
 
-    Args:
-        cluster: The test cluster.
-        environ: Changes of the environment.
-        library: ``HVDTRAIN``, or ``HOROVOD`` for the environment with Horovod.
-        program: A script and its arguments.
-        ranks_per_host: The number of ranks on each host.
+    ``library`` is ``HVDTRAIN``, or ``HOROVOD`` for the environment with Horovod.
     """
     from tests.environments import folder_of
 

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ import numpy as np
 TCP_PORT = 45454
 # Limit for reads, writes and connections.
 LINK_TIMEOUT_S = 60.0
-ROUND_TRIPS = 50
 # Larger data is divided into several arrays, like gradients.
 ONE_ARRAY_BYTES = 1 << 20
 ARRAYS = 40
@@ -43,8 +41,7 @@ def main() -> None:
     """Measure and print the times."""
     library, job = sys.argv[1], json.loads(sys.argv[2])
     measure = {"hvdtrain": measure_hvdtrain, "horovod": measure_horovod}[library]
-    times = measure(job)
-    if times:
+    if times := measure(job):
         print(json.dumps(times), flush=True)
 
 
@@ -61,9 +58,6 @@ def measure_hvdtrain(job: dict[str, Any]) -> Times:
     engine: Any = create(topology, read_settings(os.environ))
     link = Link(world, topology.local_rank, topology.local_size, hosts)
     times: Times = {}
-    round_trip_s = link.round_trip_s()
-    if engine.rank == 0:
-        print(f"a byte to the next host and one back: {round_trip_s * 1e3:.3f} ms", flush=True)
     for size in job["bytes"]:
         of_mpi, of_hvdtrain, total = ways_of(call, size, world, engine)
         ways: dict[str, Way] = {NAMES_OF_MPI[call]: of_mpi, "hvdtrain": of_hvdtrain}
@@ -86,48 +80,30 @@ def ways_of(call: str, size: int, world: Any, engine: Any) -> tuple[Way, Way, np
     """Return MPI's call on one array, hvdtrain's on several, and the array of MPI's result."""
     arrays = arrays_of(size, engine.rank)
     flat = np.concatenate(arrays)
-    total = np.empty_like(flat)
-
-    def mpi_broadcast() -> None:
-        if engine.rank == 0:
-            total[:] = flat
-        world.Bcast(total)
+    total = flat.copy()
 
     def broadcast() -> list[np.ndarray]:
         return [engine.broadcast(array, name="array") for array in arrays]
 
     if call == "broadcast":
-        return mpi_broadcast, broadcast, total
+        return functools.partial(world.Bcast, total), broadcast, total
     of_mpi = functools.partial(world.Allreduce, flat, total)
     return of_mpi, functools.partial(engine.grouped_allreduce, arrays, name="arrays"), total
 
 
 def measure_horovod(job: dict[str, Any]) -> Times:
-    """Measure Horovod; the result is empty except on rank 0."""
+    """Measure Horovod's allreduce; the result is empty except on rank 0."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     hvd.init()
-    call, runs = job["call"], job["runs"]
+    barrier = functools.partial(hvd.allreduce, tf.zeros([1]), name="barrier")
     times: Times = {}
     for size in job["bytes"]:
         tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
         allreduce = functools.partial(hvd.grouped_allreduce, tensors, op=hvd.Sum, name="arrays")
-        ways: dict[str, Way] = {
-            "allreduce": allreduce,
-            "broadcast": functools.partial(broadcast_all, hvd, tensors),
-        }
-
-        def barrier() -> None:
-            hvd.allreduce(tf.zeros([1]), name="barrier")
-
-        time_ways({"Horovod": ways[call]}, size, runs, barrier, times)
+        time_ways({"Horovod": allreduce}, size, job["runs"], barrier, times)
     return times if hvd.rank() == 0 else {}
-
-
-def broadcast_all(hvd: Any, tensors: list[Any]) -> list[Any]:
-    """Broadcast tensors from rank 0 one by one."""
-    return [hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)]
 
 
 def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) -> None:
@@ -151,9 +127,9 @@ def bytes_sent() -> int:
     raise SystemExit("the interface eth0 does not exist")
 
 
-def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
-    """Return float32 arrays of ``size`` bytes in total; with 0, the count depends on the size."""
-    count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
+def arrays_of(size: int, rank: int) -> list[np.ndarray]:
+    """Return float32 arrays of ``size`` bytes in total."""
+    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
     generator = np.random.default_rng(rank)
     return [generator.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 
@@ -193,19 +169,6 @@ class Link:
             self._in, _ = listener.accept()
             self._in.settimeout(LINK_TIMEOUT_S)
             listener.close()
-
-    def round_trip_s(self) -> float:
-        """Return the round-trip time of a byte, as two steps around the ring."""
-        if self._idle:
-            return 0.0
-        times = []
-        for _ in range(ROUND_TRIPS):
-            start_s = time.perf_counter()
-            for _ in range(2):
-                self._out.sendall(b"?")
-                self._in.recv(1)
-            times.append(time.perf_counter() - start_s)
-        return statistics.median(times)
 
     def move(self, nbytes: int) -> None:
         """Send and receive ``nbytes``."""

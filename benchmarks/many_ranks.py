@@ -26,15 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.agent.messages import (
-    JOB,
-    Decoder,
-    connect,
-    encode,
-    format_addresses,
-    parse_addresses,
-    receive,
-)
+from hvdtrain.agent import messages
 from hvdtrain.config import LAUNCHER
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.recorder import JobRecorder
@@ -60,19 +52,19 @@ class Agents:
 
     def connect(self) -> None:
         """Connect all ranks, one by one."""
-        addresses = parse_addresses(os.environ[LAUNCHER])
+        addresses = messages.parse_addresses(os.environ[LAUNCHER])
         for rank in sorted(self.left):
-            connection = connect(addresses)
+            connection = messages.connect(addresses)
             host = f"node{rank // RANKS_PER_HOST}"
             self._connections.append(connection)
-            self._selector.register(connection, selectors.EVENT_READ, (rank, Decoder()))
-            self.send(rank, "hello", job=os.environ[JOB], rank=rank, host=host)
+            self._selector.register(connection, selectors.EVENT_READ, (rank, messages.Decoder()))
+            self.send(rank, "hello", job=os.environ[messages.JOB], rank=rank, host=host)
             for text in STARTS:
                 self.send(rank, "line", stream="stderr", text=text)
 
     def send(self, sender: int, kind: str, **fields: object) -> None:
         """Send a message of a rank."""
-        self._connections[sender].sendall(encode(kind, **fields))
+        self._connections[sender].sendall(messages.encode(kind, **fields))
 
     def report(self, step: int) -> None:
         """Send the reports of all ranks for one second."""
@@ -93,14 +85,14 @@ class Agents:
         while self.left and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 rank, decoder = key.data
-                messages = receive(self._connections[rank], decoder)
-                for message in messages or ():
+                received = messages.receive(self._connections[rank], decoder)
+                for message in received or ():
                     if message["kind"] == "stop" and rank not in self.stopped:
                         self.stopped[rank] = time.monotonic()
                         self.send(rank, "end", code=128 + signal.SIGTERM, kills=None)
                     elif message["kind"] == "bye":
-                        messages = None
-                if messages is None:
+                        received = None
+                if received is None:
                     self._selector.unregister(self._connections[rank])
                     self._connections[rank].close()
                     self.left.discard(rank)
@@ -161,8 +153,8 @@ class Watch:
         return until[-1] - before[-1]
 
 
-def run(ranks: int, seconds: int) -> dict[str, float]:
-    """Run one job and return the durations of its parts."""
+def run(ranks: int, seconds: int) -> list[str]:
+    """Run one job and return its row of the table."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         console = Console(
             nowhere, nowhere, ranks=ranks, with_host=True, chief_only=False, collapse=True
@@ -174,7 +166,8 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
                 AgentServer(ranks, console, local=True, on_line=recorder.line)
             ) as server,
         ):
-            variables = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.secret}
+            address = messages.format_addresses(["127.0.0.1"], server.port)
+            variables = {LAUNCHER: address, messages.JOB: server.secret}
             argv = (sys.executable, __file__, "--agents", *map(str, (ranks, seconds, times)))
             hosts = {rank: f"node{rank // RANKS_PER_HOST}" for rank in range(ranks)}
             supervisor = Supervisor(
@@ -196,13 +189,14 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
         raise RuntimeError(f"{moments['left']} agents were not released")
     start, failed = moments["start"], moments["failed"]
     complete = watch.complete_at
-    return {
-        "starting_s": complete - start,
-        "starting_core_s": watch.between(start, complete),
-        "running_core": watch.between(complete, failed) / (failed - complete),
-        "to_notify_all_s": moments["notified"] - failed,
-        "to_end_s": moments["ended"] - failed,
-    }
+    return [
+        str(ranks),
+        f"{complete - start:.2f} s",
+        f"{watch.between(start, complete):.2f} s",
+        f"{watch.between(complete, failed) / (failed - complete):.1%}",
+        f"{moments['notified'] - failed:.2f} s",
+        f"{moments['ended'] - failed:.2f} s",
+    ]
 
 
 def main() -> None:
@@ -215,20 +209,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1000], help="default 64 1000")
-    parser.add_argument(
-        "--seconds", type=int, default=15, help="seconds of training; default %(default)s"
-    )
+    parser.add_argument("--seconds", type=int, default=15, help="of training; default 15")
     arguments = parser.parse_args()
     print("| ranks | connected | core time | running, of a core | failure known to all | ended |")
     print("|---|---|---|---|---|---|")
     for ranks in arguments.ranks:
-        figures = run(ranks, arguments.seconds)
-        print(
-            f"| {ranks} | {figures['starting_s']:.2f} s | {figures['starting_core_s']:.2f} s "
-            f"| {figures['running_core']:.1%} | {figures['to_notify_all_s']:.2f} s "
-            f"| {figures['to_end_s']:.2f} s |",
-            flush=True,
-        )
+        print(f"| {' | '.join(run(ranks, arguments.seconds))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=42, help="default %(default)s")
-    parser.add_argument(
-        "--steps", type=int, default=60, help="steps per epoch; default %(default)s"
-    )
+    parser.add_argument("--steps", type=int, default=60, help="per epoch; default %(default)s")
     parser.add_argument(
         "--batch-size", type=int, default=16, help="samples per rank and step; default %(default)s"
     )
