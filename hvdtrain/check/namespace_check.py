@@ -1,14 +1,12 @@
 """Checks whether a Kubernetes namespace would accept a job.
 
 In a dry run, the API server validates the job's objects against quotas, limits and admission
-policies without creating them. Whether the nodes have room for the pods is not checked.
+policies without creating them. Whether the pods could start is not checked.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +25,6 @@ __all__ = ["check_namespace"]
 # The smallest job whose ranks communicate.
 DEFAULT_RANKS = 2
 _NAME = "hvdtrain-check"
-_PACKAGES = ("kubernetes", "cryptography")
-_KUEUE = ("v1beta1", "v1beta2")
 
 
 class _Row(NamedTuple):
@@ -49,24 +45,16 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
     """
     job = _planned_job(options, ranks or DEFAULT_RANKS)
     rows: list[_Row] = []
-    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+    try:
+        rows += _check(job, ClusterApi.of_context(job.pods.context, job.pods.namespace))
+    except JobError as error:
         problem = Problem(
-            summary=f"Python packages are not installed here: {', '.join(missing)}",
-            expected="the packages for access to Kubernetes",
-            remedy=f"{sys.executable} -m pip install 'hvdtrain[kubernetes]'",
+            summary=str(error),
+            expected="a cluster that answers, according to kubectl's configuration and context",
+            remedy="make sure that kubectl get pods works here; kubectl config get-contexts "
+            "lists the contexts for --context; KUBECONFIG selects the configuration file",
         )
-        rows.append(_Row("packages", "missing", [problem]))
-    else:
-        try:
-            rows += _check(job, ClusterApi.of_context(job.pods.context, job.pods.namespace))
-        except JobError as error:
-            problem = Problem(
-                summary=str(error),
-                expected="a cluster that answers, according to kubectl's configuration and context",
-                remedy="make sure that kubectl get pods works here; kubectl config get-contexts "
-                "lists the contexts for --context; KUBECONFIG selects the configuration file",
-            )
-            rows.append(_Row("cluster", "no answer", [problem]))
+        rows.append(_Row("cluster", "no answer", [problem]))
     problems = [problem for row in rows for problem in row.problems]
     problems.sort(key=lambda problem: not problem.is_error)
     cells = [(row.name, problem_state(row.problems), row.result) for row in rows]
@@ -85,15 +73,14 @@ def _planned_job(options: Sequence[str], ranks: int) -> PodJob:
 
 
 def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
-    """Check everything that the job needs in the cluster.
+    """Check whether the cluster would accept the job.
 
     Raises:
         JobError: If the cluster does not answer.
     """
     version = (api.read("/version") or {}).get("gitVersion", "of unknown version")
     yield _Row("cluster", f"Kubernetes {version.removeprefix('v')}")
-    path = f"/api/v1/namespaces/{api.namespace}"
-    if api.may("get", "namespaces") and api.read(path) is None:
+    if api.may("get", "namespaces") and api.read(f"/api/v1/namespaces/{api.namespace}") is None:
         missing = Problem(
             summary=f"namespace {api.namespace} does not exist",
             expected="an existing namespace, from --namespace or kubectl's context",
@@ -104,28 +91,8 @@ def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
         return
     yield _Row(f"namespace {api.namespace}", "exists")
     objects = job_objects(job, dict.fromkeys(KEY_FILES, ""))
-    pods = _pods(objects)
     yield _rights(api, objects)
-    yield _dry_run(api, [*objects, *pods])
-    claims = [
-        volume["persistentVolumeClaim"]["claimName"]
-        for pod in pods
-        for volume in pod["spec"].get("volumes") or ()
-        if "persistentVolumeClaim" in volume
-    ]
-    for resource, names in {
-        "secrets": job.pods.pull_secrets,
-        "serviceaccounts": filter(None, [job.pods.service_account]),
-        "persistentvolumeclaims": dict.fromkeys(claims),
-    }.items():
-        for name in names:
-            if api.may("get", resource):
-                yield _existing(api, resource, name, api.read(f"{path}/{resource}/{name}"))
-    if (queue := job.pods.queue) and api.may("get", "localqueues", "kueue.x-k8s.io"):
-        group = "/apis/kueue.x-k8s.io"
-        paths = [f"{group}/{v}/namespaces/{api.namespace}/localqueues/{queue}" for v in _KUEUE]
-        existing = next(filter(None, map(api.read, paths)), None)
-        yield _existing(api, "localqueues.kueue.x-k8s.io", queue, existing)
+    yield _dry_run(api, [*objects, *_pods(objects)])
 
 
 def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
@@ -174,28 +141,6 @@ def _dry_run(api: ClusterApi, objects: Sequence[Object]) -> _Row:
             )
             problems.append(problem)
     return _Row("objects", f"{len(allowed) - len(problems)} of {len(objects)} accepted", problems)
-
-
-def _existing(api: ClusterApi, resource: str, name: str, existing: Object | None) -> _Row:
-    title = f"{resource.partition('.')[0]} {name}"
-    if existing is None:
-        problem = Problem(
-            summary=f"{name} does not exist among {resource} in namespace {api.namespace}",
-            expected="all objects that the job refers to",
-            remedy=f"choose one from kubectl -n {api.namespace} get {resource}",
-        )
-        return _Row(title, "missing", [problem])
-    modes = (existing.get("spec") or {}).get("accessModes") or ()
-    if resource == "persistentvolumeclaims" and "ReadWriteMany" not in modes:
-        problem = Problem(
-            summary=f"claim {name} is {', '.join(modes)}",
-            expected="ReadWriteMany, because the launcher and the workers use it at the same time",
-            remedy="use a claim whose storage class supports several nodes, such as NFS, CephFS or "
-            "Lustre",
-            is_error=False,
-        )
-        return _Row(title, ", ".join(modes), [problem])
-    return _Row(title, "exists")
 
 
 def _pods(objects: Sequence[Object]) -> list[Object]:
