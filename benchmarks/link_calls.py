@@ -127,9 +127,9 @@ def bytes_sent() -> int:
     raise SystemExit("the interface eth0 does not exist")
 
 
-def arrays_of(size: int, rank: int) -> list[np.ndarray]:
-    """Return float32 arrays of ``size`` bytes in total."""
-    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
+def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
+    """Return float32 arrays of ``size`` bytes in total; with 0, the count depends on the size."""
+    count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
     generator = np.random.default_rng(rank)
     return [generator.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 
