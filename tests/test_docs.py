@@ -54,27 +54,27 @@ def test_the_settings_tables() -> None:
     assert documented == rows, "docs/settings.md should have these rows:\n" + "\n".join(rows)
 
 
-def _horovod_flags_table() -> str:
-    """Return the table, in which flags with the same effect and reason share a row."""
-    rows: dict[tuple[str, str], list[str]] = {}
+def _horovod_flags_lists() -> list[str]:
+    """Return an item for each effect and reason of horovodrun's flags, grouped by effect."""
+    flags: dict[tuple[str, str], list[str]] = {}
     for flag in HOROVOD_FLAGS:
-        effect = {
-            "same": "the same",
-            "becomes": f"`{flag.becomes.removesuffix('={}')}`",
-            "unneeded": "not needed",
-            "refused": "refused",
-        }[flag.fate]
-        reason = flag.reason.replace("{}", "SCRIPT").replace("|", "\\|")
-        rows.setdefault((effect, reason), []).extend(f"`{name}`" for name in flag.names)
-    return "\n".join(
-        f"| {', '.join(names)} | {effect} | {reason} |" for (effect, reason), names in rows.items()
-    )
+        effect = f" becomes `{flag.becomes.removesuffix('={}')}`" if flag.fate == "becomes" else ""
+        reason = flag.reason.replace("{}", "SCRIPT").rstrip(".")
+        key = flag.fate, effect + (f": {reason}" if reason else "")
+        flags.setdefault(key, []).extend(f"`{name}`" for name in flag.names)
+    return [
+        f"- {', '.join(names)}{text}"
+        for fate in ("same", "becomes", "unneeded", "refused")
+        for (found, text), names in flags.items()
+        if found == fate
+    ]
 
 
-def test_the_table_of_horovodruns_flags() -> None:
-    text = (REPOSITORY / "docs" / "horovodrun.md").read_text()
-    table = _horovod_flags_table()
-    assert table in text, f"docs/horovodrun.md should contain these lines:\n{table}"
+def test_the_lists_of_horovodruns_flags() -> None:
+    text = (REPOSITORY / "docs" / "horovodrun.md").read_text().split("## All flags")[1]
+    items = [" ".join(item.split()) for item in re.findall(r"^- (?:.|\n +)+", text, re.MULTILINE)]
+    expected = [" ".join(item.split()) for item in _horovod_flags_lists()]
+    assert items == expected, "docs/horovodrun.md should list:\n" + "\n".join(expected)
 
 
 def _anchors(path: Path) -> set[str]:
@@ -183,7 +183,7 @@ def test_defaults_of_flags() -> None:
     settings = {field.name: written_default(field) for field in dataclasses.fields(Settings)}
     count = 0
     for path in DOCUMENTS:
-        pattern = r"`(--[a-z-]+)`(?: \(| \| default: |; default )([\d.]+\d|\d)\b"
+        pattern = r"`(--[a-z-]+)`(?: \(|: the default is )([\d.]+\d|\d)\b"
         for flag, documented in re.findall(pattern, path.read_text()):
             action = _commands()["run"][flag]
             default = settings.get(action.dest, action.default)

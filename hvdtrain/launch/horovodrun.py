@@ -140,7 +140,7 @@ def _refused(names: str, values: int, reason: str) -> HorovodFlag:
     return HorovodFlag(names.split(), values, "refused", reason)
 
 
-_TUNING = "tuning is not needed: the graph determines which tensors are fused, in a fixed order"
+_TUNING = "tuning is not needed, because the graph determines which tensors are fused"
 _TUNING_OPTIONS = (
     "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
     "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise"
@@ -153,15 +153,12 @@ _HIERARCHY_OPTIONS = (
 _CYCLES = "the timeline does not contain cycles"
 _THREADS = "MPI is initialized with the required thread level"
 _STALL = "a hanging job is stopped without an earlier warning (--hang-timeout-s)"
-_ELASTIC = "remaining ranks continue without a restart; for restarts see --start-timeout-s"
+_ELASTIC = "remaining ranks continue without a restart"
 _BINDING = "each rank is bound to its share of the cores; --no-bind disables that"
 _GLOO = "Gloo is not used; --timeout-s limits the waiting time in collectives"
-_SHUTDOWN = (
-    "0, Horovod's default, is ignored; hvdtrain's default is 0.9 x --timeout-s, and "
-    "--hang-timeout-s 0 disables it"
-)
-_SSH = "for the ssh of mpirun and of hvdtrain"
-_NETWORK = "for Open MPI's TCP and for NCCL; without it, no interfaces are probed"
+_SHUTDOWN = "Horovod's default of 0 is ignored"
+_SSH = "used by mpirun and by hvdtrain"
+_NETWORK = "used for Open MPI's TCP and for NCCL"
 _INTERFACES = {"type": _interfaces, "action": "extend", "dest": "interfaces", "default": []}
 _WORDS = {"type": argument(_words), "default": ()}
 _SWITCH = {"action": "store_true"}
@@ -189,15 +186,15 @@ _NO_JSRUN = (
 HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("-h --help"),
     _same("-v --version", 0, "the version of hvdtrain", **_VERSION),
-    _same("-np --num-proc", 1, "default: all slots of the hosts"),
+    _same("-np --num-proc", 1, "the default is all slots of the hosts"),
     _same("-cb --check-build", 0, "prints what is installed and missing", **_SWITCH),
     *_unneeded("--disable-cache", 0, "hosts are not checked beforehand"),
-    _becomes("--start-timeout", 1, "--start-timeout-s={}", "default: 120"),
+    _becomes("--start-timeout", 1, "--start-timeout-s={}", "the default is 120"),
     _same("--network-interfaces", 1, _NETWORK, **_INTERFACES),
     _same("--network-interface", 1, _NETWORK, **_INTERFACES),
     _becomes("--output-filename", 1, "--output-dir={}", "the files are `rank-N.log`"),
     _same("--verbose", 0, "prints the plan and the command first", **_SWITCH),
-    _same("--config-file", 1, "YAML; flags override it; `--config` is for TOML", type=str),
+    _same("--config-file", 1, "a YAML file; flags override it", type=str),
     _same("-p --ssh-port", 1, _SSH, type=_ssh_port, default=()),
     _same("-i --ssh-identity-file", 1, _SSH, type=_ssh_key, default=()),
     *_unneeded("--fusion-threshold-mb --cycle-time-ms --cache-capacity", 1, _TUNING),
@@ -209,9 +206,9 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     *_unneeded("--max-np/--max-num-proc", 1, "the number of ranks never exceeds -np"),
     *_unneeded("--slots-per-host", 1, "it only applies to --host-discovery-script"),
     *_unneeded("--elastic-timeout", 1, _ELASTIC),
-    _becomes("--reset-limit", 1, "--max-restarts={}", "default: 0"),
+    _becomes("--reset-limit", 1, "--max-restarts={}", "the default is 0"),
     _refused("--blacklist-cooldown-range", 2, _NO_COOLDOWN),
-    _same("--timeline-filename", 1, "with `{rank}` in it, a file for each rank; docs/timeline.md"),
+    _same("--timeline-filename", 1, "if the name contains `{rank}`, each rank writes a file"),
     *_unneeded("--timeline-mark-cycles --no-timeline-mark-cycles", 0, _CYCLES),
     _becomes("--no-stall-check", 0, "--hang-timeout-s=0"),
     *_unneeded("--stall-check", 0, "hangs are detected unless --hang-timeout-s is 0"),
@@ -220,23 +217,29 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "--stall-check-shutdown-time-seconds", 1, "--hang-timeout-s={}", _SHUTDOWN, ignored="0"
     ),
     *_unneeded("--mpi-threads-disable --no-mpi-threads-disable", 0, _THREADS),
-    _same("--mpi-args", 1, "more arguments for mpirun; hvdtrain decides where ranks run", **_WORDS),
+    _same("--mpi-args", 1, "more arguments for mpirun", **_WORDS),
     _same("--tcp", 0, "keeps Open MPI and NCCL from using InfiniBand", **_TCP),
     *_unneeded("--binding-args", 1, _BINDING),
     *_unneeded("--num-nccl-streams", 1, "TensorFlow manages its streams itself"),
     *_unneeded("--thread-affinity", 1, "hvdtrain uses no background thread"),
     *_unneeded("--gloo-timeout-seconds", 1, _GLOO),
     _same("--log-level", 1, "Horovod's names of levels are accepted"),
-    _same("--log-with-timestamp", 0, "also adds the rank; off by default"),
-    _same("--log-without-timestamp --log-hide-timestamp", 0, "the default", **_LOG_TIME, const="0"),
-    _same("--no-log-hide-timestamp", 0, "`--log-with-timestamp`", **_LOG_TIME, const="1"),
-    _same("-prefix-timestamp --prefix-output-with-timestamp", 0, "before each line", **_TIMESTAMPS),
-    _same("-H --hosts", 1, "also `node[01-04]:2`"),
-    _same("--hostfile", 1, "in the format of any MPI"),
+    _same("--log-with-timestamp", 0, "adds the time and the rank to log messages"),
+    _same(
+        "--log-without-timestamp --log-hide-timestamp",
+        0,
+        "this is the default",
+        **_LOG_TIME,
+        const="0",
+    ),
+    _same("--no-log-hide-timestamp", 0, "as `--log-with-timestamp`", **_LOG_TIME, const="1"),
+    _same("-prefix-timestamp --prefix-output-with-timestamp", 0, "prints times", **_TIMESTAMPS),
+    _same("-H --hosts", 1, "`node[01-04]:2` works too"),
+    _same("--hostfile", 1, "the format of any MPI works"),
     _becomes("-hostfile", 1, "--hostfile={}"),
     _refused("--host-discovery-script", 1, _NO_DISCOVERY),
     _refused("--gloo", 0, _NO_GLOO),
-    _same("--mpi", 0, "ranks always communicate through it", **_SWITCH),
+    _same("--mpi", 0, "ranks always communicate through MPI", **_SWITCH),
     _refused("--jsrun", 0, _NO_JSRUN),
 )
 
