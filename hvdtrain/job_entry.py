@@ -14,6 +14,7 @@ from hvdtrain.cluster.engine_choice import (
     EngineChoice,
     choose_device_engine,
     choose_engine,
+    without_nccl,
 )
 from hvdtrain.cluster.gpu_assignment import RankGpus
 from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
@@ -88,13 +89,15 @@ def _set_up_devices(
 ) -> World:
     """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
     # Imports TensorFlow.
-    from hvdtrain.tensorflow import devices, random_seed
+    from hvdtrain.tensorflow import device_connection, devices, random_seed
 
     devices.set_up(settings)
     own: dict[str, Any] = {
         "host": host_id(),
         "gpus": dataclasses.asdict(devices.find_gpus(topology, os.environ, needed=uses_gpus)),
-        "capabilities": devices.capabilities(),
+        "capabilities": device_connection.capabilities(
+            os.environ, several_hosts=topology.local_size < topology.size
+        ),
         "common": settings.common_variables,
     }
     everyone: list[dict[str, Any]] = collectives.allgather_object(own, name="hvdtrain.init()")
@@ -105,12 +108,10 @@ def _set_up_devices(
     ranks = [RankGpus.from_json(entry["gpus"]) for entry in everyone]
     gpus = devices.bind(topology, settings, ranks)
     capabilities = [
-        DeviceCapabilities(gpu.id if gpu else "", *entry["capabilities"])
-        for gpu, entry in zip(gpus, everyone)
+        DeviceCapabilities(host, gpu, *entry["capabilities"])
+        for host, gpu, entry in zip(hosts, gpus, everyone)
     ]
-    choice, device_collectives = _connect_devices(
-        choice, settings, collectives, capabilities, hosts
-    )
+    choice, device_collectives = _connect_devices(choice, settings, collectives, capabilities)
     if topology.size > 1:
         _check_compression(choice, settings)
         if collectives.bucket_bytes and device_collectives is None:
@@ -146,7 +147,6 @@ def _connect_devices(
     settings: Settings,
     collectives: Engine,
     capabilities: Sequence[DeviceCapabilities],
-    hosts: Sequence[int],
 ) -> tuple[EngineChoice, DeviceCollectives | None]:
     """Make the final choice, and connect the devices if they combine gradients."""
     if collectives.size == 1 or choice.engine != "mpi":
@@ -160,15 +160,16 @@ def _connect_devices(
     if choice.engine != "nccl":
         return choice, None
     # Imports TensorFlow.
-    from hvdtrain.tensorflow import device_connection
+    from hvdtrain.tensorflow.device_connection import connect
 
-    on_gpus = bool(capabilities[collectives.rank].gpu)
     try:
-        return choice, device_connection.connect(collectives, on_gpus=on_gpus, hosts=hosts)
+        return choice, connect(
+            collectives,
+            on_gpus=bool(capabilities[collectives.rank].gpu),
+            hosts=[one.host for one in capabilities],
+        )
     except LaunchError as error:
-        if settings.backend == "nccl":
-            raise
-        return EngineChoice("mpi", str(error)), None
+        return without_nccl(settings.backend, str(error), failed=True), None
 
 
 def _check_compression(choice: EngineChoice, settings: Settings) -> None:
@@ -182,7 +183,10 @@ def _check_compression(choice: EngineChoice, settings: Settings) -> None:
 
 def _log_choice(choice: EngineChoice, collectives: Engine, settings: Settings) -> None:
     library = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.engine]
-    LOGGER.info("%s combines gradients: %s", library, choice.reason)
+    if choice.is_fallback:
+        LOGGER.warning("MPI combines gradients, because NCCL failed: %s", choice.reason)
+    else:
+        LOGGER.info("%s combines gradients: %s", library, choice.reason)
     LOGGER.debug("collectives: %s between %d ranks", collectives.kind, collectives.size)
     LOGGER.debug("%s", settings)
 

@@ -7,34 +7,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
-__all__ = ["DeviceCapabilities", "EngineChoice", "choose_device_engine", "choose_engine"]
+__all__ = [
+    "DeviceCapabilities",
+    "EngineChoice",
+    "choose_device_engine",
+    "choose_engine",
+    "without_nccl",
+]
 
 
 class EngineChoice(NamedTuple):
-    """The chosen library and the reason, for the log."""
+    """The chosen library and the reason, for the log.
+
+    Attributes:
+        engine: The library.
+        reason: Why it was chosen.
+        is_fallback: Whether it replaces NCCL, which failed.
+    """
 
     engine: Literal["mpi", "nccl", "horovod"]
     reason: str
+    is_fallback: bool = False
 
 
 class DeviceCapabilities(NamedTuple):
     """A rank's abilities that decide whether devices can combine gradients.
 
     Attributes:
-        gpu: ID of the rank's first GPU; empty if the rank computes on the CPU.
+        host: Number of the rank's host.
+        gpu: The rank's first GPU; None if the rank computes on the CPU.
         has_nccl: Whether the rank's TensorFlow contains NCCL.
-        ready: Whether the rank's TensorFlow can still be connected to the other ranks.
+        obstacle: Why the rank's TensorFlow can't be connected to the other ranks; empty if it can.
     """
 
-    gpu: str
+    host: int
+    gpu: Gpu | None
     has_nccl: bool
-    ready: bool
+    obstacle: str = ""
 
 
 def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False) -> EngineChoice:
@@ -100,15 +116,10 @@ def choose_device_engine(
             )
         return EngineChoice("mpi", reason)
     obstacle = _obstacle(capabilities, needs_gpus=backend == "auto")
-    if backend == "auto":
-        if obstacle:
-            return EngineChoice("mpi", obstacle)
-        return EngineChoice("nccl", "every rank has a GPU")
     if obstacle:
-        raise LaunchError(
-            f"--backend nccl (HVDTRAIN_BACKEND) is not possible: {obstacle}. Fix that, or omit it "
-            "to combine gradients over MPI."
-        )
+        return without_nccl(backend, obstacle)
+    if backend == "auto":
+        return EngineChoice("nccl", "every rank has a GPU")
     on_cpus = (
         ""
         if capabilities[0].gpu
@@ -117,26 +128,56 @@ def choose_device_engine(
     return EngineChoice("nccl", f"--backend nccl{on_cpus}")
 
 
+def without_nccl(backend: str, obstacle: str, *, failed: bool = False) -> EngineChoice:
+    """Choose MPI because NCCL can't be used.
+
+    Args:
+        backend: The value of ``--backend``.
+        obstacle: Why NCCL can't be used.
+        failed: Whether this was unexpected.
+
+    Raises:
+        LaunchError: If the backend is ``nccl``.
+    """
+    if backend == "nccl":
+        raise LaunchError(
+            f"--backend nccl (HVDTRAIN_BACKEND) is not possible: {obstacle}. Fix that, or omit it "
+            "to combine gradients over MPI."
+        )
+    return EngineChoice("mpi", obstacle, failed)
+
+
 def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
     """Return why the ranks can't combine gradients on their devices; empty if they can."""
+    gpus = [(one.host, one.gpu) for one in capabilities if one.gpu]
     without_gpu = [rank for rank, one in enumerate(capabilities) if not one.gpu]
-    if len(without_gpu) == len(capabilities):
+    if not gpus:
         if needs_gpus:
             return "no rank has a GPU"
     elif without_gpu:
         return f"only some ranks have a GPU, not {_ranks(without_gpu)}"
     else:
-        users = Counter(one.gpu for one in capabilities)
-        sharing = [rank for rank, one in enumerate(capabilities) if users[one.gpu] > 1]
+        sharing = _sharing(gpu.id for _, gpu in gpus)
         if sharing:
             return f"{_ranks(sharing)} share a GPU, which NCCL does not allow"
-        without_nccl = [rank for rank, one in enumerate(capabilities) if not one.has_nccl]
-        if without_nccl:
-            return f"TensorFlow has no NCCL on {_ranks(without_nccl)}"
-    late = [rank for rank, one in enumerate(capabilities) if not one.ready]
-    if late:
-        return f"TensorFlow's devices were used before hvdtrain.init() on {_ranks(late)}"
-    return ""
+        sharing = _sharing(gpu.bus_id and (host, gpu.bus_id) for host, gpu in gpus)
+        if sharing:
+            return f"{_ranks(sharing)} use parts of one GPU (MIG), which NCCL does not allow"
+        lacking = [rank for rank, one in enumerate(capabilities) if not one.has_nccl]
+        if lacking:
+            return f"TensorFlow has no NCCL on {_ranks(lacking)}"
+    obstacle = next((one.obstacle for one in capabilities if one.obstacle), "")
+    if not obstacle:
+        return ""
+    same = [rank for rank, one in enumerate(capabilities) if one.obstacle == obstacle]
+    return f"{obstacle} on {_ranks(same)}"
+
+
+def _sharing(users: Iterable[Hashable]) -> list[int]:
+    """Return the ranks whose entry is not unique. Empty entries don't count."""
+    entries = list(users)
+    counts = Counter(entries)
+    return [rank for rank, entry in enumerate(entries) if entry and counts[entry] > 1]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

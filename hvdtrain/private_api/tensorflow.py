@@ -7,6 +7,7 @@ possible with private API.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import random
@@ -51,12 +52,14 @@ __all__ = [
     "function_body",
     "function_graphs",
     "global_seed",
+    "has_failed",
     "in_control_flow_context",
     "in_use",
     "input_datasets",
     "is_connected",
     "is_nondeterministic",
     "iterator_resource",
+    "mark_failed",
     "operation_seeds",
     "replace_session_methods",
     "reserve_port",
@@ -80,7 +83,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     atomic_function: ("from_func_graph",),
     autograph: ("CONVERSION_RULES", "DoNotConvert"),
     context.Context: (
-        "abort_collective_ops",
+        "_handle",
         "config",
         "configure_collective_ops",
         "enable_collective_ops",
@@ -91,11 +94,14 @@ HOOKS: dict[Any, tuple[str, ...]] = {
 # For each type of dataset, the attribute that is True if each iteration is different.
 _RESHUFFLES = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
 
+# The library with TensorFlow's C functions.
+_LIBRARY = "libtensorflow_cc.so.2"
 _JOB = "worker"
 _REUSE = "TF_GRPC_REUSE_PORT"
 _REPLACED = "_hvdtrain_replaced"
 
 _connected = False
+_failed = False
 
 
 def check() -> None:
@@ -174,13 +180,35 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
     _connected = True
 
 
+def has_failed() -> bool:
+    """Return whether the connection failed, so that this process can't use collectives again."""
+    return _failed
+
+
+def mark_failed() -> None:
+    """Remember that the connection of all ranks failed."""
+    global _failed
+    _failed = True
+
+
 def abort_collectives(reason: str) -> None:
     """Abort all current and future collectives of this process.
 
-    The collectives of other ranks that wait for this process are aborted too.
+    The collectives of other ranks that wait for this process are aborted too. With NCCL, this may
+    take long: it waits while NCCL connects the ranks, and stops the kernels that are running.
     """
-    code: Any = tf.errors.UNAVAILABLE
-    context.context().abort_collective_ops(code, reason)
+    mark_failed()
+    # The context's method would hold Python's lock, and so stop all threads.
+    library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), _LIBRARY))
+    library.TF_NewStatus.restype = ctypes.c_void_p
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    runtime = ctypes.c_void_p(get_pointer(context.context()._handle, None))
+    status = ctypes.c_void_p(library.TF_NewStatus())
+    library.TF_SetStatus(status, tf.errors.UNAVAILABLE, reason.encode())
+    library.TFE_AbortCollectiveOps(runtime, status)
+    library.TF_DeleteStatus(status)
 
 
 def operation_seeds() -> random.Random:

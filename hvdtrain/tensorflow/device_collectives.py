@@ -22,7 +22,7 @@ from hvdtrain.errors import CollectiveError, HvdtrainError
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
-__all__ = ["DeviceCollectives"]
+__all__ = ["GROUP_KEY", "DeviceCollectives"]
 
 # Buckets are large enough for full bandwidth, and small enough to be sent while other gradients are
 # computed.
@@ -30,7 +30,8 @@ BUCKET_BYTES = 32 << 20
 CHECK_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0
 
-_GROUP_KEY = 1
+# TensorFlow's number of the group of all ranks.
+GROUP_KEY = 1
 _MERGE_OPS = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
 # The types in which tensors are reduced. Like all engines, this reduces float16 and bfloat16 in
 # float32.
@@ -169,7 +170,7 @@ class DeviceCollectives:
         total = tf.raw_ops.CollectiveReduceV2(
             input=flat,
             group_size=self._collectives.size,
-            group_key=_GROUP_KEY,
+            group_key=GROUP_KEY,
             instance_key=key,
             ordering_token=[],
             merge_op=_MERGE_OPS[op],

@@ -5,20 +5,37 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from hvdtrain.cluster.nccl_advice import socket_problem
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.tensorflow.device_probe import probe
 
-__all__ = ["connect"]
+__all__ = ["capabilities", "connect"]
+
+
+def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
+    """Return whether TensorFlow has NCCL, and why it can't be connected to other ranks, or "".
+
+    These are ``has_nccl`` and ``obstacle`` of ``DeviceCapabilities``.
+    """
+    has_nccl = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
+    if private_tensorflow.has_failed():
+        return has_nccl, "TensorFlow's collectives failed before"
+    if private_tensorflow.in_use() and not private_tensorflow.is_connected():
+        return has_nccl, "TensorFlow's devices were used before hvdtrain.init()"
+    if "NCCL_SOCKET_IFNAME" not in environ or not tf.config.list_physical_devices("GPU"):
+        return has_nccl, ""
+    return has_nccl, socket_problem(environ, _interfaces(), several_hosts=several_hosts)
 
 
 def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
-    """Connect the GPUs or the CPUs of all ranks.
+    """Connect the GPUs or the CPUs of all ranks, and test the connection.
 
     All ranks must call this.
 
@@ -28,25 +45,36 @@ def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> Devi
         hosts: Host number of each rank.
 
     Raises:
-        LaunchError: On all ranks, if a rank is unreachable or can't start its server.
+        LaunchError: On all ranks, if a rank is unreachable, can't start its server, or fails the
+            test.
     """
-    if not private_tensorflow.is_connected():
-        with private_tensorflow.reserve_port() as port:
-            addresses = _exchange_addresses(collectives, hosts, port)
-            problem = ""
-            try:
-                private_tensorflow.connect(addresses, collectives.rank, port)
-            except (tf.errors.OpError, RuntimeError, ValueError) as error:
-                problem = f"port {port} of rank {collectives.rank}: {error}"
-            # After this, all servers are running.
-            problems = collectives.allgather_object(problem, name="servers of TensorFlow")
-        if any(problems):
-            raise LaunchError(
-                "TensorFlow could not start its server for collectives on "
-                f"{'; '.join(filter(None, problems))}. Use --backend mpi."
-            )
+    connects = not private_tensorflow.is_connected()
+    addresses = _start_servers(collectives, hosts) if connects else []
     (device, *_) = tf.config.list_logical_devices("GPU" if on_gpus else "CPU")
-    return DeviceCollectives(collectives, device.name, "nccl" if on_gpus else "ring")
+    hint = "nccl" if on_gpus else "ring"
+    if connects:
+        probe(collectives, addresses, device.name, hint)
+    return DeviceCollectives(collectives, device.name, hint)
+
+
+def _start_servers(collectives: Engine, hosts: Sequence[int]) -> list[str]:
+    """Start TensorFlow's server on each rank, and return their addresses."""
+    with private_tensorflow.reserve_port() as port:
+        addresses = _exchange_addresses(collectives, hosts, port)
+        problem = ""
+        try:
+            private_tensorflow.connect(addresses, collectives.rank, port)
+        except (tf.errors.OpError, RuntimeError, ValueError) as error:
+            problem = f"port {port} of rank {collectives.rank}: {error}"
+        # After this, all servers are running.
+        problems = collectives.allgather_object(problem, name="servers of TensorFlow")
+    if any(problems):
+        private_tensorflow.mark_failed()
+        raise LaunchError(
+            "TensorFlow could not start its server for collectives on "
+            f"{'; '.join(filter(None, problems))}"
+        )
+    return addresses
 
 
 def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) -> list[str]:
@@ -67,12 +95,24 @@ def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) ->
             servers = collectives.allgather_object(_own_address(), name="addresses of servers")
         if "" in servers:
             raise LaunchError(
-                f"--backend nccl requires host names that all hosts can resolve, or a route; got "
-                f"{', '.join(dict.fromkeys(names))}. Add the hosts to /etc/hosts or DNS, or use "
-                "--backend mpi."
+                "NCCL requires host names that all hosts can resolve, or a route, got "
+                f"{', '.join(dict.fromkeys(names))}; add the hosts to /etc/hosts or DNS"
             )
     ports = collectives.allgather_object(port, name="ports of servers")
     return [f"{server}:{number}" for server, number in zip(servers, ports)]
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """Return the IP addresses of each network interface that is up."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    states = psutil.net_if_stats()
+    return {
+        name: [address.address for address in addresses if address.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    }
 
 
 def _is_known(host: str) -> bool:

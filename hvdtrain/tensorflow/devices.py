@@ -25,7 +25,6 @@ from hvdtrain.private_api import tensorflow as private_tensorflow
 
 __all__ = [
     "bind",
-    "capabilities",
     "find_gpus",
     "reserve_thread_for_buckets",
     "set_up",
@@ -90,15 +89,6 @@ def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
             numbers = entries
             break
     return [Gpu(f"{host} GPU {number}") for number in numbers]
-
-
-def capabilities() -> tuple[bool, bool]:
-    """Return whether TensorFlow has NCCL, and whether its devices can still be connected.
-
-    These are ``has_nccl`` and ``ready`` of ``DeviceCapabilities``.
-    """
-    with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
-    return with_gpus, private_tensorflow.is_connected() or not private_tensorflow.in_use()
 
 
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:

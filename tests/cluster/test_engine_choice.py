@@ -4,7 +4,9 @@ from hvdtrain.cluster.engine_choice import (
     DeviceCapabilities,
     choose_device_engine,
     choose_engine,
+    without_nccl,
 )
+from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
@@ -26,7 +28,7 @@ MPI = Topology(rank=1, size=2, local_rank=1, local_size=2, launcher="openmpi")
     ],
 )
 def test_engine_by_launcher_and_backend(topology, backend, engine, reason):
-    assert choose_engine(topology, backend) == (engine, reason)
+    assert choose_engine(topology, backend)[:2] == (engine, reason)
 
 
 def test_backend_mpi_without_mpi_is_an_error():
@@ -41,9 +43,11 @@ def test_parameter_servers_need_mpi(topology, backend):
     assert choose_engine(MPI, "auto", has_servers=True).engine == "mpi"
 
 
-GPU0, GPU1 = (DeviceCapabilities(gpu=f"GPU-{n}", has_nccl=True, ready=True) for n in "01")
-CPU = DeviceCapabilities(gpu="", has_nccl=False, ready=True)
-LATE = GPU1._replace(ready=False)
+GPU0, GPU1 = (DeviceCapabilities(0, Gpu(f"GPU-{n}", f"0000:{n}b:00.0"), True) for n in "01")
+CPU = DeviceCapabilities(0, None, False)
+LATE = GPU1._replace(obstacle="TensorFlow's devices were used before hvdtrain.init()")
+PART = GPU1._replace(gpu=Gpu("GPU-1", "0000:0b:00.0"))
+UNKNOWN = GPU0._replace(gpu=Gpu("a GPU 0")), GPU1._replace(gpu=Gpu("a GPU 1"))
 OTHER = GPU1._replace(has_nccl=False)
 
 
@@ -54,6 +58,12 @@ OTHER = GPU1._replace(has_nccl=False)
         ("auto", [CPU, CPU], "mpi", "no rank has a GPU"),
         ("auto", [GPU0, CPU, CPU], "mpi", "only some ranks have a GPU, not ranks 1, 2"),
         ("auto", [GPU0, GPU0], "mpi", "ranks 0, 1 share a GPU, which NCCL does not allow"),
+        (
+            *("auto", [GPU0, PART], "mpi"),
+            "ranks 0, 1 use parts of one GPU (MIG), which NCCL does not allow",
+        ),
+        ("auto", [GPU0, PART._replace(host=1)], "nccl", "every rank has a GPU"),
+        ("auto", UNKNOWN, "nccl", "every rank has a GPU"),
         ("auto", [GPU0, OTHER], "mpi", "TensorFlow has no NCCL on rank 1"),
         (
             *("auto", [GPU0, LATE], "mpi"),
@@ -69,7 +79,7 @@ OTHER = GPU1._replace(has_nccl=False)
 )
 def test_engine_by_capabilities(backend, capabilities, engine, reason):
     choice = choose_device_engine(backend, capabilities, has_servers=False, elastic=False)
-    assert choice == (engine, reason)
+    assert choice[:2] == (engine, reason)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +88,8 @@ def test_engine_by_capabilities(backend, capabilities, engine, reason):
         ([CPU, GPU1], "not rank 0"),
         ([GPU1, GPU1], "share a GPU"),
         ([GPU0, OTHER], "no NCCL on rank 1"),
-        ([CPU, CPU._replace(ready=False)], "used before .* on rank 1"),
+        ([CPU, CPU._replace(obstacle=LATE.obstacle)], "used before .* on rank 1"),
+        ([GPU0, PART], "parts of one GPU"),
     ],
 )
 def test_backend_nccl_without_capabilities_is_an_error(capabilities, reason):
@@ -95,3 +106,10 @@ def test_nccl_needs_all_ranks(has_servers, elastic, reason):
     assert reason in choose_device_engine("auto", [GPU0, GPU1], **options).reason
     with pytest.raises(ConfigurationError, match=reason):
         choose_device_engine("nccl", [GPU0, GPU1], **options)
+
+
+def test_mpi_replaces_nccl_only_with_auto():
+    choice = without_nccl("auto", "rank 1 (b): no route", failed=True)
+    assert choice == ("mpi", "rank 1 (b): no route", True)
+    with pytest.raises(LaunchError, match=r"--backend nccl .*: rank 1 \(b\): no route\. Fix that"):
+        without_nccl("nccl", "rank 1 (b): no route", failed=True)

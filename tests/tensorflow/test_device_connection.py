@@ -7,8 +7,10 @@ import re
 import socket
 
 import pytest
+import tensorflow as tf
 
 from hvdtrain.private_api import tensorflow as private_tensorflow
+from hvdtrain.tensorflow import device_connection
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -22,6 +24,18 @@ def test_no_other_socket_can_bind_a_reserved_port() -> None:
             other.bind(("", port))
         assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
     assert os.environ.get("TF_GRPC_REUSE_PORT") == before
+
+
+@pytest.mark.parametrize(
+    ("interface", "problem"),
+    [("lo", ""), ("missing0", "NCCL_SOCKET_IFNAME=missing0 selects no interface with an address")],
+)
+def test_a_missing_network_interface_is_an_obstacle(monkeypatch, interface, problem) -> None:
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    monkeypatch.setattr(private_tensorflow, "in_use", lambda: False)
+    environ = {"NCCL_SOCKET_IFNAME": interface}
+    _, obstacle = device_connection.capabilities(environ, several_hosts=False)
+    assert obstacle[: len(problem) or None] == problem
 
 
 NAMELESS = """
@@ -46,6 +60,6 @@ def test_hosts_with_unknown_names_are_reached_by_address(launch, address: str) -
     done = launch(2, NAMELESS + PROGRAM, address, env=NCCL, timeout_s=60)
     assert (done.returncode == 0) == bool(address), done
     unknown = (
-        "LaunchError: --backend nccl requires host names.*; got host-0.invalid, host-1.invalid"
+        "LaunchError: --backend nccl .* NCCL requires host names .*got host-0.invalid, host-1.inv"
     )
     assert bool(re.search(unknown, done.stderr)) != bool(address), done
