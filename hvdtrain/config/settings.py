@@ -47,7 +47,7 @@ class ModeSettings:
         1, positive_int, "local-sgd: number of steps between averages of the weights"
     )
     outer_learning_rate: float = setting(
-        1.0, rate, "local-sgd: learning rate of the outer step toward the averaged weights"
+        1.0, rate, "local-sgd: learning rate of the outer step (toward the averaged weights)"
     )
     outer_momentum: float = setting(0.0, fraction, "local-sgd: Nesterov momentum of the outer step")
     num_ps: int = setting(1, positive_int, "async-ps, sync-ps: number of parameter servers")
@@ -61,14 +61,14 @@ class ModeSettings:
     staleness_bound: int | None = setting(
         None,
         count_or("none"),
-        "async-ps: maximum number of steps that a worker may be ahead of the slowest worker; 0: "
-        "lockstep; none: unlimited",
+        "async-ps: maximum number of steps ahead of the slowest worker; 0: lockstep; none: "
+        "unlimited",
     )
     overlap: bool = setting(
         False, flag, "async-ps: compute the next gradients while the previous ones are sent"
     )
     backup_workers: int = setting(
-        0, count, "sync-ps: number of slow workers whose gradients are dropped in each step"
+        0, count, "sync-ps: number of slowest workers to ignore in each step"
     )
     worker_timeout_s: float = setting(
         120.0,
@@ -186,7 +186,7 @@ class Settings(ModeSettings):
     # Devices.
     share_gpus: bool = setting(False, flag, "allow more ranks than GPUs on a host")
     soft_placement: bool = setting(
-        True, flag, "run operations that a device does not support on a different device"
+        True, flag, "run an operation on another device if its device does not support it"
     )
     log_device_placement: bool = setting(
         False, flag, "print the device of each TensorFlow operation"
