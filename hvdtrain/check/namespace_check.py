@@ -99,7 +99,7 @@ def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
     """Check the user's permissions to submit, watch and stop a job."""
     owner = resource_of(objects[0])
     needed = [("create", *resource_of(one)) for one in objects]
-    needed += [(verb, *owner) for verb in ("get", "patch", "delete")]
+    needed += [(verb, *owner) for verb in ("get", "list", "patch", "delete")]
     needed += [("get", "pods", ""), ("list", "pods", ""), ("get", "pods/log", "")]
     # Users can only grant the launcher's account permissions that they have themselves.
     for rule in (rule for one in objects for rule in one.get("rules") or ()):

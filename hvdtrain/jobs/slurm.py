@@ -10,7 +10,6 @@ import re
 import shlex
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import try_lock, write_json
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder, JobRequest
 from hvdtrain.jobs.local_queue import job_environment
+from hvdtrain.jobs.queue_watcher import QueueAnswer, QueueWatcher
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, QueueState
 
-__all__ = ["QueueWatcher", "SlurmQueue", "SqueueAnswer", "script_path"]
+__all__ = ["SlurmQueue", "SqueueAnswer", "script_path"]
 
 TIMEOUT_S = 20.0
 # The shortest time between two calls of squeue by all processes of a user on a host.
@@ -46,6 +46,9 @@ class SlurmPlan:
 
 class SlurmQueue:
     """The Slurm cluster of this login or compute node; see ``JobBackend`` for its methods."""
+
+    def __init__(self) -> None:
+        self._watcher = QueueWatcher(_newest_answer, INTERVAL_S)
 
     def plan(self, request: JobRequest) -> SlurmPlan:
         """Return the sbatch command, in which the job's own options override the defaults."""
@@ -81,7 +84,7 @@ class SlurmQueue:
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
         """Return the states that squeue printed last."""
-        answer = _WATCHER.answer()
+        answer = self._watcher.answer()
         # Jobs without an ID are still being submitted.
         return {
             folder: QueueState("Slurm", *answer.state_of(spec))
@@ -121,19 +124,12 @@ def script_path() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SqueueAnswer:
+class SqueueAnswer(QueueAnswer):
     """The output of squeue for all jobs of this user."""
 
-    started_s: float = 0.0  # when squeue started, in seconds since 1970
-    ended_s: float = 0.0  # when squeue ended
     # the state and the reason of each job that Slurm knows, such as PENDING and Priority, by job
     # ID; None if squeue did not answer
     jobs: Mapping[str, Sequence[str]] | None = None
-
-    def is_newer_than(self, age_s: float) -> bool:
-        """Return whether the answer is at most ``age_s`` seconds old."""
-        # The age is negative if the clock was set back.
-        return 0 <= time.time() - self.ended_s < age_s
 
     def state_of(self, spec: JobSpec) -> tuple[str, str]:
         """Return a job's state, as ``derive_status`` expects it, and the reason for it."""
@@ -149,33 +145,16 @@ class SqueueAnswer:
         return state, reason
 
 
-class QueueWatcher:
-    """Runs squeue for all jobs of this user, at most once per ``INTERVAL_S``.
-
-    The answer is kept in a file that all processes of the user on this host share.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = SqueueAnswer()
-
-    def answer(self) -> SqueueAnswer:
-        """Return the newest answer; run squeue if it is too old."""
-        with self._lock:
-            if not self._newest.is_newer_than(INTERVAL_S):
-                try:
-                    self._newest = _shared_answer(_cache_path(os.environ))
-                except OSError:
-                    # The shared file can't be used.
-                    self._newest = _run_squeue()
-            return self._newest
-
-
-_WATCHER = QueueWatcher()
+def _newest_answer() -> SqueueAnswer:
+    try:
+        return _shared_answer(_cache_path(os.environ))
+    except OSError:
+        # The shared file can't be used.
+        return _run_squeue()
 
 
 def _shared_answer(path: Path) -> SqueueAnswer:
-    """Return the answer in a shared file.
+    """Return the answer in a file that all processes of this user on this host share.
 
     If the answer is too old, run squeue, unless another process already does.
     """

@@ -142,10 +142,14 @@ class ClusterApi:
         """Merge ``content`` into a Job."""
         self._send("PATCH", self._job_path(name), f"Job {name}", content=content)
 
-    def pods(self, name: str) -> list[Object]:
-        """Return the pods of a job."""
-        query = [("labelSelector", f"{JOB_LABEL}={name}")]
-        return list(self._send("GET", self._path("v1", "pods"), "pods", query=query)["items"])
+    def jobs(self) -> list[Object]:
+        """Return the Jobs of all jobs of hvdtrain in this namespace."""
+        return self._list(self._path("batch/v1", "jobs"), "jobs", ("labelSelector", JOB_LABEL))
+
+    def pods(self, name: str | None = None) -> list[Object]:
+        """Return the pods of a job, or of all jobs of hvdtrain in this namespace."""
+        label = JOB_LABEL if name is None else f"{JOB_LABEL}={name}"
+        return self._list(self._path("v1", "pods"), "pods", ("labelSelector", label))
 
     def log(self, pod: str, container: str, since: str) -> str:
         """Return the output of a container. Each line starts with the time at the node.
@@ -158,18 +162,14 @@ class ClusterApi:
         path = self._path("v1", f"pods/{pod}/log")
         return self._request("GET", path, f"log of {pod}", query=query).decode(errors="replace")
 
-    def creation_problem(self, name: str) -> str:
-        """Return the cluster's reason why pods of a job can't be created; empty if unknown."""
-        query = [("fieldSelector", "reason=FailedCreate")]
+    def creation_problems(self) -> dict[str, str]:
+        """Return why pods can't be created, by the name of their Job or StatefulSet, if known."""
+        query = ("fieldSelector", "reason=FailedCreate")
         try:
-            events = self._send("GET", self._path("v1", "events"), "events", query=query)["items"]
-        except JobError:
-            return ""
-        owners = (name, f"{name}-worker")
-        messages = [
-            e.get("message", "") for e in events if e["involvedObject"].get("name") in owners
-        ]
-        return messages[-1] if messages else ""
+            events = self._list(self._path("v1", "events"), "events", query)
+        except RefusedError:
+            return {}
+        return {one["involvedObject"].get("name", ""): one.get("message", "") for one in events}
 
     def workers(self, name: str) -> int:
         """Return the requested number of workers of a job."""
@@ -227,6 +227,9 @@ class ClusterApi:
 
     def _workers_path(self, name: str) -> str:
         return self._path("apps/v1", f"statefulsets/{name}-worker")
+
+    def _list(self, path: str, what: str, query: tuple[str, str]) -> list[Object]:
+        return list(self._send("GET", path, what, query=[query])["items"])
 
     def _send(self, *arguments: Any, **options: Any) -> Any:
         return json.loads(self._request(*arguments, **options))

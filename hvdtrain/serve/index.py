@@ -18,8 +18,6 @@ from hvdtrain.jobs.job_view import JobView, view_job, view_jobs
 __all__ = ["JobIndex", "matching"]
 
 INTERVAL_S = 1.0
-# How often Slurm and Kubernetes are asked about jobs that only they know.
-QUEUES_INTERVAL_S = 15.0
 # How many jobs are read at a time: at first only the newest, for the first page of the list.
 FIRST = 200
 BATCH = 1000
@@ -47,7 +45,6 @@ class JobIndex:
         self._views: dict[str, JobView] = {}
         self._newest: list[JobView] = []
         self._modified: dict[str, int] = {}
-        self._queues_at = 0.0
         self._closing = threading.Event()
         self._pause_s = INTERVAL_S
         self._refresh(FIRST)
@@ -88,19 +85,12 @@ class JobIndex:
     def _refresh(self, most: int) -> None:
         started = time.monotonic()
         modified = self._scan()
-        ask_queues = started - self._queues_at > QUEUES_INTERVAL_S
-        if ask_queues:
-            self._queues_at = started
         with self._lock:
             removed = self._views.keys() - modified.keys()
             changed = [name for name, at in modified.items() if self._modified.get(name) != at]
             # An active job's state may change although its folder does not, for example if its
             # launcher is killed.
-            names = [
-                name
-                for name in modified.keys() - set(changed)
-                if self._may_change(name, ask_queues=ask_queues)
-            ]
+            names = [name for name in modified.keys() - set(changed) if self._may_change(name)]
         changed.sort(key=modified.__getitem__, reverse=True)
         names += changed[:most]
         later = changed[most:]
@@ -121,16 +111,9 @@ class JobIndex:
         duration_s = time.monotonic() - started
         self._pause_s = 0.0 if later else max(INTERVAL_S, duration_s / _SCAN_SHARE)
 
-    def _may_change(self, name: str, *, ask_queues: bool) -> bool:
+    def _may_change(self, name: str) -> bool:
         view = self._views.get(name)
-        if view is None:
-            return True
-        if view.is_over or ask_queues:
-            return not view.is_over
-        # These jobs can be read without asking a queue. Only Kubernetes knows jobs without a
-        # volume, and only Slurm knows its queued jobs.
-        is_readable = view.spec.backend.kind != "kubernetes"
-        return is_readable and (not view.spec.slurm_job or view.status == "running")
+        return view is None or not view.is_over
 
     def _scan(self) -> dict[str, int]:
         """Return the modification time of each folder in nanoseconds."""

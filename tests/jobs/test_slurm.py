@@ -12,9 +12,9 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder, JobRequest
-from hvdtrain.jobs.slurm import QueueWatcher, SlurmPlan, SlurmQueue, script_path
+from hvdtrain.jobs.slurm import SlurmPlan, SlurmQueue, script_path
 from hvdtrain.jobs.spec import LOCAL, Backend, JobSpec
-from hvdtrain.jobs.state import GONE, RESTARTABLE
+from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, QueueState
 
 SPEC = JobSpec(
     options=("-np", "4", "--max-restarts", "2"),
@@ -27,6 +27,11 @@ SPEC = JobSpec(
 def _plan(ranks: int | None, environ: Mapping[str, str]) -> SlurmPlan:
     job = JobFolder(Path("/jobs/a-1"))
     return SlurmQueue().plan(JobRequest(job=job, spec=SPEC, environ=environ, ranks=ranks))
+
+
+def _describe(queue: SlurmQueue, number: str) -> QueueState:
+    """Return a job's state in a queue."""
+    return queue.describe({Path("a"): dataclasses.replace(SPEC, slurm_job=number)})[Path("a")]
 
 
 def test_the_command_of_sbatch() -> None:
@@ -44,7 +49,7 @@ def test_the_command_of_sbatch() -> None:
 def test_missing_commands_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert QueueWatcher().answer().jobs is None
+    assert _describe(SlurmQueue(), "1").state == NO_ANSWER
     spec = dataclasses.replace(SPEC, folder="/", slurm_job="1")
     environ = {"PATH": str(tmp_path)}
     request = JobRequest(job=JobFolder(tmp_path), spec=spec, environ=environ, ranks=1)
@@ -90,10 +95,12 @@ printf '  7 PENDING Priority\\n8 RUNNING None\\n9 CANCELLED (by root)\\n10_[1-4]
 """
 _POLL = """
 import time
-from hvdtrain.jobs.slurm import QueueWatcher
-watcher = QueueWatcher()
+from pathlib import Path
+from hvdtrain.jobs.slurm import SlurmQueue
+from hvdtrain.jobs.spec import JobSpec
+queue, spec = SlurmQueue(), JobSpec(options=(), program=(), folder="/", slurm_job="7")
 for _ in range(5):
-    assert watcher.answer().jobs["7"][0] == "PENDING"
+    assert queue.describe({Path("a"): spec})[Path("a")].state == "PENDING"
     time.sleep(0.1)
 """
 
@@ -107,7 +114,6 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     squeue.chmod(0o700)
     monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("hvdtrain.jobs.slurm._WATCHER", QueueWatcher())
     return tmp_path / "calls"
 
 
@@ -120,18 +126,17 @@ def test_all_processes_share_one_call_of_squeue(
 ) -> None:
     polling = [subprocess.Popen([sys.executable, "-c", _POLL]) for _ in range(4)]
     assert [process.wait(timeout=60) for process in polling] == [0] * 4
-    jobs = QueueWatcher().answer().jobs
-    assert (_count(calls), jobs and jobs["9"]) == (1, ["CANCELLED", "(by root)"])
-    # The queue of a process has a single watcher.
+    state = _describe(SlurmQueue(), "9")
+    assert (_count(calls), state.state, state.reason) == (1, "CANCELLED", "(by root)")
     monkeypatch.setattr("hvdtrain.jobs.slurm.INTERVAL_S", 0.2)
     time.sleep(0.2)
-    SlurmQueue().describe({Path("a"): dataclasses.replace(SPEC, slurm_job="7")})
+    _describe(SlurmQueue(), "9")
     assert _count(calls) == 2
 
 
 def test_a_failed_call_is_not_repeated_at_once(calls: Path, tmp_path: Path) -> None:
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho x >> {calls}\nexit 1\n")
-    assert [QueueWatcher().answer().jobs for _ in range(3)] == [None] * 3
+    assert [_describe(SlurmQueue(), "7").state for _ in range(3)] == [NO_ANSWER] * 3
     assert _count(calls) == 1
 
 
@@ -139,8 +144,8 @@ def test_without_a_cache_folder_the_process_calls_squeue_itself(
     calls: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").touch()
-    watcher = QueueWatcher()
-    assert [sorted(watcher.answer().jobs or ()) for _ in range(3)] == [["7", "8", "9"]] * 3
+    queue = SlurmQueue()
+    assert [_describe(queue, "7").state for _ in range(3)] == ["PENDING"] * 3
     assert _count(calls) == 1
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +18,11 @@ from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
 from hvdtrain.jobs.folder import JobFolder, JobRequest
 from hvdtrain.jobs.kubernetes.manifests import PodJob, container_of, job_objects, make_keys
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
+from hvdtrain.jobs.queue_watcher import QueueAnswer, QueueWatcher
 from hvdtrain.jobs.spec import JobSpec, exported_variables, is_secret
 from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, JobState, QueueState
-from hvdtrain.pods.cluster_api import DELETE_TIMEOUT_S, ClusterApi, SilentClusterError
-from hvdtrain.pods.names import STOP, Object, resource_of, rights_text
+from hvdtrain.pods.cluster_api import DELETE_TIMEOUT_S, ClusterApi
+from hvdtrain.pods.names import JOB_LABEL, STOP, Object, resource_of, rights_text
 from hvdtrain.pods.pod_states import find_condition, launchers_of, pod_problem, workers_of
 
 __all__ = [
@@ -42,8 +44,8 @@ ALL_GONE = (
     f"its pods no longer exist, and its log and history are lost because {NO_VOLUME}. To keep "
     "them, submit jobs with --volume CLAIM:/PATH and a --jobs-dir below that path."
 )
-# A cluster that has not answered is not asked again for this long.
-SILENT_S = 30.0
+# The shortest time between two queries of a namespace.
+INTERVAL_S = 5.0
 # How long after a submission its objects may still be created. This can take long, because objects
 # of the previous run are deleted first.
 _CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
@@ -106,12 +108,23 @@ class PodPlan(NamedTuple):
         return _PREVIEW_COMMENT + yaml.safe_dump_all(self.objects, sort_keys=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _NamespaceAnswer(QueueAnswer):
+    """All jobs in a namespace, or the error of the query."""
+
+    error: str = ""
+    jobs: Mapping[str, Object] = field(default_factory=dict)  # by name
+    pods: Mapping[str, Sequence[Object]] = field(default_factory=dict)  # by the name of their job
+    # why pods can't be created, by the name of their Job or StatefulSet
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
 class PodBackend:
     """The Kubernetes clusters that jobs choose by options; see ``JobBackend`` for the methods."""
 
-    def __init__(self) -> None:
-        # If a cluster does not answer, a command waits for it once, not once per job.
-        self._silent_until: dict[tuple[str, str], float] = {}
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._watchers: dict[tuple[str, str], QueueWatcher[_NamespaceAnswer]] = {}
 
     def plan(self, request: JobRequest) -> PodPlan:
         """Return the job's objects."""
@@ -141,27 +154,27 @@ class PodBackend:
         pods = read_pod_options(spec.backend.options)
         if _is_shared(job.path, pods):
             return None
-        name, lines = object_name(job.name), []
-        with self._cluster(pods) as api:
-            launchers = launchers_of(api.pods(name))
-            if not launchers and api.job(name) is None:
-                raise JobError(f"{job.name} has no log: {ALL_GONE}")
-            for pod in launchers:
-                if pod["status"].get("phase") == "Pending":
-                    continue
-                container = container_of(pod)["name"]
-                try:
-                    text = api.log(pod["metadata"]["name"], container, after)
-                except JobError:
-                    # The node of an earlier launcher may be gone.
-                    if pod is launchers[-1]:
-                        raise
-                    continue
-                # Not splitlines(), which also splits at other characters.
-                for line in filter(None, text.split("\n")):
-                    at, _, content = line.partition(" ")
-                    if at > after:
-                        lines.append((at, content))
+        name, lines, answer = object_name(job.name), [], self._answer(pods)
+        launchers = launchers_of(answer.pods.get(name, ()))
+        if not launchers and name not in answer.jobs:
+            raise JobError(f"{job.name} has no log: {ALL_GONE}")
+        api = ClusterApi.of_context(pods.context, pods.namespace)
+        for pod in launchers:
+            if pod["status"].get("phase") == "Pending":
+                continue
+            container = container_of(pod)["name"]
+            try:
+                text = api.log(pod["metadata"]["name"], container, after)
+            except JobError:
+                # The node of an earlier launcher may be gone.
+                if pod is launchers[-1]:
+                    raise
+                continue
+            # Not splitlines(), which also splits at other characters.
+            for line in filter(None, text.split("\n")):
+                at, _, content = line.partition(" ")
+                if at > after:
+                    lines.append((at, content))
         return lines
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
@@ -189,36 +202,49 @@ class PodBackend:
             api.patch_job(name, {"metadata": {"annotations": {STOP: "save" if save else "now"}}})
 
     def _describe(self, folder: Path, spec: JobSpec) -> QueueState:
-        name, pods = object_name(folder.name), []
+        name = object_name(folder.name)
         try:
             options = read_pod_options(spec.backend.options)
-            with self._cluster(options) as api:
-                job = api.job(name)
-                if awaits_objects(job, created_s=spec.created_s, now_s=time.time()):
-                    state, reason = "PENDING", ""
-                elif job is None:
-                    state, reason = GONE, ""
-                else:
-                    pods = api.pods(name)
-                    state, reason = queue_state(job, pods)
-                    if not reason and not (launchers_of(pods) and workers_of(pods)):
-                        reason = api.creation_problem(name)
+            answer = self._answer(options)
         except HvdtrainError as error:
             return QueueState("Kubernetes", NO_ANSWER, str(error))
+        job, pods = answer.jobs.get(name), answer.pods.get(name, ())
+        if awaits_objects(job, created_s=spec.created_s, now_s=time.time()):
+            state, reason = "PENDING", ""
+        elif job is None:
+            state, reason = GONE, ""
+        else:
+            state, reason = queue_state(job, pods)
+            if not reason and not (launchers_of(pods) and workers_of(pods)):
+                reason = answer.problems.get(name) or answer.problems.get(f"{name}-worker", "")
         known = None if _is_shared(folder, options) else job_state(state, reason, pods)
         return QueueState("Kubernetes", state, reason, known)
 
-    @contextlib.contextmanager
-    def _cluster(self, pods: PodOptions) -> Iterator[ClusterApi]:
-        """Yield the API of the pods' cluster; raise an error if the cluster recently was silent."""
+    def _answer(self, pods: PodOptions) -> _NamespaceAnswer:
+        """Return the newest answer about the pods' namespace; raise an error if it has none."""
         key = (pods.context, pods.namespace)
-        if time.monotonic() < self._silent_until.get(key, 0.0):
-            raise SilentClusterError("the cluster did not answer a moment ago")
-        try:
-            yield ClusterApi.of_context(pods.context, pods.namespace)
-        except SilentClusterError:
-            self._silent_until[key] = time.monotonic() + SILENT_S
-            raise
+        watcher = QueueWatcher(functools.partial(_ask, *key), self._interval_s)
+        answer = self._watchers.setdefault(key, watcher).answer()
+        if answer.error:
+            raise JobError(answer.error)
+        return answer
+
+
+def _ask(context: str, namespace: str) -> _NamespaceAnswer:
+    """Ask a cluster about all jobs in a namespace."""
+    started_s = time.time()
+    pods: dict[str, list[Object]] = {}
+    try:
+        api = ClusterApi.of_context(context, namespace)
+        jobs = {job["metadata"]["name"]: job for job in api.jobs()}
+        for pod in api.pods():
+            pods.setdefault(pod["metadata"]["labels"][JOB_LABEL], []).append(pod)
+        problems = api.creation_problems()
+    except JobError as error:
+        return _NamespaceAnswer(started_s=started_s, ended_s=time.time(), error=str(error))
+    return _NamespaceAnswer(
+        started_s=started_s, ended_s=time.time(), jobs=jobs, pods=pods, problems=problems
+    )
 
 
 def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> bool:

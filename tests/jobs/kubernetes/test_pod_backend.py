@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs import backends
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import view_job, view_jobs
 from hvdtrain.jobs.kubernetes.pod_backend import (
     PodBackend,
     awaits_objects,
@@ -25,6 +27,9 @@ from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.jobs.state import GONE, NO_ANSWER, RESTARTABLE, JobState
 from hvdtrain.jobs.submission import stop_job
 from hvdtrain.pods import cluster_api
+from hvdtrain.serve.index import JobIndex
+
+_NAME = "train-1"
 
 
 def _spec(*options: str, pods: tuple[str, ...] = ("--image=i",), created_s: float = 0.0) -> JobSpec:
@@ -64,7 +69,8 @@ def test_objects_have_valid_names() -> None:
 
 
 def _pod(role: str = "launcher", **status: Any) -> dict[str, Any]:
-    return {"metadata": {"name": role, "labels": {"hvdtrain/role": role}}, "status": status}
+    labels = {"hvdtrain/job": _NAME, "hvdtrain/role": role}
+    return {"metadata": {"name": role, "labels": labels}, "status": status}
 
 
 def _waiting(reason: str, message: str = "") -> dict[str, Any]:
@@ -209,18 +215,23 @@ def test_missing_objects_are_awaited_after_the_submission(created, after_s, awai
 
 
 class _Cluster:
-    """A cluster with the objects of one job."""
+    """A cluster with the objects of one job, which counts queries."""
 
     def __init__(self) -> None:
         self.found: Any = None
         self.found_pods: list[Any] = []
         self.printed = ""
+        self.queries = 0
         self.requests: list[Any] = []
 
     def job(self, _name: str) -> Any:
         return self.found
 
-    def pods(self, _name: str) -> Any:
+    def jobs(self) -> Any:
+        self.queries += 1
+        return [] if self.found is None else [self.found]
+
+    def pods(self, _name: str = "") -> Any:
         return self.found_pods
 
     def log(self, _pod: str, _container: str, _since: str) -> str:
@@ -232,22 +243,25 @@ class _Cluster:
     def patch_job(self, _name: str, content: Any) -> None:
         self.requests.append(content["metadata"]["annotations"])
 
-    def creation_problem(self, _name: str) -> str:
-        return ""
+    def creation_problems(self) -> dict[str, str]:
+        return {}
 
 
-_JOB = {"metadata": {"creationTimestamp": "2026-11-27T10:00:00Z"}, "status": {}}
+_JOB = {"metadata": {"name": _NAME, "creationTimestamp": "2026-11-27T10:00:00Z"}, "status": {}}
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> _Cluster:
     cluster = _Cluster()
     monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s=0.0))
     return cluster
 
 
 def _queued_job(tmp_path: Path, created_s: float = 0.0) -> JobFolder:
-    job = create_job(tmp_path, _spec(created_s=created_s))
+    job = JobFolder(tmp_path / _NAME)
+    job.path.mkdir()
+    job.write_spec(_spec(created_s=created_s))
     job.write_state(JobState(phase="queued"))
     return job
 
@@ -271,12 +285,53 @@ def test_the_status_of_a_job_that_the_cluster_may_not_know(
     assert view_job(job).status == "done", "the end was recorded"
 
 
+def _launcher(phase: str) -> dict[str, Any]:
+    return {**_pod(phase=phase), "spec": {"containers": [{"name": "launcher"}]}}
+
+
 def test_log_lines_end_at_newlines_only(tmp_path: Path, cluster: _Cluster) -> None:
-    cluster.found_pods = [{**_pod(phase="Running"), "spec": {"containers": [{"name": "launcher"}]}}]
+    cluster.found_pods = [_launcher(phase="Running")]
     text = "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028z z"
     cluster.printed = f"2026-11-29T10:00:00.1Z {text}\n2026-11-29T10:00:00.2Z \n"
-    lines = PodBackend().log_lines(create_job(tmp_path, _spec()), _spec(), "")
+    lines = PodBackend().log_lines(JobFolder(tmp_path / _NAME), _spec(), "")
     assert lines == [("2026-11-29T10:00:00.1Z", text), ("2026-11-29T10:00:00.2Z", "")]
+
+
+def test_all_who_wait_for_jobs_share_a_query(
+    tmp_path: Path, cluster: _Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s=60.0))
+    job = _queued_job(tmp_path)
+    cluster.found, cluster.found_pods = _JOB, [_launcher(phase="Running")]
+    index = JobIndex(tmp_path)
+    for _ in range(3):
+        index.refresh()
+    view_jobs([job, job])
+    assert main(["stop", _NAME, "--jobs-dir", str(tmp_path), "--wait", "0.3"]) == 1
+    assert cluster.requests == [{"hvdtrain/stop": "now"}]
+    assert main(["logs", _NAME, "--jobs-dir", str(tmp_path)]) == 0
+    assert cluster.queries == 1
+
+
+def test_following_a_log_does_not_ask_in_each_poll(
+    tmp_path: Path, cluster: _Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interval_s, polls = 0.5, []
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s))
+    monkeypatch.setattr("hvdtrain.job_commands.logs.QUEUE_POLL_S", 0.01)
+    job = _queued_job(tmp_path)
+    cluster.found, cluster.found_pods = _JOB, [_launcher(phase="Running")]
+
+    def log(*_: str) -> str:
+        polls.append(time.monotonic())
+        if len(polls) == 10:
+            cluster.found_pods = [_launcher(phase="Succeeded")]
+        return ""
+
+    cluster.log = log  # type: ignore[method-assign]
+    assert main(["logs", _NAME, "--jobs-dir", str(tmp_path), "-f"]) == 0
+    assert (view_job(job).status, len(polls) > 10) == ("done", True)
+    assert cluster.queries <= 2 + (polls[-1] - polls[0]) / interval_s
 
 
 @pytest.mark.parametrize(
