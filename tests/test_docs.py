@@ -207,6 +207,7 @@ FOREIGN_FLAGS = {
         "--map-by",
         "--with-ft",
     ),
+    *("--gpu-bind", "--gpus", "--gpus-per-node", "--ntasks-per-node", "--ulimit"),
     *("--build-arg", "--shm-size", "--no-deps", "--logdir", "--replicas"),
 }
 
@@ -219,6 +220,7 @@ def test_flags_variables_and_files_exist() -> None:
     identifiers = set(re.findall(r"[\w-]+", "\n".join(path.read_text() for path in files)))
     programs = [path for path in files if path.parent.name in ("examples", "benchmarks")]
     flags = {flag for command in _commands().values() for flag in command}
+    programs.append(REPOSITORY / "tests" / "gpu" / "__main__.py")
     flags |= {flag for path in programs for flag in _flags_of_program(path)}
     documented: set[str] = set()
     for path in DOCUMENTS:

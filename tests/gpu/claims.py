@@ -107,7 +107,7 @@ def _judge_binding(ranks: Sequence[Mapping[str, Any]], reducer: str) -> Judgemen
 
 def _reducer(done: Completed) -> str:
     """Return the library that hvdtrain reported to combine gradients."""
-    match = re.search(r"hvdtrain: (.*) combines gradients: (.*)", done.text(errors=True))
+    match = re.search(r"hvdtrain: (.*) combines gradients[:,] (.*)", done.text(errors=True))
     if match is None:
         return ""
     return "TensorFlow's ring" if "ring on CPUs" in match[2] else match[1]
@@ -211,6 +211,20 @@ def _judge_placement(log: str) -> Judgement:
     counts = ", ".join(f"{count} {kind}" for kind, count in placed.items())
     text = "; ".join(dict.fromkeys(elsewhere)) or f"on GPUs: {counts}"
     return Judgement(measured=text, holds=holds, values=placed)
+
+
+def _test_fallback(context: Context) -> Judgement:
+    # NCCL does not start without its network.
+    env = {"NCCL_NET": "hvdtrain-none"}
+    _, done = context.run_program("binding", env=env)
+    return _judge_fallback(_reducer(done), done.text(errors=True))
+
+
+def _judge_fallback(reducer: str, log: str) -> Judgement:
+    match = re.search(r"combines gradients, because NCCL failed: (.*)", log)
+    reason = match[1] if match else "no reason is given"
+    holds = reducer == "MPI" and match is not None
+    return Judgement(measured=f"{reducer or 'nothing'} combines gradients: {reason}", holds=holds)
 
 
 def _test_bench(context: Context) -> Judgement:
@@ -393,7 +407,7 @@ CLAIMS = (
     ),
     Claim(
         name="binding",
-        text="each rank computes on a GPU of its own, with memory growth",
+        text="each rank computes on its own GPU, with memory growth",
         needs=Requirements(ranks="all", gpus=1),
         limit_s=90,
         test=_test_binding,
@@ -418,6 +432,13 @@ CLAIMS = (
         needs=Requirements(ranks="two", gpus=2, own_gpus=True),
         limit_s=90,
         test=_test_placement,
+    ),
+    Claim(
+        name="fallback",
+        text="if NCCL can't start, all ranks use MPI",
+        needs=Requirements(ranks="two", gpus=2, own_gpus=True),
+        limit_s=120,
+        test=_test_fallback,
     ),
     Claim(
         name="killed",

@@ -33,8 +33,7 @@ DEFAULT_CPU_RANKS = 2
 class HostGpus:
     """A host, and the number and models of the GPUs that the suite may use there.
 
-    ``named`` is False for hosts that ``hvdtrain run`` finds itself: this host, and those of a Slurm
-    job.
+    ``named`` is False for this host and the hosts of a Slurm job, which ``hvdtrain run`` finds.
     """
 
     name: str
@@ -162,7 +161,7 @@ def hardware_of(
 ) -> Hardware:
     """Return the hardware from the answers of all hosts.
 
-    A host that a hostfile names or Slurm allocates has no more GPUs than slots.
+    The number of GPUs is limited to the slots of a hostfile or of a Slurm job.
 
     Raises:
         LaunchError: If a host did not answer.

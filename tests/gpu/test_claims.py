@@ -78,6 +78,15 @@ def test_placement() -> None:
     assert not holds(claims._judge_placement(line.format("Conv2D", "GPU")))
 
 
+def test_fallback() -> None:
+    log = "[0] hvdtrain: MPI combines gradients, because NCCL failed: rank 1 (b): no network"
+    done = Completed(code=0, lines=[Line(at_s=0, text=log, is_error=True)])
+    assert claims._reducer(done) == "MPI"
+    assert holds(claims._judge_fallback("MPI", log), "MPI combines gradients: rank 1 (b): no")
+    assert not holds(claims._judge_fallback("NCCL", log))
+    assert not holds(claims._judge_fallback("MPI", "[0] MPI combines gradients: no rank has"))
+
+
 def test_bench() -> None:
     row = {"bytes": 1 << 30, "best_s": 0.01, "engine": "nccl"}
     report = {"sizes": [{**row, "engine": "mpi"}], "tensors": [row]}

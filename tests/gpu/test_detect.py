@@ -37,7 +37,8 @@ def where(hardware: Hardware) -> dict[str, str]:
 
 def test_no_gpu() -> None:
     assert where(this_host(0)) == {
-        **dict.fromkeys(("binding", "nccl", "placement", "sharing", "example"), "no GPU"),
+        **dict.fromkeys(("binding", "nccl", "placement", "fallback"), "no GPU"),
+        **dict.fromkeys(("sharing", "example"), "no GPU"),
         **dict.fromkeys(("check", "equal", "killed", "mixed", "compiled"), "2 ranks, CPU"),
         **dict.fromkeys(("pace", "pace-xla"), "1 rank, CPU"),
         **dict.fromkeys(("overlap", "bench"), "2 ranks, CPU"),
@@ -49,7 +50,7 @@ def test_one_gpu() -> None:
         **dict.fromkeys(("check", "binding", "example", "sharing", "nccl"), "1 rank, 1 GPU"),
         **dict.fromkeys(("pace", "pace-xla"), "1 rank, 1 GPU"),
         **dict.fromkeys(("equal", "killed", "mixed", "compiled", "bench"), "2 ranks, 1 GPU"),
-        **dict.fromkeys(("placement", "overlap"), "needs 2 GPUs"),
+        **dict.fromkeys(("placement", "fallback", "overlap"), "needs 2 GPUs"),
     }
 
 
@@ -59,7 +60,7 @@ def test_several_gpus(gpus: int) -> None:
         **dict.fromkeys(("check", "binding", "example", "bench"), f"{gpus} ranks, {gpus} GPUs"),
         **dict.fromkeys(("sharing", "nccl", "pace", "pace-xla"), "1 rank, 1 GPU"),
         **dict.fromkeys(("equal", "killed", "mixed", "compiled"), "2 ranks, 2 GPUs"),
-        **dict.fromkeys(("placement", "overlap"), "2 ranks, 2 GPUs"),
+        **dict.fromkeys(("placement", "fallback", "overlap"), "2 ranks, 2 GPUs"),
     }
 
 
