@@ -7,7 +7,11 @@ checks for failed ranks, and aborts the reduction if it finds one.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +28,14 @@ from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["GROUP_KEY", "DeviceCollectives"]
 
+logger = logging.getLogger(__package__)
+
 # Buckets are large enough for full bandwidth, and small enough to be sent while other gradients are
 # computed.
 BUCKET_BYTES = 32 << 20
 CHECK_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 5.0
 
 # TensorFlow's number of the group of all ranks.
 GROUP_KEY = 1
@@ -212,8 +219,23 @@ class DeviceCollectives:
                 self._collectives.check_external()
             except HvdtrainError as error:
                 self._error = error
-                private_tensorflow.abort_collectives(str(error))
+                _abort(error)
                 return
+
+
+def _abort(error: HvdtrainError) -> None:
+    """Abort all reductions, and end this process if that is not possible.
+
+    NCCL may hang. Then no exception would ever end the program.
+    """
+    abort = functools.partial(private_tensorflow.abort_collectives, str(error))
+    thread = threading.Thread(target=abort, name="hvdtrain abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_TIMEOUT_S)
+    if thread.is_alive():
+        logger.error("a reduction can't be aborted, so this process ends")
+        sys.excepthook(type(error), error, None)  # reports the error to the launcher
+        os._exit(1)
 
 
 def _divide_into_buckets(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
 MESSAGES = {
     "kill": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "lost: "],
+    "kill nccl": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "NCCL combines"],
     "stop": ["stopped (state T)", "rank 0 waits in step", ": allreduce("],
     "preempt": ["received SIGUSR1; the checkpoint of step", "preempted"],
 }
@@ -38,12 +40,13 @@ def train(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("kill", marks=pytest.mark.essential), "stop", "preempt"]
+    "fault", [pytest.param("kill", marks=pytest.mark.essential), "kill nccl", "stop", "preempt"]
 )
 def test_a_training_restarts(train, fault, tmp_path):
     stdout, stderr = train(
         *("-np", "2", "--max-restarts", "1", "--hang-timeout-s", "5", "--grace-s", "2"),
-        fault=fault,
+        *("--backend", "nccl" if "nccl" in fault else "mpi"),
+        fault=fault.split()[0],
         # The launcher can't detect that a fork is stopped.
         fresh=fault == "stop",
     )
@@ -59,3 +62,34 @@ def test_a_training_restarts(train, fault, tmp_path):
         (tmp_path / "runs").rename(tmp_path / "before")
         _uninterrupted.append(train("-np", "2")[0])
     assert stdout == _uninterrupted[0]
+
+
+LOST = """
+import os, signal, sys, time
+import tensorflow as tf
+import hvdtrain
+from hvdtrain import world
+
+signal.signal(signal.SIGTERM, lambda *_: None)  # Python can't run it within an operation
+hvdtrain.init()
+reduce = tf.function(lambda x: world.device_collectives().allreduce([x], "sum", name="x"))
+reduce(tf.ones(3))
+if hvdtrain.rank() == 1:
+    time.sleep(1)
+    print("killed at", time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "computes":
+    tf.queue.FIFOQueue(1, tf.float32).dequeue()
+reduce(tf.ones(3))
+"""
+
+
+@pytest.mark.parametrize("state", ["computes", "reduces"])
+def test_ranks_end_soon_after_a_loss(run_command, tmp_path, forked_python, state: str) -> None:
+    (tmp_path / "lost.py").write_text(LOST)
+    argv = [*HVDTRAIN, "-np", "2", "--backend", "nccl", "--", *forked_python]
+    done = run_command([*argv, str(tmp_path / "lost.py"), state], timeout_s=90)
+    assert done.returncode == 137, done
+    [killed] = re.findall(r"killed at ([\d.]+)", done.stdout)
+    # Without load it is 7 s. The time-out of collectives is 100 s or more.
+    assert time.time() - float(killed) < 30, done

@@ -218,6 +218,32 @@ def test_a_killed_or_stopped_rank_ends_the_job(launch, number: signal.Signals) -
         assert re.search(rf"rank 0 waited {TIMEOUT_S} s in|rank 0 of 2 ends", done.stderr), done
 
 
+STUCK = """
+import os, signal
+from hvdtrain.private_api import tensorflow as private_tensorflow
+private_tensorflow.abort_collectives = lambda reason: time.sleep(100)
+device_collectives.ABORT_TIMEOUT_S = 1
+engine = world.collectives()
+begin = engine.begin_external
+
+def stop_after(*call):
+    begin(*call)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+engine.begin_external = stop_after
+tf.function(lambda value: reducer.average([value], ["kernel"])[0])(tf.ones(3))
+"""
+
+
+def test_a_reduction_that_can_not_be_aborted_ends_the_process(launch) -> None:
+    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
+    done = launch(2, START + STUCK, env=env, timeout_s=60)
+    assert done.returncode == 1, done
+    assert "a reduction can't be aborted, so this process ends" in done.stderr
+    assert re.search(rf"^hvdtrain.*TimeoutError: rank 0 waited {TIMEOUT_S} s", done.stderr, re.M)
+
+
 def test_training_equals_one_process(launch) -> None:
     program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
     done = launch(2, program, "uneven", "jit", env=NCCL, timeout_s=250)
