@@ -269,9 +269,10 @@ class Agent:
         self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
-        """Wait until the launcher says ``bye``, because mpirun and srun would end the other ranks.
+        """Wait until the launcher says ``bye``.
 
-        This does not last forever: if the launcher is gone, the connection is lost within seconds.
+        If this process exited earlier, mpirun and srun would end the other ranks. The wait does not
+        last forever: if the launcher is gone, the connection is lost within seconds.
         """
         while not self._is_dismissed:
             self._wait(0.05)

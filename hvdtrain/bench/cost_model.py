@@ -106,9 +106,9 @@ class Step:
     Attributes:
         compute_s: Seconds of computation.
         gradient_bytes: Bytes of the gradients.
-        backward: Share of the computation, at its end, in which gradients become available. The
-            default is two thirds, because the backward pass has two matrix products for each one
-            of the forward pass.
+        backward: Share of the computation in which gradients become available. This is the last
+            part of it. The default is two thirds, because the backward pass has two matrix products
+            for each matrix product of the forward pass.
         spread: Standard deviation of ``compute_s``, divided by ``compute_s``.
     """
 

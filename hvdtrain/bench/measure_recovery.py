@@ -85,7 +85,7 @@ class Loss:
 
 
 class _RankKiller(keras.callbacks.Callback):
-    """Records steps, kills this rank when it is its turn, and stores that time in ``killed_s``."""
+    """Records steps, and kills this rank when it is its turn. ``killed_s`` gets that time."""
 
     def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list
 
 
 def rows_needed(ranks: int, batch_size: int, between_steps: int) -> int:
-    """Return how many samples an epoch needs to be long enough to kill all ranks but one."""
+    """Return the number of samples in an epoch that is long enough to kill all ranks but one."""
     # With n remaining ranks a step uses n batches.
     return batch_size * (between_steps + SPARE_STEPS) * ranks * (ranks + 1) // 2
 

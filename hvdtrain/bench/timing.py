@@ -24,8 +24,8 @@ class Timing:
     Attributes:
         best_s: The fastest call.
         median_s: The median call.
-        cpu_best_s: Smallest processor time of a call, over all threads of the rank that used the
-            most. Other programs hardly affect this value.
+        cpu_best_s: Smallest processor time of a call: the total of all threads, on the rank with
+            the largest total. Other programs hardly affect this value.
     """
 
     best_s: float

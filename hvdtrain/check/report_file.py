@@ -62,7 +62,7 @@ def format_report_file(
 
 
 def _different_hosts(launcher: Answer, answers: Sequence[Answer]) -> list[Answer]:
-    """Return all answers, with the launcher's first if no host is the launcher."""
+    """Return all answers. If the launcher is not one of the hosts, its answer comes first."""
     machines = {answer.facts.machine for answer in answers if answer.facts is not None}
     has_launcher = launcher.facts is None or launcher.facts.machine in machines
     return [*([] if has_launcher else [launcher]), *answers]

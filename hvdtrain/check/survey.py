@@ -186,7 +186,8 @@ def _probe(
 ) -> Answer:
     """Run the probe on a host.
 
-    The probe connects to the addresses that the launcher uses on its routes to ``destinations``.
+    The probe connects to the launcher. It tries the addresses from which the launcher reaches
+    ``destinations``.
     """
     request = dataclasses.replace(request, addresses=tuple(own_addresses(destinations)))
     text = json.dumps(dataclasses.asdict(request))

@@ -63,7 +63,7 @@ class CheckpointFolder(NamedTuple):
 def find_complete(directory: Path) -> list[CheckpointFolder]:
     """Return the folders that have a manifest, the newest first.
 
-    The directory is listed until it hasn't changed in between, so the list is consistent.
+    The directory is listed again if it has changed meanwhile, so the list is consistent.
 
     Raises:
         OSError: If the directory can't be listed, or keeps changing.

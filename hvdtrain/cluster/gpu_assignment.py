@@ -30,7 +30,7 @@ class RankGpus:
         hostname: Name of its host.
         pid: ID of its process.
         visible: The GPUs that it sees, in TensorFlow's order; None if it needs no GPU.
-        suspects: Those of them that have faults or are in use.
+        suspects: The visible GPUs that have faults or are in use.
     """
 
     hostname: str

@@ -82,14 +82,14 @@ class Transfer:
 
 @dataclass(eq=False)
 class _Segment:
-    """A set of pieces of the array, one from each rank's part.
+    """A slice of each rank's part of the array. All slices are sent together.
 
-    ``parts[r]`` is the range of the array that contains the piece from rank ``r``'s part.
+    The array is divided into one part per rank. ``parts[r]`` is the range of the array that
+    contains the slice of rank ``r``'s part.
 
     Attributes:
-        encoded: Pairs of arrays: bytes received in a wire format, and the array for the values that
-            are decoded from them.
-        received: Contribution of each rank to this rank's part.
+        encoded: Pairs of received bytes in a wire format and the array to decode them into.
+        received: Contribution of each rank to this rank's slice.
     """
 
     transfer: Transfer
@@ -166,7 +166,7 @@ class DirectAllreduce:
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send contributions to the other parts' owners, and receive those to this rank's part."""
+        """Send contributions to the other ranks' parts, and receive theirs to this rank's part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         items = stop - start

@@ -484,7 +484,7 @@ class Engine(EngineCore):
         """End the job if the block fails.
 
         Use this inside a section, for a block in which ranks call no collectives. After a failure,
-        operations raise errors on all ranks, also on ranks that wait for messages.
+        operations raise errors on all ranks, including ranks that wait for messages.
         """
         try:
             yield

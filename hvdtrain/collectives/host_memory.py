@@ -165,8 +165,8 @@ def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
 class Arena:
     """Shared memory for results, in which each rank writes its share to the results of all ranks.
 
-    So ranks need not copy results, which would take a quarter of the time of an allreduce. The
-    arena is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
+    This saves copies of results, which would take a quarter of the time of an allreduce. The arena
+    is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
 
     Forked children don't inherit the file, because they would see later writes of other ranks.
     Instead, they get private copies of the buffers in use, at the same addresses.
@@ -188,7 +188,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Drop the pool, so that the memory is freed as soon as the last result is."""
+        """Drop the pool, so that the memory is freed together with the last result."""
         # The pool and the arena refer to each other, and would wait for the garbage collector.
         self.pool = BufferPool()
 

@@ -175,7 +175,7 @@ class Recovery:
         )
 
     def _check_is_loss(self, error: Any, call: Call) -> None:
-        """Raise ``error`` unless it is the consequence of a loss."""
+        """Raise ``error`` unless a lost rank caused it."""
         if isinstance(error, RanksLost) or is_loss(self._mpi, error):
             return
         deadline = time.monotonic() + NEWS_S
@@ -275,7 +275,7 @@ class Recovery:
 def _catch_common(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
     """Run ``attempt``. If all ranks raise the same error, return it as if it were the result.
 
-    Like a result, such an error must reach all ranks or none.
+    Such an error must reach all ranks or none, like a result.
     """
     try:
         return attempt()

@@ -132,10 +132,10 @@ def fit_chunk_bytes(wanted_bytes: int, most_bytes: int) -> int:
 
 
 def choose_turns(hosts: int, cross_groups: int, chunk_bytes: int) -> int:
-    """Choose into how many sets to divide the cross groups. The sets take turns on chunks.
+    """Choose the number of sets of cross groups. The sets take turns to send chunks.
 
-    With one set, each group exchanges its share of every chunk. With many hosts, this would mean
-    many small messages. Then there are several sets, and each exchanges only some of the chunks.
+    With one set, each group exchanges its share of every chunk. With many hosts, these shares would
+    be small messages. With several sets, each set exchanges only some of the chunks.
     """
     return max(1, min(cross_groups, hosts * cross_groups * LEAST_MESSAGE_BYTES // chunk_bytes))
 

@@ -101,7 +101,7 @@ class PowerSGD:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the matrix for an array: the one with the fewest rows plus columns.
+    """Return the matrix shape for an array that has the fewest rows plus columns.
 
     A convolution kernel, whose last axis is the output, becomes (height * width * input, output)
     if it has many channels, as in the paper.

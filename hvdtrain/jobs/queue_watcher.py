@@ -32,8 +32,8 @@ class QueueWatcher(Generic[Answer]):
 
     Args:
         ask: Asks the queue about all jobs. A failure is also an answer.
-        interval_s: The shortest time between two queries. A queue that needs longer to answer, or
-            that is waited for in vain, is asked less often.
+        interval_s: The shortest time between two queries. A queue that is slow or does not answer
+            is asked less often.
     """
 
     def __init__(self, ask: Callable[[], Answer], interval_s: float) -> None:

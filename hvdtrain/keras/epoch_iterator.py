@@ -126,7 +126,7 @@ class EpochIterator:
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
-        """Return the epoch and the place at which ``left`` steps of the current block remain."""
+        """Return epoch and place before the last ``left`` steps of the current block."""
         assert self._pass is not None
         epoch_step = self._epoch_step + self._block_steps - left
         done = self._done - left

@@ -154,8 +154,8 @@ class Predicted(NamedTuple):
 
     Attributes:
         outputs: The outputs of the model.
-        rows: The number of rows that count, which is either 0 or the number of all rows, followed
-            by the number of all rows. The array is int64 of shape (1, 2).
+        rows: Two numbers, int64 of shape (1, 2): the rows that count, and all rows. Either all rows
+            count, or none.
     """
 
     outputs: Any

@@ -135,7 +135,7 @@ class MovingStatistics:
 
 
 def row_weights_of(model: keras.Model) -> list[Any]:
-    """Return the variables with the weights of this rank's statistics in the average."""
+    """Return the variables that hold the weight of this rank's statistics in the average."""
     return list(getattr(model, _ROW_WEIGHTS, []))
 
 

@@ -59,7 +59,7 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """Tracks the weight of gradients; after ``_track_weights``, of accumulated ones too."""
+    """Tracks the weight of gradients. ``_track_weights`` includes accumulated gradients."""
 
     _hvdtrain_weighting = Weighting()
     _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients

@@ -66,7 +66,7 @@ class JobProgress:
 
     @property
     def moved_at(self) -> float | None:
-        """When a rank last reported a new step or phase. None without reports."""
+        """Time of the last report with a new step or phase; None without reports."""
         return max(self.moved.values(), default=None)
 
     @property

@@ -67,7 +67,7 @@ MISSING = {
 
 
 def advice_on(name: str) -> str | None:
-    """Return why a dotted name is missing, and what replaces it; None if it isn't missing.
+    """Return why a dotted name is missing and its replacement; None if it isn't missing.
 
     The text is the end of a sentence that starts with the name, such as "was removed in
     TensorFlow 2; use keras.layers".

@@ -253,7 +253,7 @@ class Server:
         """Reply with the weights, followed by ``extra``.
 
         Weights are sent unless the worker reads them from shared memory. With ``exact`` they are
-        always sent, because those in shared memory may be newer.
+        always sent, because the weights in shared memory may be newer.
         """
         weights = self.updates.publish()
         reads = worker in self.memory.readers and not exact

@@ -36,7 +36,7 @@ class RefusedError(JobError):
 
 
 class _NotFoundError(JobError):
-    """The object does not exist, or its kind does not."""
+    """The object or its kind does not exist."""
 
 
 _ERRORS = {401: RefusedError, 403: RefusedError, 404: _NotFoundError}

@@ -89,7 +89,7 @@ def restore_callbacks(
 
 
 def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
-    """Return whether EarlyStopping ended training after ``epochs`` epochs and would do so again."""
+    """Return whether EarlyStopping ended training after ``epochs`` and would do so again."""
     return any(
         isinstance(callback, keras.callbacks.EarlyStopping)
         and 0 < callback.stopped_epoch == epochs - 1

@@ -432,7 +432,7 @@ class CheckpointSession:
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints until the other ranks have ended. If ``stop``, end them first."""
+        """Take checkpoints until the other ranks have ended. With ``stop``, make them end now."""
 
     def _warn(self, text: str) -> None:
         self._log(text, logging.WARNING)

@@ -71,9 +71,9 @@ class WorkerPosition:
         Args:
             numbers: The result of ``to_numbers``.
             ranks: The number of ranks.
-            begins: For each epoch, the position where its pass started on this rank. ``numbers``
-                contains only how many of the places that this position missed are still missed.
-                These are always the last ones.
+            begins: For each epoch, the position where its pass started on this rank. The position
+                contains missed places. ``numbers`` only contains the number of places that are
+                still missed, which are always the last ones.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None

@@ -193,7 +193,7 @@ def find_for_all(
 
 
 def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
-    """Serve until all workers are done; replaces ``fit`` on a server.
+    """Serve until all workers are done. A server calls this instead of ``fit``.
 
     Raises:
         Preempted: If a rank received a signal. A checkpoint has been saved.

@@ -108,7 +108,7 @@ class WorkerSession(CheckpointSession):
             super().on_batch_end(batch)
 
     def finish(self) -> None:
-        """Save the last epochs of other workers if the chief had already finished them."""
+        """Save the other workers' last epochs, if the chief finished before them."""
         saved = self._saved
         if saved is None:
             return
