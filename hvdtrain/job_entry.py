@@ -111,14 +111,16 @@ def _set_up_devices(
         DeviceCapabilities(host, gpu, *entry["capabilities"])
         for host, gpu, entry in zip(hosts, gpus, everyone)
     ]
+    on_devices = settings.backend == "nccl" or any(gpus)
+    if topology.size > 1 and (collectives.bucket_bytes or on_devices):
+        # Before devices are connected, because this initializes TensorFlow's threads.
+        devices.reserve_thread_for_buckets()
     choice, device_collectives = _connect_devices(choice, settings, collectives, capabilities)
     if topology.size > 1:
-        _check_compression(choice, settings)
-        if collectives.bucket_bytes and device_collectives is None:
-            devices.reserve_thread_for_buckets()
+        _check_compression(choice, settings.compression, on_gpus=any(gpus))
         if topology.is_chief:
             _log_choice(choice, collectives, settings)
-            if settings.compression != "none" and max(hosts) == 0:
+            if settings.compression != "none" and max(hosts) == 0 and device_collectives is None:
                 LOGGER.info("--compression has no effect: all ranks are on one host")
         random_seed.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
@@ -167,17 +169,24 @@ def _connect_devices(
             collectives,
             on_gpus=bool(capabilities[collectives.rank].gpu),
             hosts=[one.host for one in capabilities],
+            bucket_bytes=settings.bucket_bytes,
         )
     except LaunchError as error:
         return without_nccl(settings.backend, str(error), failed=True), None
 
 
-def _check_compression(choice: EngineChoice, settings: Settings) -> None:
-    if settings.compression != "none" and choice.engine != "mpi":
+def _check_compression(choice: EngineChoice, compression: str, *, on_gpus: bool) -> None:
+    """Check that the library that combines gradients supports ``--compression``."""
+    if compression == "none" or choice.engine == "mpi":
+        return
+    forms: Sequence[str] = ()
+    if choice.engine == "nccl":
+        # TensorFlow's NCCL operations don't support bfloat16.
+        forms = ("fp16",) if on_gpus else ("fp16", "bf16")
+    if compression not in forms:
         raise ConfigurationError(
-            f"--compression {settings.compression} applies to gradients that MPI sends between "
-            f"hosts, but {choice.engine} combines them: {choice.reason}. Omit it, or pass "
-            "--backend mpi."
+            f"--compression {compression} needs MPI, but {choice.engine} combines gradients: "
+            f"{choice.reason}. {f'Use {forms[-1]}' if forms else 'Omit it'}, or pass --backend mpi."
         )
 
 

@@ -6,12 +6,42 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.job_entry import _host_indices
+from hvdtrain.cluster.engine_choice import EngineChoice
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.job_entry import _check_compression, _host_indices
 
 
 def test_host_indices_follow_the_first_ranks() -> None:
     hosts = ["b", "a", "b", "c", "a"]
     assert _host_indices(hosts) == (0, 1, 0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("library", "compression", "on_gpus"),
+    [
+        ("mpi", "powersgd:4", True),
+        ("horovod", "none", False),
+        ("nccl", "fp16", True),
+        ("nccl", "bf16", False),
+    ],
+)
+def test_supported_compressions(library, compression: str, on_gpus: bool) -> None:
+    _check_compression(EngineChoice(library, "a reason"), compression, on_gpus=on_gpus)
+
+
+@pytest.mark.parametrize(
+    ("library", "compression", "on_gpus", "advice"),
+    [
+        ("horovod", "fp16", False, "Omit it, or pass --backend mpi"),
+        ("nccl", "bf16", True, "Use fp16, or"),
+        ("nccl", "int8", False, "Use bf16, or"),
+        ("nccl", "powersgd:4", True, "Use fp16, or"),
+    ],
+)
+def test_unsupported_compressions(library, compression: str, on_gpus: bool, advice: str) -> None:
+    text = f"--compression {compression} needs MPI, but {library} .*: a reason. {advice}"
+    with pytest.raises(ConfigurationError, match=text):
+        _check_compression(EngineChoice(library, "a reason"), compression, on_gpus=on_gpus)
 
 
 CHILDREN = """

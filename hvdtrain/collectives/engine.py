@@ -125,6 +125,7 @@ class Engine(EngineCore):
         self.reduced_bytes = 0
         self.sections = 0
         self._external: tuple[Call, float] | None = None  # the call and its start time
+        self._external_wait_s: float | None = None  # when this rank began to wait for the others
         self._parent = parent
         self._parts: list[Engine] = []
         if parent is not None:
@@ -505,7 +506,8 @@ class Engine(EngineCore):
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         """Check that all ranks start the same operation of another library.
 
-        The arguments must be equal on all ranks, as in ``section``.
+        The arguments must be equal on all ranks, as in ``section``. From now on, this rank counts
+        as waiting for the others, until ``pause_external`` or ``end_external``.
 
         Raises:
             MismatchError: If another rank made a different call.
@@ -520,8 +522,19 @@ class Engine(EngineCore):
                 )
             self._agree(call)
             self._external = call, time.monotonic()
+            self._external_wait_s = time.monotonic()
 
         self._operate(call, attempt)
+
+    def pause_external(self) -> None:
+        """Record that this rank no longer waits within the external operation, but computes."""
+        with self._lock:
+            self._external_wait_s = None
+
+    def resume_external(self) -> None:
+        """Record that this rank waits for the others again, after ``pause_external``."""
+        with self._lock:
+            self._external_wait_s = time.monotonic()
 
     def check_external(self) -> None:
         """Check that no rank prevents the external operation from completing.
@@ -530,14 +543,15 @@ class Engine(EngineCore):
 
         Raises:
             PeerFailedError: If a rank has failed or has ended its program.
-            CollectiveTimeoutError: If the operation takes longer than the time-out.
+            CollectiveTimeoutError: If this rank has waited for longer than the time-out.
         """
         with self._lock:
             if self._external is None:
                 return
-            call, start_s = self._external
+            since_s = self._external_wait_s
+            waited_s = None if since_s is None else time.monotonic() - since_s
             try:
-                self.transport.check_peers(call.short_text, time.monotonic() - start_s)
+                self.transport.check_peers(self._external[0].short_text, waited_s)
             except HvdtrainError as error:
                 self._remember(error)
                 raise

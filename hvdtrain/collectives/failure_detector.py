@@ -113,12 +113,13 @@ class FailureDetector:
         """Whether any rank has failed."""
         return self._this_rank_failed or self._failure is not None
 
-    def check(self, waiting_in: str, needs_all: bool = False) -> None:
+    def check(self, waiting_in: str, needs_all: bool = False, waits: bool = True) -> None:
         """Process messages, and raise an error if another rank has failed or exited.
 
         Set ``needs_all`` if this rank waits for point-to-point messages instead of an operation.
         Then an exit of any rank raises an error. A lost rank raises none, so the caller must check
-        ``lost``.
+        ``lost``. Unless ``waits``, other ranks that ask receive no answer, because this rank
+        computes.
 
         Raises:
             PeerFailedError: If a rank has failed, or if it has exited and this rank is waiting for
@@ -126,7 +127,7 @@ class FailureDetector:
             RanksLost: If a rank died, and this rank has not yet stopped its operation.
         """
         for detector in self.detectors:
-            detector._receive(waiting_in)
+            detector._receive(waiting_in if waits else "")
         own = self._names(self.rank)
         if self._failure is not None:
             rank, reason = self._failure

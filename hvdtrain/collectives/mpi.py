@@ -330,10 +330,10 @@ class MpiTransport(Transport):
         """Wait until every rank has made a call, and return whether all calls are the same."""
         return self._small.agree(call)
 
-    def check_peers(self, waiting_in: str, waited_s: float) -> None:
+    def check_peers(self, waiting_in: str, waited_s: float | None) -> None:
         """Raise an error if another rank has failed, or if this rank has waited too long."""
-        self.detector.check(waiting_in)
-        if waited_s > self.timeout_s:
+        self.detector.check(waiting_in, waits=waited_s is not None)
+        if waited_s is not None and waited_s > self.timeout_s:
             self.detector.time_out(waiting_in, self.timeout_s)
 
     def allreduce(self, reduction: Reduction) -> bool:

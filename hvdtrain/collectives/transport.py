@@ -203,9 +203,12 @@ class Transport:
         """Disable the time-out of waits in the block."""
         yield
 
-    def check_peers(self, waiting_in: str, waited_s: float) -> None:
-        """Raise an error if another rank has failed, or if this rank has waited too long."""
-        if waited_s > self.timeout_s:
+    def check_peers(self, waiting_in: str, waited_s: float | None) -> None:
+        """Raise an error if another rank has failed, or if this rank has waited too long.
+
+        ``waited_s`` is None if this rank is inside an operation, but does not wait for the others.
+        """
+        if waited_s is not None and waited_s > self.timeout_s:
             raise CollectiveTimeoutError(
                 f"rank {self.ranks.number} waited {self.timeout_s:g} s in {waiting_in}. If the "
                 "work may take that long, raise HVDTRAIN_TIMEOUT_S."

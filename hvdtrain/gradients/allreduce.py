@@ -32,6 +32,7 @@ def allreduce(
     on_devices: DeviceCollectives | None,
     on_host: Callable[..., Arrays],
     name: str,
+    sent_as: tf.DType | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     before: Callable[[], object] | None = None,
@@ -39,15 +40,17 @@ def allreduce(
 ) -> list[tf.Tensor]:
     """Combine tensors over all ranks, on devices if possible, otherwise on the host.
 
-    ``on_host`` combines arrays on the host, and must apply the scale factors itself. ``before`` and
-    ``after`` are passed to ``DeviceCollectives.allreduce``.
+    ``on_host`` combines arrays on the host, and must apply the scale factors itself. ``sent_as``,
+    ``before`` and ``after`` are passed to ``DeviceCollectives.allreduce``.
     """
     if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
     results: list[Any] = list(tensors)
     for indices in by_type(tensors):
         scaled = [_scale(tensors[index], prescale) for index in indices]
-        reduced = on_devices.allreduce(scaled, op, name=name, before=before, after=after)
+        reduced = on_devices.allreduce(
+            scaled, op, name=name, sent_as=sent_as, before=before, after=after
+        )
         for index, tensor in zip(indices, reduced):
             results[index] = _scale(tensor, postscale)
     return results
@@ -122,6 +125,7 @@ def _differentiable_allreduce(
             on_devices=ranks.device_collectives(),
             on_host=on_host,
             name=name,
+            sent_as=how.compression.dtype,
             prescale=how.prescale,
             postscale=how.postscale,
         )

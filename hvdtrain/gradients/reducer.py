@@ -21,6 +21,7 @@ from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
+from hvdtrain.gradients.compression import Compression
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.gradient_checks import (
     NO_GRADIENT,
@@ -282,6 +283,7 @@ class GradientReducer:
             on_devices=self._ranks.device_collectives(),
             on_host=on_host,
             name=name,
+            sent_as=getattr(Compression, self._options.wire, Compression.none).dtype,
             before=lambda: self._agree(signature),
             after=after if require_finite else None,
         )

@@ -1,8 +1,12 @@
 """Reductions on devices, with NCCL between GPUs or TensorFlow's ring between CPUs.
 
-They are operations of the graph (``CollectiveReduceV2``). Values are not copied to the host. Before
-each reduction, the engine checks that all ranks make the same call. During the reduction, a thread
-checks for failed ranks, and aborts the reduction if it finds one.
+They are operations of the graph (``CollectiveReduceV2``). Values are not copied to the host.
+Tensors are reduced in buckets: one after another, because NCCL needs the same order on all ranks,
+and each bucket as soon as its tensors are computed, while other tensors are still being computed.
+
+When this rank arrives at the first bucket, the engine checks that all ranks make the same call.
+During the reduction, a thread checks for failed ranks, and aborts the reduction if it finds one.
+Time in which this rank computes the next bucket does not count as waiting.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ __all__ = ["GROUP_KEY", "DeviceCollectives"]
 
 logger = logging.getLogger(__package__)
 
-# Buckets are large enough for full bandwidth, and small enough to be sent while other gradients are
-# computed.
-BUCKET_BYTES = 32 << 20
+# The reduction of the last bucket overlaps with no computation, so it should be a small part of the
+# whole. But each bucket has a fixed cost, and NCCL needs large messages for full bandwidth.
+BUCKETS = 8
+LEAST_BUCKET_BYTES = 4 << 20
+MOST_BUCKET_BYTES = 32 << 20
 CHECK_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
@@ -40,8 +46,8 @@ ABORT_TIMEOUT_S = 5.0
 # TensorFlow's number of the group of all ranks.
 GROUP_KEY = 1
 _MERGE_OPS = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
-# The types in which tensors are reduced. Like all engines, this reduces float16 and bfloat16 in
-# float32.
+# The types in which tensors are sent and reduced by default. Like all engines, this reduces float16
+# and bfloat16 in float32.
 _REDUCED_AS = {
     tf.float16: tf.float32,
     tf.bfloat16: tf.float32,
@@ -52,6 +58,9 @@ _REDUCED_AS = {
 # Keys are never reused, because TensorFlow remembers the shape of each key until the process ends.
 _instance_keys = itertools.count(1)
 
+Before = Callable[[], object]
+After = Callable[[bool, np.ndarray], None]
+
 
 class DeviceCollectives:
     """Reductions over the devices of all ranks, one device per rank.
@@ -60,12 +69,16 @@ class DeviceCollectives:
         collectives: Engine that checks that all ranks start the same reduction.
         device: Name of this rank's device.
         hint: TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
+        bucket_bytes: Size of a bucket. 0 means a single bucket, None depends on the tensors.
     """
 
-    def __init__(self, collectives: Engine, device: str, hint: str) -> None:
+    def __init__(
+        self, collectives: Engine, device: str, hint: str, bucket_bytes: int | None = None
+    ) -> None:
         self._collectives = collectives
         self.device = device
         self.hint = hint
+        self._bucket_bytes = bucket_bytes
         self._first_keys: dict[Any, int] = {}
         self._running = threading.Event()
         self._error: HvdtrainError | None = None
@@ -87,8 +100,9 @@ class DeviceCollectives:
         op: ReduceOp,
         *,
         name: str,
-        before: Callable[[], object] | None = None,
-        after: Callable[[bool, np.ndarray], None] | None = None,
+        sent_as: tf.DType | None = None,
+        before: Before | None = None,
+        after: After | None = None,
     ) -> list[tf.Tensor]:
         """Reduce tensors of one type over all ranks, immediately or in the current graph.
 
@@ -96,11 +110,16 @@ class DeviceCollectives:
             tensors: Tensors that ``supports`` accepts, with the same shapes on all ranks.
             op: Reduction.
             name: Name for error messages, which must be the same on all ranks.
+            sent_as: Type in which the tensors are sent and reduced, or None for float32 (float64
+                for float64). For averages in float16 and bfloat16, the tensors are divided by the
+                number of ranks first, so that the sum does not overflow. NCCL sends bfloat16 as
+                float32, because TensorFlow's NCCL operations don't support it.
             before: Function that is called on the host before the reduction.
             after: Function that is called on the host after the reduction, and may raise an error.
                 The first argument is whether all results are finite. If they are not, the second
                 argument says which of this rank's tensors contain NaN (first row) and which contain
-                infinity (second row), as bool of shape (2, tensors).
+                infinity (second row), as bool of shape (2, tensors). It covers the buckets whose
+                results are not finite.
 
         Raises:
             HvdtrainError: If ranks start different reductions, or if a rank has failed or does not
@@ -110,41 +129,40 @@ class DeviceCollectives:
         if not tensors:
             return []
         dtype = tensors[0].dtype
+        wire = _wire_type(dtype, sent_as, self.hint)
         counts = [tensor.shape.num_elements() for tensor in tensors]
         shapes = tuple(tuple(tensor.shape.as_list()) for tensor in tensors)
-        buckets = _divide_into_buckets(counts, dtype)
+        types = dtype.name if sent_as is None else f"{dtype.name} sent as {wire.name}"
+        # Ranks make the same calls even if they have no elements to reduce.
+        buckets = divide_into_buckets(counts, wire.size, self._bucket_bytes) or [[]]
+        detail = op, types, shapes
 
-        def begin() -> Arrays:
+        def begin() -> int:
             if before is not None:
                 before()
-            return [self._begin(name, (op, dtype.name, shapes), len(buckets))]
+            return self._begin(name, detail, len(buckets))
 
-        (first_key,) = run_on_host(begin, [], [[]], [tf.int32])
-        keys = [first_key + number for number in range(len(buckets))]
-        results: list[Any] = list(tensors)
-        try:
-            with tf.device(self.device):
-                for bucket, key in zip(buckets, keys):
-                    reduced = self._reduce_bucket([tensors[n] for n in bucket], op, key)
-                    for n, result in zip(bucket, reduced):
-                        results[n] = result
-                flags = _not_finite(tensors, results) if after is not None else []
-        except tf.errors.OpError as error:
-            raise self.cause_of(error) or error from None
-
-        def end(*flags: np.ndarray) -> Arrays:
+        def end(*flags: np.ndarray) -> None:
             self._running.clear()
             self._collectives.end_external(sum(counts) * dtype.size)
             if after is not None:
-                finite, not_finite = flags
-                after(bool(finite), not_finite)
-            return [np.array(0, np.int32)]
+                after(*_join_flags(flags, buckets, len(tensors)))
 
-        # All results depend on ``ended``. So using any result waits for all of them, and raises
-        # their error.
-        with tf.control_dependencies(results):
-            ended = run_on_host(end, flags, [[]], [tf.int32])
-        with tf.control_dependencies(ended), tf.device(self.device):
+        host = _HostFunctions(self._collectives, len(buckets), begin, end)
+        results: list[Any] = list(tensors)
+        try:
+            for bucket in buckets:
+                members = [tensors[n] for n in bucket]
+                reduced = self._reduce_bucket(members, op, wire, host, after is not None)
+                for n, result in zip(bucket, reduced):
+                    results[n] = result
+        except tf.errors.OpError as error:
+            if isinstance(error, HvdtrainError):
+                raise
+            raise self.cause_of(error) or error from None
+        # All results depend on the end of the reduction. So using any result waits for all of them,
+        # and raises their error.
+        with tf.control_dependencies(host.left), tf.device(self.device):
             return [tf.identity(result) for result in results]
 
     def cause_of(self, error: tf.errors.OpError) -> HvdtrainError | None:
@@ -169,30 +187,47 @@ class DeviceCollectives:
         return self._error
 
     def _reduce_bucket(
-        self, tensors: Sequence[tf.Tensor], op: ReduceOp, key: tf.Tensor
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: ReduceOp,
+        wire: tf.DType,
+        host: _HostFunctions,
+        examine: bool,
     ) -> list[tf.Tensor]:
-        dtype = tensors[0].dtype
-        wide = _REDUCED_AS[dtype]
-        flat = tf.concat([tf.cast(tf.reshape(tensor, [-1]), wide) for tensor in tensors], 0)
-        total = tf.raw_ops.CollectiveReduceV2(
-            input=flat,
-            group_size=self._collectives.size,
-            group_key=GROUP_KEY,
-            instance_key=key,
-            ordering_token=[],
-            merge_op=_MERGE_OPS[op],
-            final_op="Id",
-            communication_hint=self.hint,
-        )
-        if op == "average":
-            total *= tf.constant(1.0 / self._collectives.size, wide)  # like all engines
-        counts = [tensor.shape.num_elements() for tensor in tensors]
-        return [
-            tf.reshape(tf.cast(part, dtype), tensor.shape)
-            for part, tensor in zip(tf.split(total, counts), tensors)
-        ]
+        if not tensors:
+            host.arrive([])
+            host.leave([])
+            return []
+        dtype, size = tensors[0].dtype, self._collectives.size
+        divide_first = op == "average" and wire.size == 2
+        with tf.device(self.device):
+            flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+            if divide_first:
+                flat = tf.cast(flat, _REDUCED_AS[dtype]) / size
+            flat = tf.cast(flat, wire)
+            arrived = [_first_value(flat)]
+        key = host.arrive(arrived)
+        with tf.device(self.device):
+            total = tf.raw_ops.CollectiveReduceV2(
+                input=flat,
+                group_size=size,
+                group_key=GROUP_KEY,
+                instance_key=key,
+                ordering_token=[],
+                merge_op=_MERGE_OPS[op],
+                final_op="Id",
+                communication_hint=self.hint,
+            )
+            if op == "average" and not divide_first:
+                total *= tf.constant(1.0 / size, wire)  # like all engines
+            total = tf.cast(total, dtype)
+            parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
+            results = [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
+            signals = _not_finite(tensors, total) if examine else [_first_value(total)]
+        host.leave(signals)
+        return results
 
-    def _begin(self, name: str, detail: Any, buckets: int) -> np.ndarray:
+    def _begin(self, name: str, detail: Any, buckets: int) -> int:
         """Check that all ranks start the same reduction, and return the key of its first bucket.
 
         A reduction gets its keys the first time it is started, so all ranks assign keys in the same
@@ -205,10 +240,10 @@ class DeviceCollectives:
             self._error = error
             raise
         if (name, detail) not in self._first_keys:
-            keys = [next(_instance_keys) for _ in range(max(buckets, 1))]
+            keys = [next(_instance_keys) for _ in range(buckets)]
             self._first_keys[name, detail] = keys[0]
         self._running.set()
-        return np.array(self._first_keys[name, detail], np.int32)
+        return self._first_keys[name, detail]
 
     def _watch(self) -> None:
         """Abort the reduction in progress if another rank has failed."""
@@ -238,29 +273,109 @@ def _abort(error: HvdtrainError) -> None:
         os._exit(1)
 
 
-def _divide_into_buckets(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
+class _HostFunctions:
+    """The functions of a reduction that run on the host, in the order of the buckets.
+
+    Args:
+        collectives: The engine, which is notified when this rank waits and when it computes.
+        buckets: Number of buckets.
+        begin: Is called at the first bucket, and returns its key.
+        end: Is called after the last bucket, with the arguments of all calls of ``leave``.
+
+    Attributes:
+        left: Result of the latest function, for use as a control dependency.
+    """
+
+    def __init__(
+        self,
+        collectives: Engine,
+        buckets: int,
+        begin: Callable[[], int],
+        end: Callable[..., None],
+    ) -> None:
+        self._collectives = collectives
+        self._buckets = buckets
+        self._begin = begin
+        self._end = end
+        self._bucket = 0
+        self._first_key = 0
+        self._signals: list[tf.Tensor] = []
+        self.left: list[tf.Tensor] = []
+
+    # An operation on a GPU ends before its results are computed. So the functions have values of
+    # the bucket as inputs, because a control dependency would not wait for these values.
+
+    def arrive(self, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Add the function for the arrival at a bucket, and return the bucket's key."""
+        run = functools.partial(self._arrive, self._bucket)
+        with tf.control_dependencies(self.left):
+            return run_on_host(run, inputs, [[]], [tf.int32])[0]
+
+    def leave(self, signals: Sequence[tf.Tensor]) -> None:
+        """Add the function for the end of a bucket."""
+        self._signals += signals
+        self._bucket += 1
+        run = functools.partial(self._leave, self._bucket == self._buckets)
+        inputs = self._signals if self._bucket == self._buckets else signals[:1]
+        self.left = run_on_host(run, inputs, [[]], [tf.int32])
+
+    def _arrive(self, bucket: int, *_: np.ndarray) -> Arrays:
+        if bucket == 0:
+            self._first_key = self._begin()
+        else:
+            self._collectives.resume_external()
+        return [np.array(self._first_key + bucket, np.int32)]
+
+    def _leave(self, is_last: bool, *signals: np.ndarray) -> Arrays:
+        if is_last:
+            self._end(*signals)
+        else:
+            self._collectives.pause_external()
+        return [np.array(0, np.int32)]
+
+
+def divide_into_buckets(
+    counts: Sequence[int], item_bytes: int, bucket_bytes: int | None
+) -> list[list[int]]:
     """Return the indices of the tensors in each bucket.
 
     Empty tensors are left out. The last tensors come first, because their gradients are computed
-    first.
+    first. A bucket is complete when it has at least ``bucket_bytes``. 0 means a single bucket, None
+    a size that depends on the total.
     """
-    capacity = BUCKET_BYTES // _REDUCED_AS[dtype].size
+    total_bytes = sum(counts) * item_bytes
+    if bucket_bytes is None:
+        even_bytes = -(-total_bytes // BUCKETS)
+        bucket_bytes = min(max(even_bytes, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+    capacity = bucket_bytes or total_bytes
     buckets: list[list[int]] = []
-    free = 0
+    filled = capacity
     for n in reversed(range(len(counts))):
         if not counts[n]:
             continue
-        if not buckets or counts[n] > free:
+        if filled >= capacity:
             buckets.append([])
-            free = capacity
+            filled = 0
         buckets[-1].append(n)
-        free -= counts[n]
+        filled += counts[n] * item_bytes
     return buckets
 
 
-def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return whether all results are finite and, if not, which tensors have NaN or infinity."""
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
+def _wire_type(dtype: tf.DType, sent_as: tf.DType | None, hint: str) -> tf.DType:
+    """Return the type in which tensors are sent and reduced."""
+    if sent_as is None or (sent_as == tf.bfloat16 and hint == "nccl"):
+        return _REDUCED_AS[dtype]
+    return sent_as
+
+
+def _first_value(flat: tf.Tensor) -> tf.Tensor:
+    """Return a copy of the first value. A slice would share memory and prevent its reuse."""
+    return tf.gather(flat, [0])
+
+
+def _not_finite(tensors: Sequence[tf.Tensor], total: tf.Tensor) -> list[tf.Tensor]:
+    """Return whether a total is finite and, if not, which tensors have NaN or infinity."""
+    finite = tf.reduce_all(tf.math.is_finite(total))
 
     def none() -> tf.Tensor:
         return tf.zeros([2, len(tensors)], tf.bool)
@@ -271,3 +386,13 @@ def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> l
         return tf.stack([tf.stack(nan), tf.stack(infinite)])
 
     return [finite, tf.cond(finite, none, look)]
+
+
+def _join_flags(
+    flags: Sequence[np.ndarray], buckets: Sequence[Sequence[int]], tensors: int
+) -> tuple[bool, np.ndarray]:
+    """Join the results of ``_not_finite`` of all buckets."""
+    not_finite = np.zeros((2, tensors), bool)
+    for bucket, which in zip(buckets, flags[1::2]):
+        not_finite[:, bucket] = which
+    return all(map(bool, flags[::2])), not_finite

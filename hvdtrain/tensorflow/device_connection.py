@@ -34,7 +34,9 @@ def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bo
     return has_nccl, socket_problem(environ, _interfaces(), several_hosts=several_hosts)
 
 
-def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
+def connect(
+    collectives: Engine, *, on_gpus: bool, hosts: Sequence[int], bucket_bytes: int | None = None
+) -> DeviceCollectives:
     """Connect the GPUs or the CPUs of all ranks, and test the connection.
 
     All ranks must call this.
@@ -43,6 +45,7 @@ def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> Devi
         collectives: Engine that connects the ranks.
         on_gpus: Whether to reduce on GPUs.
         hosts: Host number of each rank.
+        bucket_bytes: As in ``DeviceCollectives``.
 
     Raises:
         LaunchError: On all ranks, if a rank is unreachable, can't start its server, or fails the
@@ -54,7 +57,7 @@ def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> Devi
     hint = "nccl" if on_gpus else "ring"
     if connects:
         probe(collectives, addresses, device.name, hint)
-    return DeviceCollectives(collectives, device.name, hint)
+    return DeviceCollectives(collectives, device.name, hint, bucket_bytes)
 
 
 def _start_servers(collectives: Engine, hosts: Sequence[int]) -> list[str]:

@@ -20,6 +20,7 @@ from hvdtrain.private_api.tensorflow import add_control_input, function_body
 
 __all__ = [
     "MARK",
+    "ON_DEVICES",
     "NoShadowError",
     "calls_between_ranks",
     "collectives_of",
@@ -29,6 +30,9 @@ __all__ = [
 
 MARK = "hvdtrain"
 """Prefix of the names of collectives."""
+
+ON_DEVICES = "CollectiveReduceV2"
+"""Type of the collectives that run on devices."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +91,11 @@ def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:
     Functions in ``known`` are not searched again.
     """
     is_definition = isinstance(node, tf.compat.v1.NodeDef)
-    if (node.op if is_definition else node.type) == "PyFunc":
+    kind = node.op if is_definition else node.type
+    if kind == "PyFunc":
         return bool(node.name.rpartition("/")[2].startswith(MARK))
+    if kind == ON_DEVICES:
+        return True
     for name in _functions_of(node) if is_definition else _functions_of_operation(node):
         if name not in known:
             known.add(name)

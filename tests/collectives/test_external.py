@@ -55,6 +55,9 @@ def test_a_single_process() -> None:
     engine.begin_external("copy", "weights", ())
     engine.check_external()
     engine.transport.timeout_s = -1.0
+    engine.pause_external()
+    engine.check_external()
+    engine.resume_external()
     with pytest.raises(CollectiveTimeoutError, match=r"in copy\(weights\)"):
         engine.check_external()
     engine.end_external()

@@ -6,15 +6,14 @@ import re
 import signal
 
 import pytest
-import tensorflow as tf
 
-from hvdtrain.tensorflow import device_collectives
-from hvdtrain.tensorflow.device_collectives import _divide_into_buckets as divide
+from hvdtrain.tensorflow.device_collectives import divide_into_buckets as divide
 from tests.harness.jobs import REPOSITORY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
-NCCL = {"HVDTRAIN_BACKEND": "nccl"}
+# As init() sets it: one thread computes while the other runs the host's part of a reduction.
+NCCL = {"HVDTRAIN_BACKEND": "nccl", "TF_NUM_INTEROP_THREADS": "2"}
 # Ranks on a busy machine start within this time.
 TIMEOUT_S = "12"
 
@@ -38,18 +37,20 @@ reducer = GradientReducer.of_job()
 """
 
 
-def test_buckets_begin_with_the_last_tensors(monkeypatch) -> None:
-    monkeypatch.setattr(device_collectives, "BUCKET_BYTES", 40)
-    assert divide([4, 4, 4, 0, 2], tf.float32) == [[4, 2, 1], [0]]
-    assert divide([4, 4, 4, 0, 2], tf.float16) == [[4, 2, 1], [0]], "reduced in float32"
-    assert divide([4, 4, 4, 0, 2], tf.float64) == [[4], [2], [1], [0]]
-    assert divide([100, 3], tf.float32) == [[1], [0]], "larger than a bucket"
-    assert divide([0], tf.float32) == []
-    assert divide([], tf.float32) == []
+def test_buckets_begin_with_the_last_tensors() -> None:
+    assert divide([4, 4, 4, 0, 2], 4, 24) == [[4, 2], [1, 0]]
+    assert divide([4, 4, 4, 0, 2], 8, 24) == [[4, 2], [1], [0]]
+    assert divide([4, 4, 4, 0, 2], 4, 0) == [[4, 2, 1, 0]]
+    assert divide([100, 3], 4, 40) == [[1, 0]]
+    assert divide([0], 4, 40) == divide([0], 4, 0) == divide([], 4, None) == []
+
+
+@pytest.mark.parametrize(("mebibytes", "buckets"), [(1, 1), (7, 2), (100, 8), (1000, 32)], ids=str)
+def test_the_number_of_buckets_depends_on_the_size(mebibytes: int, buckets: int) -> None:
+    assert len(divide([1 << 17] * 2 * mebibytes, 4, None)) == buckets
 
 
 VALUES = """
-device_collectives.BUCKET_BYTES = 4000
 host = GradientReducer(EngineRanks(world.collectives()))
 SHAPES = [(3, 4), (0,), (), (900,), (2, 1, 5), (1200,), (7,)]
 TYPES = ["float16", "float32", "float64", "bfloat16"]
@@ -106,11 +107,56 @@ print("passed", flush=True)
 
 
 def test_results_equal_those_of_the_engine(launch) -> None:
-    done = launch(3, START + VALUES, env=NCCL, timeout_s=120)
+    env = {**NCCL, "HVDTRAIN_BUCKET_BYTES": "4000"}
+    done = launch(3, START + VALUES, env=env, timeout_s=120)
     assert done.returncode == 0, done
     assert done.stdout.count("passed") == 3
     message = r"NCCL combines gradients: --backend nccl \(with TensorFlow's ring on CPUs"
     assert len(re.findall(message, done.stderr)) == 2, "by the chief, for each init()"
+
+
+COMPRESSED = """
+form = sys.argv[1]
+half = {"fp16": tf.float16, "bf16": tf.bfloat16}[form]
+large = {"fp16": 6e4, "bf16": 3e38}[form]
+small = 1.0 + 2.0**-12
+gradients = [tf.constant([large, -3.0 * rank]), tf.constant([[small]], tf.float64)]
+
+def kinds(function):
+    operations = function.get_concrete_function().graph.get_operations()
+    return {op.get_attr("T") for op in operations if op.type == "CollectiveReduceV2"}
+
+step = tf.function(lambda: reducer.average(gradients, ["kernel", "bias"]))
+assert kinds(step) == {half}
+for kernel, bias in (step(), reducer.average(gradients, ["kernel", "bias"])):
+    assert (kernel.dtype, bias.dtype) == (tf.float32, tf.float64)
+    # The sum would be infinite.
+    expected = [float(tf.cast(large, half)), -1.5]
+    np.testing.assert_array_equal(kernel, np.array(expected, np.float32))
+    assert bias.numpy() == 1.0, "not rounded"
+try:
+    reducer.average(gradients, ["kernel", "bias"], op="sum")
+except NonFiniteError as error:
+    assert "the sum over all ranks overflowed" in str(error)
+else:
+    raise SystemExit("no error")
+
+def horovod():
+    return hvd.allreduce(gradients[0], compression=getattr(hvd.Compression, form))
+
+assert kinds(tf.function(horovod)) == {half}
+np.testing.assert_array_equal(horovod(), np.array(expected, np.float32))
+print("passed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("form", ["fp16", "bf16"])
+def test_compressed_gradients(launch, form: str) -> None:
+    env = {**NCCL, "HVDTRAIN_COMPRESSION": form}
+    done = launch(2, START + COMPRESSED, form, env=env, timeout_s=100)
+    assert done.returncode == 0, done
+    assert done.stdout.count("passed") == 2
+    assert "no effect" not in done.stderr
 
 
 MISTAKES = """
@@ -154,17 +200,19 @@ def test_mistakes_are_errors_on_every_rank(launch, mistake: str, text: str) -> N
 
 MISSING_RANK = """
 way = sys.argv[1]
-step = tf.function(lambda value: reducer.average([value], ["kernel"])[0])
+step = tf.function(lambda value: reducer.average([value, value], ["kernel", "bias"]))
 
 def late(value):
-    time.sleep(60 if way == "hangs within" else 1)
+    time.sleep(1 if way == "fails within" else 60)
     raise ValueError("bad batch")
 
 @tf.function
 def slow(value):
-    # Stateless, so that the reduction begins meanwhile.
-    value = tf.numpy_function(late, [value], tf.float32, stateful=False)
-    return reducer.average([tf.ensure_shape(value, [3])], ["kernel"])[0]
+    # Stateless, so that the reduction of the other gradient begins meanwhile.
+    computed = tf.numpy_function(late, [value], tf.float32, stateful=False)
+    computed = tf.ensure_shape(computed, [3])
+    gradients = [computed, value] if way == "hangs between buckets" else [value, computed]
+    return reducer.average(gradients, ["kernel", "bias"])
 
 step(tf.ones(3))
 if rank == 1:
@@ -172,11 +220,10 @@ if rank == 1:
         raise ValueError("bad batch")
     if way == "ends":
         sys.exit(0)
-    if way == "hangs":
-        time.sleep(60)
     slow(tf.ones(3))
 step(tf.ones(3))
 """
+WAITED = rf"rank 0 waited {TIMEOUT_S} s in device_allreduce\(gradients\).*: rank 1 is not waiting"
 
 
 @pytest.mark.parametrize(
@@ -185,16 +232,109 @@ step(tf.ones(3))
         ("fails", "rank 1 failed: ValueError: bad batch"),
         ("fails within", "bad batch"),
         ("ends", "rank 1 ended its program while rank 0 waits for it in device_allreduce"),
-        ("hangs", r"rank 1 is not waiting in any collective"),
-        ("hangs within", rf"rank 0 waited {TIMEOUT_S} s in device_allreduce\(gradients\)"),
+        ("hangs within", WAITED),
+        ("hangs between buckets", WAITED),
     ],
 )
 def test_a_missing_rank_ends_the_job(launch, way: str, text: str) -> None:
-    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
+    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S, "HVDTRAIN_BUCKET_BYTES": "1"}
     done = launch(2, START + MISSING_RANK, way, env=env, timeout_s=100)
     assert done.returncode != 0
     assert done.seconds < 60
     assert re.search(text, done.stderr), done
+
+
+COMPUTATION = """
+import keras
+
+# Only for waits within reductions on devices.
+LIMIT_S = world.collectives().transport.timeout_s = 1.0
+events = []
+
+def record(name):
+    function = getattr(world.collectives(), name)
+    def recorded(*arguments):
+        result = function(*arguments)
+        events.append(name.removesuffix("_external"))
+        return result
+    setattr(world.collectives(), name, recorded)
+
+for name in ("begin_external", "pause_external", "resume_external", "end_external"):
+    record(name)
+
+def slowly(value):
+    def sleep(value):
+        time.sleep(2 * LIMIT_S)
+        return value
+    # Stateless, so that only its result orders it and the reduction.
+    return tf.ensure_shape(tf.numpy_function(sleep, [value], tf.float32, stateful=False), [3])
+
+@tf.function
+def sleeping_step(value):
+    forward = slowly(value)
+    return reducer.average([value, slowly(forward), forward], ["a", "b", "c"])
+
+assert len(sleeping_step(tf.fill([3], rank + 1.0))) == 3
+assert events == ["begin", "pause", "resume", "pause", "resume", "end"], events
+
+@tf.function(jit_compile=True)
+def compiled(value):
+    for n in range(LAYERS):
+        value = tf.sort(tf.sin(value) + float(n))[::-1]
+    return value
+
+step = tf.function(lambda value: reducer.average([compiled(value)], ["compiled"]))
+step.get_concrete_function(tf.ones(3))
+start_s = time.monotonic()
+step(tf.ones(3))
+assert time.monotonic() - start_s > 1.5 * LIMIT_S, "XLA compiled too fast for this test"
+print("passed", flush=True)
+"""
+
+
+def test_computation_and_compilation_do_not_count_as_waiting(launch) -> None:
+    program = START + COMPUTATION.replace("LAYERS", "120")
+    done = launch(2, program, env={**NCCL, "HVDTRAIN_BUCKET_BYTES": "1"}, timeout_s=150)
+    assert done.returncode == 0, done
+    assert done.stdout.count("passed") == 2
+
+
+OVERLAP = """
+import threading, keras
+
+reduced = threading.Event()
+pause = world.collectives().pause_external
+world.collectives().pause_external = lambda: (pause(), reduced.set())
+
+class Late(keras.layers.Layer):
+    def call(self, x):
+        def wait(gradient):
+            assert reduced.wait(30), "no bucket is reduced during the backward pass"
+            return gradient
+
+        @tf.custom_gradient
+        def identity(x):
+            def backward(gradient):
+                late = tf.numpy_function(wait, [gradient], tf.float32, stateful=False)
+                return tf.ensure_shape(late, gradient.shape)
+            return tf.identity(x), backward
+
+        return identity(x)
+
+layers = keras.layers
+model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Late(), layers.Dense(2)])
+model.compile("sgd", "mse")
+hvdtrain.distribute(model)
+model.fit(np.ones((8, 4)), np.ones((8, 2)), batch_size=4, verbose=0)
+print("passed", flush=True)
+"""
+
+
+def test_buckets_are_reduced_during_the_backward_pass(launch) -> None:
+    env = {**NCCL, "HVDTRAIN_BUCKET_BYTES": "1"}
+    done = launch(2, START + OVERLAP, env=env, timeout_s=100)
+    assert done.returncode == 0, done
+    assert done.stdout.count("passed") == 2
 
 
 LOOP = """
