@@ -107,6 +107,8 @@ def _set_up_devices(
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
     ranks = [RankGpus.from_json(entry["gpus"]) for entry in everyone]
     gpus = devices.bind(topology, settings, ranks)
+    if own_gpu := gpus[topology.rank]:
+        report.bound(own_gpu.id)
     capabilities = [
         DeviceCapabilities(host, gpu, *entry["capabilities"])
         for host, gpu, entry in zip(hosts, gpus, everyone)

@@ -18,6 +18,7 @@ pytest_plugins = (
     "tests.agent.cgroups",
     "tests.checkpoint.disks",
     "tests.environments.plugin",
+    "tests.harness.fake_driver",
     "tests.harness.plugin",
     "tests.kubernetes.plugin",
     "tests.testbed.plugin",

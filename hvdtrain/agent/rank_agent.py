@@ -34,7 +34,7 @@ from hvdtrain.agent.process_tree import (
     shell_code,
 )
 from hvdtrain.agent.rank_report import ReportPipe
-from hvdtrain.agent.usage import GpuWatch, UsageWatch, own_gpu
+from hvdtrain.agent.usage import GpuWatch, UsageWatch
 from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
@@ -89,8 +89,8 @@ class Agent:
         self._passed_on: set[int] = set()
         self._elastic = environ.get(variable_name("elastic")) == "1"
         self._oom = OomWatch()
-        gpu = own_gpu(environ, topology.local_rank, topology.local_size)
-        self._usage = UsageWatch(GpuWatch(gpu))
+        self._gpus = GpuWatch()
+        self._usage = UsageWatch(self._gpus)
         self._child: subprocess.Popen[bytes] | None = None
         self._report_pipe = ReportPipe()
         self._output = OutputRelay(self._selector, self._launcher)
@@ -173,6 +173,7 @@ class Agent:
         if messages is None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(pipe)
+        self._gpus.own = pipe.gpu_id
         for message in messages or ():
             self._launcher.send(**message)
 

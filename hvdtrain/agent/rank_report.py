@@ -28,6 +28,7 @@ class RankReport:
 
     Attributes:
         pid: ID of the process that prints its stacks on SIGQUIT.
+        gpu_id: ID of the rank's first GPU, if it has one.
         step: Number of completed optimizer steps; None before the first step.
         epoch: Epoch of the last step.
         total_steps: Step at which training will end, if known.
@@ -43,6 +44,7 @@ class RankReport:
     """
 
     pid: int | None = None
+    gpu_id: str = ""
     step: int | None = None
     epoch: int | None = None
     total_steps: int | None = None
@@ -140,6 +142,7 @@ class ReportPipe:
     Attributes:
         variables: Environment variables that tell the program where to write its reports.
         pid: ID of the process that prints its stacks on SIGQUIT, once it has reported that.
+        gpu_id: ID of the program's first GPU, once it has reported that.
     """
 
     def __init__(self) -> None:
@@ -148,6 +151,7 @@ class ReportPipe:
         os.set_inheritable(self._writer, True)
         self._decoder = Decoder()
         self.pid: int | None = None
+        self.gpu_id = ""
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:
@@ -176,6 +180,7 @@ class ReportPipe:
         for message in known:
             if type(message.get("pid")) is int:
                 self.pid = message["pid"]
+            self.gpu_id = str(message.get("gpu_id", self.gpu_id))
         return known if data else None
 
 

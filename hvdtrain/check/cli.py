@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.check.host_checks import MPI, VERSIONS, find_problems
 from hvdtrain.check.report_file import check_writable, write_report
+from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import ConfigurationError
@@ -129,7 +130,7 @@ def _check_hosts(
         return NOT_READY
     if method == "local" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]
-    use_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    use_gpus = visible_entries(os.environ) != []
     problems = find_problems(
         launcher, answers, method=method, python=sys.executable, use_gpus=use_gpus
     )
@@ -168,7 +169,8 @@ def _with_default_ranks(answer: Answer) -> Answer:
     facts = answer.facts
     if facts is None:
         return answer
-    ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, len(facts.gpus) or DEFAULT_RANKS)
+    gpus = len([gpu for gpu in facts.gpus if gpu.id])
+    ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, gpus or DEFAULT_RANKS)
     return dataclasses.replace(answer, ranks=ranks)
 
 
@@ -186,7 +188,7 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
         return (answer.host, state, str(answer.ranks), *["-"] * 6)
     offset_s, error_s = clock_offset_s(answer)
     speed = "" if facts.speed_mbit is None else f" {facts.speed_mbit / 1000:g} Gb/s"
-    models = "/".join(dict.fromkeys(model for model, _ in facts.gpus))
+    models = "/".join(dict.fromkeys(gpu.model for gpu in facts.gpus if gpu.model))
     return (
         answer.host,
         problem_state([problem for problem in problems if answer.host in problem.hosts]),

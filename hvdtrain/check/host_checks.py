@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hvdtrain.cluster.gpu_problems import ONE_PART, different_models, gpu_problems
 from hvdtrain.remote.host_probe import HostFacts
 from hvdtrain.remote.problem import Problem, answered, failure_problems, format_bytes
 from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
@@ -278,28 +279,41 @@ def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
         if facts.gpu_error:
             yield _error(
                 [host],
-                f"nvidia-smi fails: {facts.gpu_error}",
-                "a list of GPUs",
-                "reload the driver or reboot the host; to train on the CPU: "
-                "export CUDA_VISIBLE_DEVICES=-1",
+                facts.gpu_error.rstrip("."),
+                "GPUs that CUDA can use",
+                "compare nvidia-smi there; then reload the driver or reboot the host; to train on "
+                "the CPU: export CUDA_VISIBLE_DEVICES=-1",
             )
     for answer in answers:
-        count = len(answer.facts.gpus) if answer.facts else 0
-        if 0 < count < answer.ranks:
+        gpus = [gpu for gpu in answer.facts.gpus if gpu.id] if answer.facts else []
+        if 0 < len(gpus) < answer.ranks:
+            fewer = (
+                f"{_fewer_ranks(answer.host, len(gpus))}; or share GPUs: hvdtrain run --share-gpus"
+            )
             yield _error(
                 [answer.host],
-                f"it has {plural(count, 'GPU')} for {answer.ranks} ranks",
+                f"it has {plural(len(gpus), 'GPU')} for {answer.ranks} ranks",
                 "a GPU for every rank",
-                f"{_fewer_ranks(answer.host, count)}; or share GPUs: hvdtrain run --share-gpus",
+                f"{fewer}; {ONE_PART}" if " MIG " in gpus[0].model else fewer,
             )
-    groups = _hosts_by(answers, _gpu_models)
-    if len(groups) > 1:
+    kinds = different_models(
+        (host, f"{gpu.model}, driver {gpu.driver}", gpu.memory_bytes)
+        for host, facts in answered(answers)
+        for gpu in facts.gpus
+        if gpu.model
+    )
+    if kinds:
         yield _warning(
-            (host for host, _ in answered(answers)),
-            f"GPUs differ: {_groups_text(groups)}",
+            (host for host, facts in answered(answers) if facts.gpus),
+            f"GPUs differ: {kinds}",
             "identical GPUs and drivers, because all ranks wait for the slowest",
             "train on identical hosts, and install the same driver",
         )
+    for host, facts in answered(answers):
+        # Parts of a GPU share its faults.
+        found = dict.fromkeys(problem for gpu in facts.gpus for problem in gpu_problems(gpu))
+        for problem in found:
+            yield _warning([host], problem.summary, problem.expected, problem.remedy)
 
 
 def find_problems(
@@ -333,10 +347,6 @@ def find_problems(
 
 def _fewer_ranks(host: str, ranks: int) -> str:
     return f"start fewer ranks there: -H {host}:{ranks}, or under Slurm --ntasks-per-node={ranks}"
-
-
-def _gpu_models(facts: HostFacts) -> str:
-    return " and ".join(dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus))
 
 
 def _is_loopback(address: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cluster.gpu_problems import different_models, gpu_problems
+from hvdtrain.cluster.gpu_problems import ONE_PART, different_models, gpu_problems
 from hvdtrain.cluster.gpus import Gpu, GpuState, read_states
 from hvdtrain.errors import LaunchError
 from hvdtrain.text import plural
@@ -31,12 +31,14 @@ class RankGpus:
         pid: ID of its process.
         visible: The GPUs that it sees, in TensorFlow's order; None if it needs no GPU.
         suspects: The visible GPUs that have faults or are in use.
+        obstacle: Why the rank sees none of its host's GPUs; empty if the host has none.
     """
 
     hostname: str
     pid: int
     visible: Sequence[Gpu] | None
     suspects: Sequence[GpuState] = ()
+    obstacle: str = ""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankGpus:
@@ -49,6 +51,7 @@ class RankGpus:
             pid=values["pid"],
             visible=visible,
             suspects=read_states(values["suspects"]),
+            obstacle=values["obstacle"],
         )
 
 
@@ -102,6 +105,8 @@ def gpu_warnings(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> 
             f"{len(without)} of {len(ranks)} ranks run without a GPU and slow down the others: "
             f"{', '.join(map(str, without))}"
         )
+    obstacles = {one.obstacle: one.hostname for one in reversed(ranks) if one.obstacle}
+    warnings += [f"{host} has GPUs, but {why}" for why, host in obstacles.items()]
     used = list(_used_gpus(ranks, chosen))
     kinds = different_models(
         (ranks[rank].hostname, gpu.model, gpu.memory_bytes) for rank, gpu in used
@@ -163,13 +168,9 @@ def _no_gpu_left(
     if each > 1:
         problem, owned = f"too few GPUs for --devices-per-rank {each}", "some"
         remedy = "fewer ranks, or reduce --devices-per-rank"
-    if any(" MIG " in gpu.model for gpu in gpus):
-        remedy += (
-            " (CUDA shows only one part of a GPU to a process: list as many parts as ranks in "
-        )
-        remedy += "CUDA_VISIBLE_DEVICES=MIG-...,MIG-...)"
+    hint = f" {ONE_PART}." if any(" MIG " in gpu.model for gpu in gpus) else ""
     return (
         f"There are {problem}: rank {rank} sees {plural(len(gpus), 'GPU')}, and {owned} of them "
         f"are in use ({taken}). Start {remedy}, let ranks share GPUs with HVDTRAIN_SHARE_GPUS=1 "
-        "(hvdtrain run --share-gpus), or use the CPU with CUDA_VISIBLE_DEVICES=-1."
+        "(hvdtrain run --share-gpus), or use the CPU with CUDA_VISIBLE_DEVICES=-1." + hint
     )

@@ -8,8 +8,12 @@ from typing import NamedTuple
 from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.text import format_list
 
-__all__ = ["GpuProblem", "different_models", "gpu_problems"]
+__all__ = ["ONE_PART", "GpuProblem", "different_models", "gpu_problems"]
 
+ONE_PART = (
+    "CUDA shows a process only one part of a GPU (MIG): list a part for each rank of the host in "
+    "CUDA_VISIBLE_DEVICES=MIG-...,MIG-..., as nvidia-smi -L names them"
+)
 # The driver and a display take some memory of an idle GPU.
 IDLE_SHARE = 0.1
 # The same model has slightly more or less memory with another driver.

@@ -17,11 +17,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.text import plural
 
-__all__ = ["Gpu", "GpuReader", "GpuState", "cuda_gpus", "read_states", "visible_entries"]
+__all__ = [
+    "Gpu",
+    "GpuReader",
+    "GpuState",
+    "cuda_gpus",
+    "read_states",
+    "visible_entries",
+    "visible_states",
+]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _TEXT_BYTES = 128
+_NO_DEVICE = 100
 
 
 class Gpu(NamedTuple):
@@ -88,15 +98,26 @@ def cuda_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA shows to this process, in CUDA's order.
 
     The first use of CUDA in a process determines them, from ``CUDA_VISIBLE_DEVICES`` and
-    ``CUDA_DEVICE_ORDER``. The list is empty without a working driver.
+    ``CUDA_DEVICE_ORDER``. The list is empty without a driver, or if CUDA shows none.
+
+    Raises:
+        LaunchError: If CUDA fails.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return []
     count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code == _NO_DEVICE:
         return []
+    if code:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        raise LaunchError(
+            f"CUDA fails: {(text.value or b'unknown error').decode()} (code {code}). Compare the "
+            "driver's log: dmesg | grep -i nvrm"
+        )
     gpus = [_cuda_gpu(cuda, ordinal) for ordinal in range(count.value)]
     return [gpu for gpu in gpus if gpu is not None]
 
@@ -123,16 +144,48 @@ def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
     """Return the states that another process sent as JSON, perhaps of another hvdtrain version."""
     known = {entry.name for entry in dataclasses.fields(GpuState)}
     return tuple(
-        GpuState(**{name: value for name, value in row.items() if name in known})
+        GpuState(**{name: _frozen(value) for name, value in row.items() if name in known})
         for row in rows
         if isinstance(row, dict) and "number" in row
     )
 
 
-class GpuReader:
-    """Reads the state of this host's GPUs from the driver."""
+def _frozen(value: Any) -> Any:
+    """Convert lists, also in lists, to tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
-    def __init__(self) -> None:
+
+def visible_states(states: Sequence[GpuState], environ: Mapping[str, str]) -> list[GpuState]:
+    """Return those of the GPUs that ranks can use, as ``CUDA_VISIBLE_DEVICES`` allows.
+
+    Raises:
+        LaunchError: If CUDA fails, or shows none of the GPUs.
+    """
+    entries = visible_entries(environ)
+    if not states or entries == []:
+        return []
+    shown = cuda_gpus()
+    if not shown:
+        raise LaunchError(
+            f"The driver knows {plural(len(states), 'GPU')}, but CUDA shows none: libcuda.so.1 is "
+            f"missing, or {_VISIBLE} is wrong, got {environ.get(_VISIBLE, 'no value')!r}."
+        )
+    # Only CUDA knows its numbers. It shows a single part of a GPU, even if several are listed.
+    listed = [entry for entry in entries or () if not entry.isdecimal()]
+    ids = tuple(listed or [gpu.id for gpu in shown])
+    # A GPU without an ID is lost.
+    return [one for one in states if one.id.startswith(ids) or (entries is None and not one.id)]
+
+
+class GpuReader:
+    """Reads the state of this host's GPUs from the driver.
+
+    Args:
+        faults: Whether to read the counters of faults, which takes longer.
+    """
+
+    def __init__(self, *, faults: bool = True) -> None:
+        self._faults = faults
         self._thread: threading.Thread | None = None
         self._result: list[GpuState] | LaunchError = []
         self._nvml: Any = None
@@ -167,7 +220,7 @@ class GpuReader:
             if self._nvml is None:
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-            self._result = list(_states(pynvml))
+            self._result = list(_states(pynvml, self._faults))
         except pynvml.NVMLError as error:
             # A missing driver stays missing, but a lost GPU may come back.
             self._is_absent = self._nvml is None
@@ -175,13 +228,13 @@ class GpuReader:
             self._result = [] if no_library else LaunchError(f"The GPU driver fails: {error}.")
 
 
-def _states(nvml: Any) -> Iterator[GpuState]:
+def _states(nvml: Any, with_faults: bool) -> Iterator[GpuState]:
     """Yield the state of each GPU of this host, or of each part of a divided GPU."""
     driver = str(nvml.nvmlSystemGetDriverVersion())
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            faults = tuple(_faults(nvml, gpu))
+            faults = tuple(_faults(nvml, gpu)) if with_faults else ()
             for number, handle in _parts(nvml, gpu, index) or [(str(index), gpu)]:
                 yield _state(nvml, number, handle, driver=driver, faults=faults)
         except nvml.NVMLError as error:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.errors import JobError
@@ -198,6 +199,5 @@ def gpu_variables(
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:
         return {}
-    visible = [d for d in environ.get(_VISIBLE_GPUS, "").split(",") if d not in ("", "-1")]
-    devices = visible or [str(number) for number in range(gpus)]
+    devices = visible_entries(environ) or [str(number) for number in range(gpus)]
     return {_VISIBLE_GPUS: ",".join(devices[number] for number in slots)}

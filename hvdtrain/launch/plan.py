@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import available_cores, format_places, place
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
@@ -260,9 +261,8 @@ def describe_plan(plan: Plan, command: Command, extra: Sequence[str]) -> str:
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device not in ("", "-1")])
+    if (visible := visible_entries(environ)) is not None:
+        return len(visible)
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

@@ -132,6 +132,12 @@ def watch(
     _update(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
 
 
+# Not public: hvdtrain.init() calls this.
+def bound(gpu_id: str) -> None:
+    """Report the ID of this rank's first GPU."""
+    _update(gpu_id=gpu_id).send()
+
+
 # Not public: only hvdtrain's excepthook calls this. The hook knows why a collective has failed.
 def failed(cause: BaseException, error: BaseException) -> None:
     """Report that the program ends because of ``cause``, with the traceback of ``error``."""
@@ -184,6 +190,8 @@ class _Reporter:
             for name, convert in _NUMBERS.items():
                 if (number := _finite(self.values.get(name))) is not None:
                     state[name] = convert(number)
+            if gpu_id := self.values.get("gpu_id"):
+                state["gpu_id"] = gpu_id
             state["phase"] = self.phase[:MAX_TEXT_LENGTH]
             state["waiting_in"] = ""
             if (waiting_in := self.values.get("waiting_in")) is not None:

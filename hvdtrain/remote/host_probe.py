@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 import signal
 import socket
 import struct
@@ -25,10 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.gpus import GpuReader, GpuState, read_states, visible_states
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library, run_capture
+from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library
 
 __all__ = ["MARK", "HostFacts", "ProbeRequest", "installed_versions", "main", "read_facts"]
 
@@ -89,8 +89,8 @@ class HostFacts:
         mpi_error: Why mpi4py can't load an MPI library.
         folder: Whether this host has the launcher's working directory: ``same`` (it is shared),
             ``other`` (a different directory has this path) or ``absent``.
-        gpus: Model and driver of each GPU.
-        gpu_error: Why nvidia-smi failed.
+        gpus: The GPUs that ``CUDA_VISIBLE_DEVICES`` allows, or all GPUs.
+        gpu_error: Why the driver or CUDA failed.
         memlock_bytes: Limit for locked memory; -1 if unlimited.
         infiniband: InfiniBand devices.
         shm_bytes: Size of /dev/shm.
@@ -114,7 +114,7 @@ class HostFacts:
     mpi: str = ""
     mpi_error: str = ""
     folder: str = ""
-    gpus: Sequence[Sequence[str]] = ()
+    gpus: Sequence[GpuState] = ()
     gpu_error: str = ""
     memlock_bytes: int | None = None
     infiniband: Sequence[str] = ()
@@ -144,7 +144,7 @@ def read_facts(output: str) -> HostFacts | None:
         if mark:
             with contextlib.suppress(ValueError):
                 facts: HostFacts = _from_json(HostFacts, text)
-                return facts
+                return dataclasses.replace(facts, gpus=read_states(facts.gpus))
     return None
 
 
@@ -219,19 +219,11 @@ def _folder(request: ProbeRequest) -> dict[str, Any]:
 
 
 def _gpus(request: ProbeRequest) -> dict[str, Any]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    argv = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        output = run_capture(argv, timeout_s=GPU_TIMEOUT_S)
+        states = visible_states(GpuReader().read(GPU_TIMEOUT_S), os.environ)
     except LaunchError as error:
         return {"gpu_error": str(error)}
-    lines = (output.stdout + output.stderr).strip().splitlines()
-    if output.returncode != 0:
-        return {"gpu_error": lines[0] if lines else f"nvidia-smi: exit code {output.returncode}"}
-    rows = [[cell.strip() for cell in line.rpartition(",")[::2]] for line in lines if "," in line]
-    return {"gpus": rows}
+    return {"gpus": [dataclasses.asdict(state) for state in states]}
 
 
 def _memory(request: ProbeRequest) -> dict[str, Any]:

@@ -42,7 +42,9 @@ FailureKind = Literal[
 ]
 
 # Variables that a remote program needs to load the same libraries as a rank.
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+)
 _CONNECT_TIMEOUT_S = 10
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)

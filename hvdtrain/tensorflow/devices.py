@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -16,7 +18,7 @@ from hvdtrain.cluster.gpu_assignment import (
     gpu_warnings,
 )
 from hvdtrain.cluster.gpu_problems import gpu_problems
-from hvdtrain.cluster.gpus import Gpu, GpuReader, GpuState, cuda_gpus, visible_entries
+from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus, visible_entries
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
@@ -51,23 +53,23 @@ def find_gpus(
         environ: The environment of this process.
         needed: Whether this rank needs a GPU.
     """
-    hostname = socket.gethostname()
-    visible: list[Gpu] | None = None
-    suspects: list[GpuState] = []
-    if needed:
-        entries = visible_entries(environ) or []
-        if len(entries) > 1 and entries[0].startswith("MIG-"):
-            environ["CUDA_VISIBLE_DEVICES"] = entries[topology.local_rank % len(entries)]
-        visible = _visible_gpus(hostname, environ)
-    if visible:
-        ids = {gpu.id for gpu in visible}
-        try:
-            states = GpuReader().read(DRIVER_TIMEOUT_S)
-        except LaunchError as error:
-            logger.debug("the GPUs of %s can't be checked: %s", hostname, error)
-            states = []
-        suspects = [state for state in states if state.id in ids and any(gpu_problems(state))]
-    return RankGpus(hostname=hostname, pid=os.getpid(), visible=visible, suspects=suspects)
+    rank = RankGpus(hostname=socket.gethostname(), pid=os.getpid(), visible=None)
+    if not needed:
+        return rank
+    entries = visible_entries(environ) or []
+    if len(entries) > 1 and entries[0].startswith("MIG-"):
+        environ["CUDA_VISIBLE_DEVICES"] = entries[topology.local_rank % len(entries)]
+    visible = _visible_gpus(rank.hostname, environ)
+    if not visible:
+        return dataclasses.replace(rank, visible=[], obstacle=_obstacle())
+    try:
+        states = GpuReader().read(DRIVER_TIMEOUT_S)
+    except LaunchError as error:
+        logger.debug("the state of the GPUs is unknown: %s", error)
+        states = []
+    ids = {gpu.id for gpu in visible}
+    suspects = [state for state in states if state.id in ids and any(gpu_problems(state))]
+    return dataclasses.replace(rank, visible=visible, suspects=suspects)
 
 
 def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
@@ -79,9 +81,10 @@ def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
     count = len(tf.config.list_physical_devices("GPU"))
     if count == 0:
         return []
-    gpus = cuda_gpus()
-    if len(gpus) == count:
-        return gpus
+    with contextlib.suppress(LaunchError):
+        gpus = cuda_gpus()
+        if len(gpus) == count:
+            return gpus
     numbers = [str(number) for number in range(count)]
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         entries = environ.get(name, "").split(",")
@@ -89,6 +92,21 @@ def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
             numbers = entries
             break
     return [Gpu(f"{host} GPU {number}") for number in numbers]
+
+
+def _obstacle() -> str:
+    """Return why TensorFlow sees none of the GPUs of this host; empty if CUDA shows none."""
+    try:
+        if not cuda_gpus():
+            return ""
+    except LaunchError as error:
+        return str(error)
+    if not tf.test.is_built_with_cuda():
+        return (
+            "TensorFlow is built without CUDA: install hvdtrain[gpu], or set "
+            "CUDA_VISIBLE_DEVICES=-1 to compute on the CPU"
+        )
+    return "TensorFlow can't use them: TF_CPP_MIN_LOG_LEVEL=0 shows why"
 
 
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:

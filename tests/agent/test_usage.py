@@ -5,11 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Collection
 from typing import Any
 
 import psutil
@@ -18,8 +15,10 @@ import pytest
 from hvdtrain.agent import usage
 from hvdtrain.agent.messages import JOB, Decoder, encode, format_addresses, receive
 from hvdtrain.agent.rank_report import Usage, read_record
-from hvdtrain.agent.usage import UNKNOWN, Gpu, GpuUsage, GpuWatch, UsageWatch, gpu_usage, own_gpu
+from hvdtrain.agent.usage import UNKNOWN, GpuUsage, GpuWatch, UsageWatch, gpu_usage
+from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.config import LAUNCHER
+from tests.harness.fake_driver import FakeDriver
 from tests.harness.jobs import REPOSITORY
 
 # Keeps a core busy and 200 MiB allocated, and so does its child.
@@ -42,7 +41,7 @@ class FixedGpus(GpuWatch):
     """GPUs with fixed usage."""
 
     def __init__(self) -> None:
-        super().__init__("")
+        super().__init__()
         self.pids: set[int] = set()
 
     def look(self, pids: Collection[int]) -> GpuUsage:
@@ -82,7 +81,7 @@ def test_usage_of_a_program_and_its_children(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stopped_child_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
-    watch = UsageWatch(GpuWatch(""))
+    watch = UsageWatch(GpuWatch())
     with subprocess.Popen(["sh", "-c", "sleep 60; true"]) as program:
         try:
             deadline = time.monotonic() + 30
@@ -102,13 +101,13 @@ def test_a_stopped_child_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_has_ended_uses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
-    assert UsageWatch(GpuWatch("")).look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
+    assert UsageWatch(GpuWatch()).look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
 
 
 def test_a_host_without_psutil_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    watch = UsageWatch(GpuWatch(""))
+    watch = UsageWatch(GpuWatch())
     assert watch.look(1) is None
     assert watch.look(1) is None
 
@@ -125,10 +124,10 @@ def test_usage_messages() -> None:
 
 
 GPUS = [
-    Gpu(number=0, uuid="GPU-aa11", busy=90, used_bytes=70, processes={10: 30, 20: 40}),
-    Gpu(number=1, uuid="GPU-bb22", busy=20, used_bytes=55, processes={11: 50}),
-    Gpu(number=2, uuid="GPU-cc33", busy=None, used_bytes=5, processes={12: 5}),
-    Gpu(number=3, uuid="GPU-bb44", busy=0, used_bytes=1),
+    GpuState(number="0", id="a", busy=90, used_bytes=70, processes=[(10, "", 30), (20, "", 40)]),
+    GpuState(number="1", id="b", busy=20, used_bytes=55, processes=[(11, "", 50)]),
+    GpuState(number="2", id="c", used_bytes=5, processes=[(12, "", 5)]),
+    GpuState(number="3", faults=["GPU is lost"]),
 ]
 
 
@@ -141,139 +140,92 @@ GPUS = [
         ({11, 12}, "", (20.0, 55)),
         ({12}, "", (None, 5)),
         # The driver's process IDs take precedence.
-        ({11}, "0", (20.0, 50)),
-        ({1, 2}, "1", (20.0, 55)),
-        ({1, 2}, "GPU-cc33", (None, 5)),
-        ({1, 2}, "GPU-bb2", (20.0, 55)),
+        ({11}, "a", (20.0, 50)),
+        ({1, 2}, "b", (20.0, 55)),
+        ({1, 2}, "c", (None, 5)),
         ({1, 2}, "", UNKNOWN),
-        ({1, 2}, "-1", UNKNOWN),
-        ({1, 2}, "7", UNKNOWN),
-        ({1, 2}, "MIG-0123", UNKNOWN),
+        ({1, 2}, "d", UNKNOWN),
     ],
 )
 def test_gpu_usage(pids: set[int], own: str, expected: GpuUsage) -> None:
     assert gpu_usage(GPUS, pids, own) == expected
 
 
-@pytest.mark.parametrize(
-    ("visible", "place", "expected"),
-    [
-        (None, (0, 1), ""),
-        ("", (0, 1), ""),
-        ("-1", (1, 2), "-1"),
-        ("3", (1, 2), "3"),
-        ("4,7", (0, 2), "4"),
-        ("4, 7", (1, 2), "7"),
-        ("GPU-aa,GPU-bb", (1, 2), "GPU-bb"),
-        ("4,7", (2, 3), ""),
-    ],
-)
-def test_own_gpu(visible: str | None, place: tuple[int, int], expected: str) -> None:
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert own_gpu(environ, *place) == expected
+_LOOK = """
+import sys, time
+from hvdtrain.agent import usage
+usage.PATIENCE_S = 1.0
+watch = usage.GpuWatch()
+watch.own = "b"
+for description in sys.argv[2:]:
+    with open(sys.argv[1], "w") as file:
+        print(description, file=file)
+    started_s = time.monotonic()
+    print(*watch.look({1}), time.monotonic() - started_s > 0.9)
+"""
+_WORKING = "gpu a\ngpu b\nused 2048\nbusy 7"
+_MEASURED, _UNKNOWN, _TIMEOUT = "7.0 2048 False", "None None False", "None None True"
+_DRIVERS = {
+    # A driver that is missing at the start stays missing, but a lost GPU may come back.
+    "missing": (["nvml 9", _WORKING], [_UNKNOWN, _UNKNOWN]),
+    "lost": (["gpu a\ngpu b\nlost 15", _WORKING], [_UNKNOWN, _MEASURED]),
+    "hanging": ([_WORKING, "hang 1", _WORKING], [_MEASURED, _TIMEOUT, _UNKNOWN]),
+}
 
 
-def _driver(**functions: Any) -> ModuleType:
-    """Return a replacement of the module ``pynvml``."""
-    module: Any = ModuleType("pynvml")
-    module.NVMLError = type("NVMLError", (Exception,), {})
-    for name, function in functions.items():
-        setattr(module, name, function)
-    return module
+@pytest.mark.parametrize(("descriptions", "lines"), _DRIVERS.values(), ids=_DRIVERS)
+def test_a_broken_driver(
+    fake_driver: FakeDriver, run_command, descriptions: list[str], lines: list[str]
+) -> None:
+    environ = fake_driver.environ("")
+    argv = [sys.executable, "-c", _LOOK, environ["FAKE_GPUS"], *descriptions]
+    done = run_command(argv, env=environ)
+    assert (done.returncode, done.stdout.splitlines()) == (0, lines), done
 
 
 def test_gpus_without_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    watch = GpuWatch("0")
+    watch = GpuWatch()
     assert watch.look({1}) == UNKNOWN
     assert watch.look({1}) == UNKNOWN
 
 
-def test_a_missing_driver_is_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = []
-
-    def init() -> None:
-        queries.append(1)
-        raise driver.NVMLError("NVML Shared Library Not Found")
-
-    driver = _driver(nvmlInit=init)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    watch = GpuWatch("0")
-    assert [watch.look({1}) for _ in range(3)] == [UNKNOWN] * 3
-    assert queries == [1]
-
-
-def test_a_lost_gpu_is_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: Iterator[int | None] = iter([None, 0])
-
-    def count() -> int:
-        if (number := next(counts)) is None:
-            raise driver.NVMLError("GPU is lost")
-        return number
-
-    driver = _driver(nvmlInit=lambda: None, nvmlDeviceGetCount=count)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    watch = GpuWatch("0")
-    assert watch.look({1}) == UNKNOWN
-    assert watch.look({1}) == UNKNOWN
-    assert next(counts, "end") == "end"
-
-
-def test_a_hanging_driver_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = []
-    finished = threading.Event()
-
-    def init() -> None:
-        queries.append(1)
-        finished.wait()
-        raise driver.NVMLError("GPU is lost")
-
-    driver = _driver(nvmlInit=init)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    watch = GpuWatch("0")
-    assert [watch.look({1}) for _ in range(5)] == [UNKNOWN] * 5
-    assert queries == [1]
-    finished.set()
-
-
-# A pynvml with two GPUs; children of the calling agent compute on the second.
-_PYNVML = """
-import os
-from pathlib import Path
-from types import SimpleNamespace
-
-class NVMLError(Exception):
-    pass
-
-def nvmlInit(): pass
-def nvmlDeviceGetCount(): return 2
-def nvmlDeviceGetHandleByIndex(number): return number
-def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
-def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(used=9 << 30)
-
-def nvmlDeviceGetUtilizationRates(handle):
-    return SimpleNamespace(gpu=[10, 85][handle])
-
-def nvmlDeviceGetComputeRunningProcesses(handle):
-    if handle == 0:
-        return [SimpleNamespace(pid=1, usedGpuMemory=None)]
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [SimpleNamespace(pid=int(pid), usedGpuMemory=3 << 30) for pid in children]
+# The fake driver shows children of the calling agent as processes on the second GPU. On the third,
+# it shows an unknown process, as in a container.
+_GPUS = """
+gpu a
+busy 10
+gpu b
+busy 85
+process children 3221225472
+gpu c
+busy 20
+used 77
+process 1 77
 """
 
 
 @pytest.mark.slow
-def test_an_agent_reports_gpu_usage(tmp_path: Path) -> None:
-    (tmp_path / "pynvml.py").write_text(_PYNVML)
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(_GPUS, (85.0, 3 << 30)), (_GPUS.replace("children", "1"), (20.0, 77))],
+    ids=["by-process", "by-report"],
+)
+def test_an_agent_reports_gpu_usage(
+    fake_driver: FakeDriver, gpus: str, expected: tuple[float, int]
+) -> None:
+    program = "from hvdtrain.monitor import report; report.bound('c'); import time; time.sleep(60)"
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         server.settimeout(20)
         environ = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
+            **fake_driver.environ(gpus),
+            "PYTHONPATH": str(REPOSITORY),
             LAUNCHER: format_addresses(["127.0.0.1"], server.getsockname()[1]),
             JOB: "a job",
         }
-        argv = [sys.executable, "-m", "hvdtrain.agent.rank_agent", "sleep", "60"]
+        agent_argv = [sys.executable, "-m", "hvdtrain.agent.rank_agent"]
+        argv = [*agent_argv, sys.executable, "-c", program]
         with subprocess.Popen(argv, env=environ) as agent:
             try:
                 connection, _ = server.accept()
@@ -285,7 +237,7 @@ def test_an_agent_reports_gpu_usage(tmp_path: Path) -> None:
             finally:
                 agent.kill()
             connection.close()
-    assert (usage_message["gpu"], usage_message["gpu_bytes"]) == (85.0, 3 << 30)
+    assert (usage_message["gpu"], usage_message["gpu_bytes"]) == expected
 
 
 def _until(connection: socket.socket, kind: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from hvdtrain.check.host_checks import find_problems
+from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.remote.host_probe import HostFacts
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method
@@ -14,7 +15,7 @@ __all__ = ["GPU", "PYTHON", "VERSIONS", "answer", "facts", "lost", "problems", "
 
 PYTHON = "/venv/bin/python"
 VERSIONS = {"hvdtrain": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "mpi4py": "4.1.2"}
-GPU = ("NVIDIA H200", "570.86")
+GPU = GpuState(number="0", id="GPU-0", model="NVIDIA H200", driver="570.86", memory_bytes=141 << 30)
 
 
 def facts(name: str, **changes: Any) -> HostFacts:

@@ -11,6 +11,7 @@ from hvdtrain.check.cli import format_report
 from hvdtrain.cli import main
 from hvdtrain.remote.host_probe import read_facts
 from tests.check.answers import answer, lost, problems
+from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
 from tests.harness.jobs import REPOSITORY, Completed
 from tests.testbed.cluster import Cluster
 from tests.testbed.faults import bound, empty_folder, ssh_config
@@ -75,6 +76,52 @@ def test_this_host(run_command) -> None:
     assert "allreduce over 2 ranks (shared_memory): 4.0 MB in" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("ready to train")
     assert done.stderr == ""
+
+
+_GPUS = f"""
+gpu {uuid_of("a")}
+model NVIDIA H100
+memory {80 * GIB}
+ecc 2
+process 1 {3 * GIB}
+gpu {uuid_of("b")}
+model NVIDIA T4
+memory {16 * GIB}
+gpu {uuid_of("c")}
+lost 15
+"""
+
+
+def test_gpus(run_command, fake_driver: FakeDriver) -> None:
+    driver = fake_driver.environ(_GPUS)
+    argv = [*CHECK, "--no-allreduce", "-np", "3"]
+    done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": None})
+    assert done.returncode == 1, done
+    assert " 3 NVIDIA H100/NVIDIA T4 " in done.stdout
+    name = f"GPU 0 (NVIDIA H100, {uuid_of('a')})"
+    for line in (
+        "problem on localhost: it has 2 GPUs for 3 ranks",
+        f"warning on localhost: {name} is faulty: 2 uncorrectable memory errors since the driver",
+        f"warning on localhost: {name} is in use by process 1 (",
+        "warning on localhost: GPU 2 is faulty: GPU is lost",
+        "warning on localhost: GPUs differ: NVIDIA H100, driver 570.86 (80 GiB) on localhost; NVID",
+        "ps -fp 1;",
+    ):
+        assert line in done.stdout, done
+    # One rank on the faultless GPU.
+    argv = [*CHECK, "--no-allreduce", "-np", "1"]
+    done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": "GPU-b"})
+    assert done.returncode == 0, done
+    assert " 1 NVIDIA T4 " in done.stdout
+    assert "GPU 0" not in done.stdout
+
+
+def test_a_failure_of_cuda(run_command, fake_driver: FakeDriver) -> None:
+    driver = fake_driver.environ(f"cuda 802\n{_GPUS}")
+    argv = [*CHECK, "--no-allreduce"]
+    done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": None})
+    assert done.returncode == 1, done
+    assert "problem on localhost: CUDA fails: system not yet initialized (code 802)" in done.stdout
 
 
 def test_no_allreduce_and_no_files_left(run_command, tmp_path: Path) -> None:

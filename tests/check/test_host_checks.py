@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from hvdtrain.check.cli import format_report
 from hvdtrain.check.host_checks import find_problems
+from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 from tests.check.answers import GPU, PYTHON, VERSIONS, answer, facts, lost, problems, the_problem
 
@@ -73,9 +75,9 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     ),
     "few cores": ({"cores": 1}, "2 ranks share 1 core", False, "-H b:1"),
     "load": ({"load": 9.5}, "it is busy: its load is 9.5 on 8 cores", False, "top"),
-    "nvidia-smi": (
-        {"gpu_error": "Driver/library version mismatch"},
-        "nvidia-smi fails: Driver/library version mismatch",
+    "GPU driver": (
+        {"gpu_error": "The GPU driver fails: Driver Not Loaded."},
+        "The GPU driver fails: Driver Not Loaded",
         True,
         "CUDA_VISIBLE_DEVICES=-1",
     ),
@@ -143,15 +145,38 @@ def test_gpus() -> None:
     alike = [answer("a", gpus=(GPU, GPU)), answer("b", gpus=(GPU, GPU))]
     assert problems(*alike) == []
     assert format_report(answer("a"), alike, []).count(" 2 NVIDIA H200 ") == 2
-    few, other = problems(answer("a", gpus=(GPU, GPU)), answer("b", gpus=((GPU[0], "550"),)))
+    older = dataclasses.replace(GPU, driver="550")
+    few, other = problems(answer("a", gpus=(GPU, GPU)), answer("b", gpus=(older,)), answer("c"))
     assert few.summary == "it has 1 GPU for 2 ranks"
     assert few.is_error
+    assert (other.hosts, other.is_error) == (("a", "b"), False)
     assert other.summary == (
-        "GPUs differ: NVIDIA H200, driver 570.86 on a; NVIDIA H200, driver 550 on b"
+        "GPUs differ: NVIDIA H200, driver 570.86 (141 GiB) on a; "
+        "NVIDIA H200, driver 550 (141 GiB) on b"
     )
-    assert not other.is_error
     unused = [answer("a"), answer("b", gpus=(GPU,))]
     assert find_problems(answer("a"), unused, method="ssh", python=PYTHON, use_gpus=False) == []
+
+
+def test_a_part_of_a_gpu_for_two_ranks() -> None:
+    part = dataclasses.replace(GPU, number="0:0", model="NVIDIA H200 MIG 1g.18gb")
+    problem = the_problem(answer("a", gpus=(part,)))
+    assert "CUDA_VISIBLE_DEVICES=MIG-...,MIG-..." in problem.remedy
+
+
+def test_faulty_gpus() -> None:
+    faulty = dataclasses.replace(GPU, number="1", faults=("2 errors",))
+    used = dataclasses.replace(GPU, number="2", processes=((4, "python", 3 << 30),))
+    lost = GpuState(number="3", driver="570.86", faults=("GPU is lost",))
+    three = problems(answer("a", gpus=(GPU, faulty, faulty, used, lost)))
+    assert [(one.hosts, one.is_error) for one in three] == [(("a",), False)] * 3
+    assert [one.summary for one in three] == [
+        "GPU 1 (NVIDIA H200, GPU-0) is faulty: 2 errors",
+        "GPU 2 (NVIDIA H200, GPU-0) is in use by process 4 (python, 3 GiB)",
+        "GPU 3 is faulty: GPU is lost",
+    ]
+    few, _ = problems(answer("a", gpus=(GPU, lost)))
+    assert few.summary == "it has 1 GPU for 2 ranks"
 
 
 def test_a_slow_answer_is_not_a_clock_offset() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
-from hvdtrain.cluster.gpu_assignment import assign_gpus
-from hvdtrain.cluster.gpus import Gpu
+from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, gpu_warnings
+from hvdtrain.cluster.gpus import Gpu, GpuState
 from hvdtrain.errors import LaunchError
 
 A0, A1, A2, A3, B0, B1 = (
@@ -75,3 +78,74 @@ def test_too_few_gpus_for_several_per_rank() -> None:
             LaunchError, match=r"Rank 1 sees 2 GPUs, .* 3 needs 3.*DEVICES_PER_RANK=2"
         ):
             assign_gpus([HOST_A, HOST_B], share=share, each=3)
+
+
+def test_more_ranks_than_parts_of_a_gpu() -> None:
+    part = Gpu("MIG-0", "0000:3B:00.0", "NVIDIA A100 MIG 3g.20gb", 20 << 30)
+    assert assign_gpus([[part], [part._replace(id="MIG-1")]], share=False) == [(0,), (0,)]
+    with pytest.raises(LaunchError, match=r"rank 1 sees 1 GPU, .*CUDA_VISIBLE_DEVICES=MIG-"):
+        assign_gpus([[part], [part]], share=False)
+
+
+def on(hostname: str, *gpus: Gpu, pid: int = 1, **fields) -> RankGpus:
+    return RankGpus(hostname=hostname, pid=pid, visible=gpus, **fields)
+
+
+def warnings(*ranks: RankGpus, share: bool = False) -> list[str]:
+    # Other ranks see them through JSON.
+    sent = json.dumps([dataclasses.asdict(one) for one in ranks])
+    received = [RankGpus.from_json(values) for values in json.loads(sent)]
+    return gpu_warnings(received, assign_gpus([one.visible for one in received], share=share))
+
+
+def test_the_same_gpus_need_no_warning() -> None:
+    slightly_more = B0._replace(memory_bytes=81 << 30)
+    unknown = Gpu("host GPU 0")
+    none = RankGpus(hostname="c", pid=1, visible=None)
+    assert warnings(on("a", A0, A1), on("a", A0, A1), on("b", slightly_more), none) == []
+    assert warnings(on("a", A0), on("b", unknown)) == []
+
+
+def test_gpus_of_different_models() -> None:
+    small, other = B0._replace(memory_bytes=40 << 30), B1._replace(model="NVIDIA T4")
+    (warning,) = warnings(on("a", A0, other), on("b", small), on("c", A2), on("d", other))
+    assert warning == (
+        "GPUs differ, and all ranks wait for the slowest: NVIDIA H100 (80 GiB) on a, c; "
+        "NVIDIA H100 (40 GiB) on b; NVIDIA T4 (80 GiB) on d"
+    )
+
+
+def test_ranks_that_share_gpus() -> None:
+    ranks = [on("a", A0, A1)] * 3 + [on("b", B0)]
+    chosen = assign_gpus([one.visible for one in ranks], share=True)
+    assert describe_sharing(ranks, chosen) == "ranks 0, 2 use GPU-a0 on a"
+    assert describe_sharing(ranks[1:], chosen[1:]) == ""
+
+
+def test_suspect_gpus_of_ranks() -> None:
+    faulty = GpuState(number="0", id="GPU-a0", model="NVIDIA H100", faults=["2 errors"])
+    used = GpuState(number="1", id="GPU-a1", processes=[(5, "python", 3 << 30), (7, "", 0)])
+    ranks = [
+        on("a", A0, A1, A2, pid=5, suspects=[faulty, used]),
+        on("a", A0, A1, A2, pid=6, suspects=[faulty, used]),
+        on("b", B0, pid=7),
+    ]
+    fault, use = warnings(*ranks)
+    assert fault == (
+        "on a, GPU 0 (NVIDIA H100, GPU-a0) is faulty: 2 errors. To fix this, when no process uses "
+        "it, reset it with nvidia-smi --gpu-reset -i 0, or reboot the host; until then, leave it "
+        "out with CUDA_VISIBLE_DEVICES; if errors return, replace it."
+    )
+    # Process 5 is rank 0. Process 7 of host a isn't rank 2, which is on host b.
+    assert use.startswith("on a, GPU 1 (GPU-a1) is in use by process 7 (0 GiB). To fix")
+    assert "ps -fp 7" in use
+    # No rank uses the second GPU of the host.
+    (fault,) = warnings(ranks[0])
+    assert "faulty" in fault
+
+
+def test_unusable_gpus_are_reported_once() -> None:
+    ranks = [on("a", obstacle="CUDA fails"), on("a", obstacle="CUDA fails"), on("b", B0)]
+    missing, reason = warnings(*ranks)
+    assert missing.startswith("2 of 3 ranks run without a GPU and slow down the others: 0, 1")
+    assert reason == "a has GPUs, but CUDA fails"

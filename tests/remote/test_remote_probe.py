@@ -64,19 +64,25 @@ def test_other_failures(method: Method, code: int | None, message: str, kind: Fa
 
 
 def test_facts_among_other_output() -> None:
-    sent = facts("b", gpus=[list(GPU)], infiniband=["mlx5_0"], names={"a": ["10.0.0.1"]})
+    sent = facts("b", gpus=(GPU,), infiniband=["mlx5_0"], names={"a": ["10.0.0.1"]})
     text = json.dumps({**dataclasses.asdict(sent), "of_a_later_version": 1})
     assert read_answer("ssh", 0, f"Welcome to b\n{MARK}{text}\nbye\n", "") == sent
     assert read_facts(f"{MARK}{{broken\n") is None
+    other_version = json.dumps({"gpus": [["NVIDIA H200", "570.86"], {"number": "1", "later": 2}]})
+    (gpu,) = read_facts(f"{MARK}{other_version}").gpus
+    assert gpu.number == "1"
 
 
 def test_ssh_command() -> None:
     environ = {"PATH": "/venv/bin:/usr/bin", "HOME": "/root", "PYTHONPATH": "/my code"}
-    argv = ssh_probe("b", ["python", "-m", "x", '{"a": 1}'], environ)
+    argv = ssh_probe(
+        "b", ["python", "-m", "x", '{"a": 1}'], environ | {"CUDA_VISIBLE_DEVICES": "2"}
+    )
     assert argv == (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ControlMaster=no", "--", "b"),
-        "env PATH=/venv/bin:/usr/bin 'PYTHONPATH=/my code' python -m x '{\"a\": 1}'",
+        "env PATH=/venv/bin:/usr/bin 'PYTHONPATH=/my code' CUDA_VISIBLE_DEVICES=2 "
+        "python -m x '{\"a\": 1}'",
     )
 
 
