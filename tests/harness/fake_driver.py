@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class FakeDriver:
         file = self.folder / name
         lines = (line.strip() for line in description.splitlines())
         file.write_text("".join(f"{line}\n" for line in lines if line))
-        return {"LD_LIBRARY_PATH": str(self.libraries), "FAKE_GPUS": str(file)}
+        paths = filter(None, [str(self.libraries), os.environ.get("LD_LIBRARY_PATH")])
+        return {"LD_LIBRARY_PATH": os.pathsep.join(paths), "FAKE_GPUS": str(file)}
 
 
 @pytest.fixture(scope="session")

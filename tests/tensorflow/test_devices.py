@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+
 import pytest
 import tensorflow as tf
 
@@ -11,6 +14,9 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.log import configure_log
 from hvdtrain.tensorflow.devices import bind, find_gpus
+from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
+from tests.harness.jobs import Completed
+from tests.launch.jobs import HVDTRAIN
 
 needs_no_gpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="this machine has a GPU"
@@ -42,6 +48,146 @@ def test_ranks_without_a_gpu_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert (
         "2 of 3 ranks run without a GPU and slow down the others: 0, 2" in capsys.readouterr().err
     )
+
+
+# TensorFlow's build for CPUs sees no GPU. The program makes it list the GPUs that libcuda shows, as
+# the build for GPUs does, and records how it is configured. CUDA starts with the first list.
+_INIT = """
+import functools, os, sys
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+os.environ["FAKE_GPUS"] = os.environ["FAKE_GPUS"].replace("{rank}", str(rank))
+import tensorflow as tf
+from hvdtrain.cluster.gpus import cuda_gpus
+
+cpus = tf.config.list_physical_devices("CPU")
+growing = []
+
+@functools.cache
+def all_gpus():
+    return [
+        tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU")
+        for index in range(len(cuda_gpus()))
+    ]
+
+def list_devices(kind=None):
+    return [device for device in cpus + all_gpus() if kind in (None, device.device_type)]
+
+visible = list_devices
+def set_visible(devices, kind):
+    global visible
+    assert kind == "GPU"
+    visible = lambda kind: devices
+
+tf.config.list_physical_devices = list_devices
+tf.config.get_visible_devices = lambda kind: visible(kind)
+tf.config.set_visible_devices = set_visible
+tf.config.experimental.get_memory_growth = lambda device: device in growing
+tf.config.experimental.set_memory_growth = lambda device, value: growing.append(device)
+
+import hvdtrain
+hvdtrain.init()
+assert growing == visible("GPU")
+indices = [device.name[-1] for device in visible("GPU")]
+ids = [cuda_gpus()[int(index)].id for index in indices]
+print("bound", rank, *indices, *ids, flush=True)
+"""
+A, B = uuid_of("a"), uuid_of("b")
+# CUDA's first GPU is NVML's second.
+_TWO_GPUS = f"""
+gpu {A}
+model NVIDIA T4
+bus 0000:3B:00.0
+memory {16 * GIB}
+ecc 2
+gpu {B}
+model NVIDIA H100
+bus 0000:5E:00.0
+memory {80 * GIB}
+speed 9
+process 1 {2 * GIB}
+"""
+
+
+def bound(done: Completed) -> list[str]:
+    """Return rank, index and ID of each rank's GPU."""
+    lines = [line.partition("bound ")[2] for line in done.stdout.splitlines()]
+    return sorted(line for line in lines if line)
+
+
+@pytest.mark.mpi
+def test_ranks_bind_their_gpus(run_command, fake_driver: FakeDriver) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": None, **fake_driver.environ(_TWO_GPUS)}
+    argv = [*HVDTRAIN, "-np", "2", "--", sys.executable, "-c", _INIT]
+    done = run_command(argv, env=environ, timeout_s=100)
+    assert done.returncode == 0, done
+    assert bound(done) == [f"0 0 {B}", f"1 1 {A}"]
+    host = socket.gethostname()
+    for line in (
+        "GPUs differ, and all ranks wait for the slowest: NVIDIA H100 (80 GiB) on "
+        f"{host}; NVIDIA T4 (16 GiB) on {host}",
+        f"on {host}, GPU 0 (NVIDIA T4, {A}) is faulty: 2 uncorrectable memory errors",
+        f"on {host}, GPU 1 (NVIDIA H100, {B}) is in use by process 1 (",
+    ):
+        assert done.stderr.count(line) == 1, done
+
+
+@pytest.mark.mpi
+def test_more_ranks_than_gpus(run_command, fake_driver: FakeDriver) -> None:
+    environ = fake_driver.environ(_TWO_GPUS)
+    listed = {**environ, "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-bbbb,-1,0"}
+    program = ["--", sys.executable, "-c", _INIT]
+    done = run_command([*HVDTRAIN, "-np", "3", *program], env=listed)
+    assert done.returncode == 2, done
+    assert "There are more ranks than GPUs: localhost has 2 GPUs for 3 ranks" in done.stderr
+    argv = [*HVDTRAIN, "-np", "3", "--share-gpus", *program]
+    done = run_command(argv, env=listed, timeout_s=100)
+    assert done.returncode == 0, done
+    assert bound(done) == [f"0 0 {A}", f"1 1 {B}", f"2 0 {A}"]
+    assert f"GPUs are shared: ranks 0, 2 use {A} on {socket.gethostname()}" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_launcher_shows_each_rank_one_gpu(launch, fake_driver: FakeDriver) -> None:
+    """Slurm hides the other GPUs, so each rank sees its own as number 0."""
+    first, second = _TWO_GPUS.split(f"gpu {B}")
+    fake_driver.environ(first, "gpus.0")
+    fake_driver.environ(f"gpu {B} {second}", "gpus.1")
+    environ = {**fake_driver.environ("", "gpus.{rank}"), "CUDA_VISIBLE_DEVICES": "0"}
+    done = launch(2, _INIT, env=environ, timeout_s=100, fresh=True)
+    assert done.returncode == 0, done
+    assert bound(done) == [f"0 0 {A}", f"1 0 {B}"]
+
+
+@pytest.mark.mpi
+def test_each_rank_gets_a_part_of_a_gpu(launch, fake_driver: FakeDriver) -> None:
+    parts = [uuid_of(digit, "MIG") for digit in "01"]
+    lines = [f"gpu {A}\nmodel NVIDIA A100\nbus 0000:3B:00.0"]
+    lines += [f"part {part}\nmodel NVIDIA A100 MIG 3g.20gb" for part in parts]
+    environ = fake_driver.environ("\n".join(lines))
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(parts)
+    done = launch(2, _INIT, env=environ, timeout_s=100, fresh=True)
+    assert done.returncode == 0, done
+    assert bound(done) == [f"0 0 {parts[0]}", f"1 0 {parts[1]}"]
+
+
+@needs_no_gpu
+@pytest.mark.mpi
+def test_gpus_that_tensorflow_can_not_use(launch, fake_driver: FakeDriver) -> None:
+    program = """
+    import os
+    os.environ["FAKE_GPUS"] += os.environ["OMPI_COMM_WORLD_RANK"]
+    import hvdtrain
+    hvdtrain.init()
+    """
+    fake_driver.environ(f"cuda 802\n{_TWO_GPUS}", "gpus.0")
+    fake_driver.environ(_TWO_GPUS, "gpus.1")
+    environ = {**fake_driver.environ("", "gpus."), "CUDA_VISIBLE_DEVICES": None}
+    done = launch(2, program, env=environ, timeout_s=100, fresh=True)
+    assert done.returncode == 0, done
+    has_gpus = f"{socket.gethostname()} has GPUs, but"
+    assert "no GPU found; computing on the CPU" in done.stderr
+    assert done.stderr.count(f"{has_gpus} CUDA fails: system not yet initialized") == 1
+    assert done.stderr.count(f"{has_gpus} TensorFlow is built without CUDA") == 1
 
 
 PARALLEL_OPERATIONS = """
