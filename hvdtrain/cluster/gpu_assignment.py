@@ -170,7 +170,7 @@ def _no_gpu_left(
         remedy = "fewer ranks, or reduce --devices-per-rank"
     hint = f" {ONE_PART}." if any(" MIG " in gpu.model for gpu in gpus) else ""
     return (
-        f"There are {problem}: rank {rank} sees {plural(len(gpus), 'GPU')}, and {owned} of them "
-        f"are in use ({taken}). Start {remedy}, let ranks share GPUs with HVDTRAIN_SHARE_GPUS=1 "
+        f"There are {problem}: rank {rank} sees {plural(len(gpus), 'GPU')}, {owned} in use "
+        f"({taken}). Start {remedy}, let ranks share GPUs with HVDTRAIN_SHARE_GPUS=1 "
         "(hvdtrain run --share-gpus), or use the CPU with CUDA_VISIBLE_DEVICES=-1." + hint
     )

@@ -61,7 +61,8 @@ def find_gpus(
         environ["CUDA_VISIBLE_DEVICES"] = entries[topology.local_rank % len(entries)]
     visible = _visible_gpus(rank.hostname, environ)
     if not visible:
-        return dataclasses.replace(rank, visible=[], obstacle=_obstacle())
+        is_hidden = visible_entries(environ) == []
+        return dataclasses.replace(rank, visible=[], obstacle="" if is_hidden else _obstacle())
     try:
         states = GpuReader().read(DRIVER_TIMEOUT_S)
     except LaunchError as error:

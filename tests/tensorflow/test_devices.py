@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
-import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -52,10 +54,8 @@ def test_ranks_without_a_gpu_are_named(capsys: pytest.CaptureFixture[str]) -> No
 
 # TensorFlow's build for CPUs sees no GPU. The program makes it list the GPUs that libcuda shows, as
 # the build for GPUs does, and records how it is configured. CUDA starts with the first list.
-_INIT = """
-import functools, os, sys
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-os.environ["FAKE_GPUS"] = os.environ["FAKE_GPUS"].replace("{rank}", str(rank))
+_BIND = """
+import functools, os
 import tensorflow as tf
 from hvdtrain.cluster.gpus import cuda_gpus
 
@@ -89,7 +89,15 @@ hvdtrain.init()
 assert growing == visible("GPU")
 indices = [device.name[-1] for device in visible("GPU")]
 ids = [cuda_gpus()[int(index)].id for index in indices]
-print("bound", rank, *indices, *ids, flush=True)
+print("bound", hvdtrain.rank(), *indices, *ids, flush=True)
+"""
+# Libraries in LD_LIBRARY_PATH are unknown to a forked Python, until they are loaded.
+_LOAD = """
+import ctypes, json, os, sys
+os.environ.update(json.loads(sys.argv[1]))
+os.environ["FAKE_GPUS"] += os.environ["OMPI_COMM_WORLD_RANK"]
+for library in ("libcuda.so.1", "libnvidia-ml.so.1"):
+    ctypes.CDLL(os.path.join(os.environ["LD_LIBRARY_PATH"].split(":")[0], library))
 """
 A, B = uuid_of("a"), uuid_of("b")
 # CUDA's first GPU is NVML's second.
@@ -114,11 +122,32 @@ def bound(done: Completed) -> list[str]:
     return sorted(line for line in lines if line)
 
 
+@pytest.fixture
+def on_two_ranks(
+    run_command, mpirun, fake_driver: FakeDriver, forked_python, tmp_path: Path
+) -> Callable[..., Completed]:
+    """Return a function that runs a program on two ranks, each of which may have own GPUs."""
+    script = tmp_path / "program.py"
+
+    def run(
+        program: str, *gpus: str, options: Sequence[str] | None = None, **variables: str
+    ) -> Completed:
+        script.write_text(_LOAD + program)
+        for rank in (0, 1):
+            fake_driver.environ(gpus[rank % len(gpus)], f"gpus.{rank}")
+        environ = {**fake_driver.environ("", "gpus."), **variables}
+        python = [*forked_python, str(script), json.dumps(environ)]
+        if options is None:
+            return run_command(mpirun(2, python), timeout_s=100)
+        argv = [*HVDTRAIN, "-np", "2", *options, "--", *python]
+        return run_command(argv, timeout_s=100, env={"CUDA_VISIBLE_DEVICES": None, **variables})
+
+    return run
+
+
 @pytest.mark.mpi
-def test_ranks_bind_their_gpus(run_command, fake_driver: FakeDriver) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": None, **fake_driver.environ(_TWO_GPUS)}
-    argv = [*HVDTRAIN, "-np", "2", "--", sys.executable, "-c", _INIT]
-    done = run_command(argv, env=environ, timeout_s=100)
+def test_ranks_bind_their_gpus(on_two_ranks) -> None:
+    done = on_two_ranks(_BIND, _TWO_GPUS, options=[])
     assert done.returncode == 0, done
     assert bound(done) == [f"0 0 {B}", f"1 1 {A}"]
     host = socket.gethostname()
@@ -132,62 +161,51 @@ def test_ranks_bind_their_gpus(run_command, fake_driver: FakeDriver) -> None:
 
 
 @pytest.mark.mpi
-def test_more_ranks_than_gpus(run_command, fake_driver: FakeDriver) -> None:
-    environ = fake_driver.environ(_TWO_GPUS)
-    listed = {**environ, "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-bbbb,-1,0"}
-    program = ["--", sys.executable, "-c", _INIT]
-    done = run_command([*HVDTRAIN, "-np", "3", *program], env=listed)
+def test_more_ranks_than_gpus(on_two_ranks) -> None:
+    one = {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,-1,0"}
+    done = on_two_ranks(_BIND, _TWO_GPUS, options=[], **one)
     assert done.returncode == 2, done
-    assert "There are more ranks than GPUs: localhost has 2 GPUs for 3 ranks" in done.stderr
-    argv = [*HVDTRAIN, "-np", "3", "--share-gpus", *program]
-    done = run_command(argv, env=listed, timeout_s=100)
+    assert "There are more ranks than GPUs: localhost has 1 GPU for 2 ranks" in done.stderr
+    # mpirun doesn't know how many GPUs there are.
+    done = on_two_ranks(_BIND, _TWO_GPUS, **one)
+    assert done.returncode != 0, done
+    error = f"There are more ranks than GPUs: rank 1 sees 1 GPU, all in use ({A}: rank 0)"
+    assert f"LaunchError: {error}" in done.stderr
+    done = on_two_ranks(_BIND, _TWO_GPUS, options=["--share-gpus"], **one)
     assert done.returncode == 0, done
-    assert bound(done) == [f"0 0 {A}", f"1 1 {B}", f"2 0 {A}"]
-    assert f"GPUs are shared: ranks 0, 2 use {A} on {socket.gethostname()}" in done.stderr
+    assert bound(done) == [f"0 0 {A}", f"1 0 {A}"]
+    assert f"GPUs are shared: ranks 0, 1 use {A} on {socket.gethostname()}" in done.stderr
 
 
 @pytest.mark.mpi
-def test_a_launcher_shows_each_rank_one_gpu(launch, fake_driver: FakeDriver) -> None:
+def test_a_launcher_shows_each_rank_one_gpu(on_two_ranks) -> None:
     """Slurm hides the other GPUs, so each rank sees its own as number 0."""
     first, second = _TWO_GPUS.split(f"gpu {B}")
-    fake_driver.environ(first, "gpus.0")
-    fake_driver.environ(f"gpu {B} {second}", "gpus.1")
-    environ = {**fake_driver.environ("", "gpus.{rank}"), "CUDA_VISIBLE_DEVICES": "0"}
-    done = launch(2, _INIT, env=environ, timeout_s=100, fresh=True)
-    assert done.returncode == 0, done
+    done = on_two_ranks(_BIND, first, f"gpu {B} {second}", CUDA_VISIBLE_DEVICES="0")
     assert bound(done) == [f"0 0 {A}", f"1 0 {B}"]
 
 
 @pytest.mark.mpi
-def test_each_rank_gets_a_part_of_a_gpu(launch, fake_driver: FakeDriver) -> None:
+def test_each_rank_gets_a_part_of_a_gpu(on_two_ranks) -> None:
     parts = [uuid_of(digit, "MIG") for digit in "01"]
     lines = [f"gpu {A}\nmodel NVIDIA A100\nbus 0000:3B:00.0"]
     lines += [f"part {part}\nmodel NVIDIA A100 MIG 3g.20gb" for part in parts]
-    environ = fake_driver.environ("\n".join(lines))
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(parts)
-    done = launch(2, _INIT, env=environ, timeout_s=100, fresh=True)
-    assert done.returncode == 0, done
+    gpus = "\n".join(lines)
+    done = on_two_ranks(_BIND, gpus, gpus, CUDA_VISIBLE_DEVICES=",".join(parts))
     assert bound(done) == [f"0 0 {parts[0]}", f"1 0 {parts[1]}"]
 
 
 @needs_no_gpu
 @pytest.mark.mpi
-def test_gpus_that_tensorflow_can_not_use(launch, fake_driver: FakeDriver) -> None:
-    program = """
-    import os
-    os.environ["FAKE_GPUS"] += os.environ["OMPI_COMM_WORLD_RANK"]
-    import hvdtrain
-    hvdtrain.init()
-    """
-    fake_driver.environ(f"cuda 802\n{_TWO_GPUS}", "gpus.0")
-    fake_driver.environ(_TWO_GPUS, "gpus.1")
-    environ = {**fake_driver.environ("", "gpus."), "CUDA_VISIBLE_DEVICES": None}
-    done = launch(2, program, env=environ, timeout_s=100, fresh=True)
-    assert done.returncode == 0, done
+def test_gpus_that_tensorflow_can_not_use(on_two_ranks) -> None:
+    program = "import hvdtrain; hvdtrain.init()"
+    done = on_two_ranks(program, f"cuda 802\n{_TWO_GPUS}", _TWO_GPUS, CUDA_VISIBLE_DEVICES="0")
     has_gpus = f"{socket.gethostname()} has GPUs, but"
     assert "no GPU found; computing on the CPU" in done.stderr
     assert done.stderr.count(f"{has_gpus} CUDA fails: system not yet initialized") == 1
     assert done.stderr.count(f"{has_gpus} TensorFlow is built without CUDA") == 1
+    done = on_two_ranks(program, f"cuda 802\n{_TWO_GPUS}", _TWO_GPUS, CUDA_VISIBLE_DEVICES="-1")
+    assert "has GPUs" not in done.stderr
 
 
 PARALLEL_OPERATIONS = """
