@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.check.host_checks import MPI, VERSIONS, find_problems
 from hvdtrain.check.report_file import check_writable, write_report
-from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
-from hvdtrain.cluster.placement import place
+from hvdtrain.cluster.placement import place, visible_entries
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.hosts import add_host_arguments, named_hosts

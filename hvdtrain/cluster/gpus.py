@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.cluster.placement import visible_entries
 from hvdtrain.errors import LaunchError
 from hvdtrain.text import plural
 
@@ -25,7 +26,6 @@ __all__ = [
     "GpuState",
     "cuda_gpus",
     "read_states",
-    "visible_entries",
     "visible_states",
 ]
 
@@ -76,22 +76,6 @@ class GpuState:
     busy: int | None = None
     processes: Sequence[tuple[int, str, int]] = ()
     faults: Sequence[str] = ()
-
-
-def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` lists; None if it is not set.
-
-    Entries are numbers, UUIDs or their beginnings. As in CUDA, an invalid entry such as -1 ends
-    the list.
-    """
-    if (value := environ.get(_VISIBLE)) is None:
-        return None
-    entries: list[str] = []
-    for entry in map(str.strip, value.split(",")):
-        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
-            break
-        entries.append(entry)
-    return entries
 
 
 def cuda_gpus() -> list[Gpu]:

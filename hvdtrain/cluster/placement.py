@@ -22,6 +22,7 @@ __all__ = [
     "max_ranks",
     "place",
     "share_of_cores",
+    "visible_entries",
 ]
 
 Role = Literal["chief", "worker", "ps"]
@@ -211,6 +212,22 @@ def _check_gpus(
         f"{problem}: {format_list(short, 'hosts')}. Start fewer {noun}{remedy}; or compute on the "
         "CPU with CUDA_VISIBLE_DEVICES=-1."
     )
+
+
+def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` lists; None if it is not set.
+
+    Entries are numbers, UUIDs or their beginnings. As in CUDA, an invalid entry such as -1 ends
+    the list.
+    """
+    if (value := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return None
+    entries: list[str] = []
+    for entry in map(str.strip, value.split(",")):
+        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
+            break
+        entries.append(entry)
+    return entries
 
 
 def available_cores() -> int:

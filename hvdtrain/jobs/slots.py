@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host
-from hvdtrain.cluster.placement import available_cores
+from hvdtrain.cluster.placement import available_cores, visible_entries
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import lock_descriptor
 from hvdtrain.jobs.state import host_identity

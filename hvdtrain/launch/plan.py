@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
-from hvdtrain.cluster.gpus import visible_entries
 from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses, slurm_hosts, ssh_user
-from hvdtrain.cluster.placement import available_cores, format_places, place
+from hvdtrain.cluster.placement import available_cores, format_places, place, visible_entries
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (

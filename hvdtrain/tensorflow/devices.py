@@ -18,8 +18,8 @@ from hvdtrain.cluster.gpu_assignment import (
     gpu_warnings,
 )
 from hvdtrain.cluster.gpu_problems import gpu_problems
-from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus, visible_entries
-from hvdtrain.cluster.placement import available_cores
+from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus
+from hvdtrain.cluster.placement import available_cores, visible_entries
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError

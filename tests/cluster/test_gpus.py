@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.gpus import visible_entries
+from hvdtrain.cluster.placement import visible_entries
 from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
 
 A, B, C = uuid_of("a"), uuid_of("b"), uuid_of("c")
