@@ -22,6 +22,8 @@ from tests.harness.jobs import REPOSITORY
 LIMIT_S = 600.0
 # A claim that would get less time than this does not start.
 MIN_CLAIM_S = 20.0
+# Factor for the time limits of claims without a GPU.
+CPU_PATIENCE = 3.0
 EPILOG = """\
 exit codes: 0 no claim failed; 1 a claim failed, or none ran; 2 invalid arguments, or a host that
 does not answer. docs/gpu.md explains the claims.
@@ -118,7 +120,8 @@ def _run_claim(claim: Claim, hardware: Hardware, folder: Path, left_s: float) ->
     if reason or isinstance(layout, str):
         return Result(name=claim.name, text=claim.text, verdict="not run", measured=reason)
     started = time.monotonic()
-    context = Context(layout=layout, folder=folder, limit_s=min(claim.limit_s, left_s))
+    limit_s = claim.limit_s * (1.0 if layout.gpus else CPU_PATIENCE)
+    context = Context(layout=layout, folder=folder, limit_s=min(limit_s, left_s))
     try:
         judgement = claim.test(context)
     except Exception as error:

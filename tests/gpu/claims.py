@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.text import plural
 from tests.gpu.detect import Layout, Requirements
 from tests.gpu.jobs import Completed, JobError, launch, run, run_program, scratch_folder
 from tests.gpu.programs import KILL, STARTED, STEP
@@ -276,13 +277,17 @@ def read_nccl_tests(output: str, nbytes: int) -> float | None:
 
 def _test_compiled(context: Context) -> Judgement:
     result, _ = context.run_program("compiled")
-    return _judge_compiled(result, on_gpus=context.on_gpus)
+    return _judge_compiled(result, kind="gpu" if context.on_gpus else "cpu")
 
 
-def _judge_compiled(result: Mapping[str, Any], *, on_gpus: bool) -> Judgement:
-    count = result["gpu_modules"] if on_gpus else result["modules"]
-    holds = count > 0 and result["difference"] <= MAX_XLA_DIFFERENCE and result["ranks_equal"]
-    text = f"{count} XLA programs, difference from uncompiled {result['difference']:.1e}"
+def _judge_compiled(result: Mapping[str, Any], *, kind: str) -> Judgement:
+    holds = (
+        (result["modules"] > 0 and result["kind"] == kind)
+        and result["difference"] <= MAX_XLA_DIFFERENCE
+        and result["ranks_equal"]
+    )
+    text = f"{result['modules']} XLA programs ({result['kind']}), difference from uncompiled "
+    text += f"{result['difference']:.1e}"
     if not result["ranks_equal"]:
         text += "; ranks differ"
     return Judgement(measured=text, holds=holds, values=result)
@@ -317,6 +322,12 @@ def _test_overlap(context: Context) -> Judgement:
     return _judge_overlap(context.run_program("overlap", size)[0])
 
 
+def _test_host_memory(context: Context) -> Judgement:
+    layout = dataclasses.replace(context.layout, backend="mpi")
+    judgement = _test_overlap(dataclasses.replace(context, layout=layout))
+    return dataclasses.replace(judgement, holds=None)
+
+
 def _judge_overlap(result: Mapping[str, Any]) -> Judgement:
     step, compute, reduce = (1e3 * result[f"{name}_s"] for name in ("step", "compute", "reduce"))
     text = f"{result['ratio']:.2f} times ({step:.3g} ms; {compute:.3g} computing, {reduce:.3g}"
@@ -327,7 +338,8 @@ def _judge_overlap(result: Mapping[str, Any]) -> Judgement:
 def _test_killed(context: Context) -> Judgement:
     folder = scratch_folder(context.folder, "killed")
     options = ["--max-restarts", "1", "--no-collapse"]
-    result, done = context.run_program("killed", {"folder": str(folder)}, options=options)
+    arguments = {"folder": str(folder), "elastic": False}
+    result, done = context.run_program("killed", arguments, options=options)
     shutil.rmtree(folder, ignore_errors=True)
     return _judge_killed(result, done)
 
@@ -353,13 +365,40 @@ def _judge_killed(result: Mapping[str, Any], done: Completed) -> Judgement:
     return Judgement(measured=text, holds=holds, values=values)
 
 
+def _test_elastic(context: Context) -> Judgement:
+    folder = scratch_folder(context.folder, "elastic")
+    layout = dataclasses.replace(context.layout, backend="mpi")
+    result, done = run_program(
+        layout,
+        "killed",
+        {"folder": str(folder), "elastic": True},
+        options=["--elastic", "--no-collapse"],
+        limit_s=context.limit_s,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    return _judge_elastic(result, done)
+
+
+def _judge_elastic(result: Mapping[str, Any], done: Completed) -> Judgement:
+    kill_s = _arrivals(done, KILL)[0]
+    lost = [at_s for at_s in _arrivals(done, "was lost (SIGKILL)") if at_s >= kill_s]
+    values: dict[str, Any] = dict(result)
+    if not lost or not result["was_killed"] or len(_arrivals(done, STARTED)) != 2:
+        return Judgement(measured="the job did not continue", holds=False, values=values)
+    values["notice_s"] = notice_s = lost[0] - kill_s
+    text = f"noticed after {notice_s:.1f} s; {plural(result['steps'], 'step')} with "
+    text += f"{plural(result['size'], 'rank')} at the end"
+    holds = notice_s <= MAX_NOTICE_S and result["size"] == 1 and result["steps"] > 10
+    return Judgement(measured=text, holds=holds, values=values)
+
+
 def _arrivals(done: Completed, text: str) -> list[float]:
     return [line.at_s for line in done.lines if text in line.text]
 
 
 def _test_example(context: Context) -> Judgement:
     folder = scratch_folder(context.folder, "example")
-    program = [sys.executable, "examples/mnist.py", "--epochs", "5", "--run-dir", str(folder)]
+    program = [sys.executable, "examples/mnist.py", "--epochs", "10", "--run-dir", str(folder)]
     program += ["--checkpoint-dir", str(folder / "checkpoints")]
     done = run(launch(context.layout, program), limit_s=context.limit_s)
     shutil.rmtree(folder, ignore_errors=True)
@@ -448,6 +487,13 @@ CLAIMS = (
         test=_test_killed,
     ),
     Claim(
+        name="elastic",
+        text="with --elastic, the other rank continues without a restart",
+        needs=Requirements(ranks="two"),
+        limit_s=90,
+        test=_test_elastic,
+    ),
+    Claim(
         name="mixed",
         text="mixed_float16: ranks stay equal, and all skip an overflow",
         needs=Requirements(ranks="two"),
@@ -486,6 +532,14 @@ CLAIMS = (
         test=_test_overlap,
     ),
     Claim(
+        name="host-memory",
+        text="the cost of --backend mpi and --elastic: a step, compared like overlap",
+        needs=Requirements(ranks="two", gpus=2, own_gpus=True),
+        limit_s=120,
+        is_timing=True,
+        test=_test_host_memory,
+    ),
+    Claim(
         name="bench",
         text=f"allreduce reaches {MIN_OF_NCCL_TESTS:g} times the bus bandwidth of all_reduce_perf",
         needs=Requirements(ranks="several"),
@@ -503,7 +557,7 @@ CLAIMS = (
     Claim(
         name="example",
         text=f"examples/mnist.py reaches an accuracy of {MIN_ACCURACY:g}",
-        needs=Requirements(ranks="all", gpus=1),
+        needs=Requirements(ranks="two", gpus=1),
         limit_s=120,
         test=_test_example,
     ),

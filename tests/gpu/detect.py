@@ -76,11 +76,13 @@ class Layout:
         ranks: Number of ranks.
         hosts: Value of ``-H``; empty for this host or the Slurm job's.
         gpus: Number of GPUs that the ranks use.
+        backend: Value of ``--backend``; if empty, NCCL between GPUs and TensorFlow's ring on CPUs.
     """
 
     ranks: int
     hosts: str = ""
     gpus: int
+    backend: str = ""
 
     @property
     def shares_gpu(self) -> bool:
@@ -92,8 +94,8 @@ class Layout:
         options = ["-np", str(self.ranks)]
         if self.hosts:
             options += ["-H", self.hosts]
-        if not self.gpus:
-            options += ["--backend", "nccl"]
+        if backend := self.backend or ("" if self.gpus else "nccl"):
+            options += ["--backend", backend]
         if self.shares_gpu:
             options += ["--share-gpus"]
         return options

@@ -110,12 +110,12 @@ def test_the_output_of_nccl_tests() -> None:
 
 
 def test_compiled() -> None:
-    result = {"difference": 1e-6, "modules": 3, "gpu_modules": 2, "ranks_equal": True}
-    assert holds(claims._judge_compiled(result, on_gpus=True), "2 XLA programs")
-    assert holds(claims._judge_compiled(result, on_gpus=False), "3 XLA programs")
-    assert not holds(claims._judge_compiled({**result, "gpu_modules": 0}, on_gpus=True))
-    assert not holds(claims._judge_compiled({**result, "difference": 1e-3}, on_gpus=True))
-    assert not holds(claims._judge_compiled({**result, "ranks_equal": False}, on_gpus=True))
+    result = {"difference": 1e-6, "modules": 3, "kind": "gpu", "ranks_equal": True}
+    assert holds(claims._judge_compiled(result, kind="gpu"), "3 XLA programs (gpu)")
+    assert not holds(claims._judge_compiled({**result, "modules": 0}, kind="gpu"))
+    assert not holds(claims._judge_compiled({**result, "kind": "cpu"}, kind="gpu"))
+    assert not holds(claims._judge_compiled({**result, "difference": 1e-3}, kind="gpu"))
+    assert not holds(claims._judge_compiled({**result, "ranks_equal": False}, kind="gpu"))
 
 
 def test_mixed() -> None:
@@ -160,6 +160,23 @@ def test_killed() -> None:
     assert not holds(claims._judge_killed({**result, "first_step": 1}, killed_job(2)), "beginning")
     assert not holds(claims._judge_killed({**result, "steps": 9}, killed_job(2)), "9 steps")
     assert not holds(claims._judge_killed({**result, "was_killed": False}, killed_job(2)))
+
+
+def test_elastic() -> None:
+    result = {"steps": 14, "first_step": 1, "was_killed": True, "size": 1}
+    lost = "hvdtrain run: rank 1 on a was lost (SIGKILL) after step 5; 1 rank continues"
+
+    def job(notice_s: float, *more: tuple[float, str]) -> Completed:
+        events = [(1, STARTED), (1, STARTED), (10, KILL), (10 + notice_s, lost), *more]
+        lines = [Line(at_s=at_s, text=text, is_error=False) for at_s, text in events]
+        return Completed(code=0, lines=lines)
+
+    text = "noticed after 2.0 s; 14 steps with 1 rank at the end"
+    assert holds(claims._judge_elastic(result, job(2)), text)
+    assert not holds(claims._judge_elastic(result, job(11)))
+    assert not holds(claims._judge_elastic(result, job(2, (20, STARTED))), "did not continue")
+    assert not holds(claims._judge_elastic({**result, "size": 2}, job(2)))
+    assert not holds(claims._judge_elastic({**result, "steps": 10}, job(2)))
 
 
 def test_example() -> None:

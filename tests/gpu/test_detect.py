@@ -38,8 +38,9 @@ def where(hardware: Hardware) -> dict[str, str]:
 def test_no_gpu() -> None:
     assert where(this_host(0)) == {
         **dict.fromkeys(("binding", "nccl", "placement", "fallback"), "no GPU"),
-        **dict.fromkeys(("sharing", "example"), "no GPU"),
-        **dict.fromkeys(("check", "equal", "killed", "mixed", "compiled"), "2 ranks, CPU"),
+        **dict.fromkeys(("sharing", "example", "host-memory"), "no GPU"),
+        **dict.fromkeys(("check", "equal", "killed", "elastic"), "2 ranks, CPU"),
+        **dict.fromkeys(("mixed", "compiled"), "2 ranks, CPU"),
         **dict.fromkeys(("pace", "pace-xla"), "1 rank, CPU"),
         **dict.fromkeys(("overlap", "bench"), "2 ranks, CPU"),
     }
@@ -47,19 +48,21 @@ def test_no_gpu() -> None:
 
 def test_one_gpu() -> None:
     assert where(this_host(1)) == {
-        **dict.fromkeys(("check", "binding", "example", "sharing", "nccl"), "1 rank, 1 GPU"),
+        **dict.fromkeys(("check", "binding", "sharing", "nccl"), "1 rank, 1 GPU"),
         **dict.fromkeys(("pace", "pace-xla"), "1 rank, 1 GPU"),
-        **dict.fromkeys(("equal", "killed", "mixed", "compiled", "bench"), "2 ranks, 1 GPU"),
-        **dict.fromkeys(("placement", "fallback", "overlap"), "needs 2 GPUs"),
+        **dict.fromkeys(("equal", "killed", "elastic", "mixed", "compiled"), "2 ranks, 1 GPU"),
+        **dict.fromkeys(("bench", "example"), "2 ranks, 1 GPU"),
+        **dict.fromkeys(("placement", "fallback", "overlap", "host-memory"), "needs 2 GPUs"),
     }
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_several_gpus(gpus: int) -> None:
     assert where(this_host(gpus)) == {
-        **dict.fromkeys(("check", "binding", "example", "bench"), f"{gpus} ranks, {gpus} GPUs"),
+        **dict.fromkeys(("check", "binding", "bench"), f"{gpus} ranks, {gpus} GPUs"),
         **dict.fromkeys(("sharing", "nccl", "pace", "pace-xla"), "1 rank, 1 GPU"),
-        **dict.fromkeys(("equal", "killed", "mixed", "compiled"), "2 ranks, 2 GPUs"),
+        **dict.fromkeys(("equal", "killed", "elastic", "mixed", "compiled"), "2 ranks, 2 GPUs"),
+        **dict.fromkeys(("host-memory", "example"), "2 ranks, 2 GPUs"),
         **dict.fromkeys(("placement", "fallback", "overlap"), "2 ranks, 2 GPUs"),
     }
 
@@ -69,6 +72,8 @@ def test_options() -> None:
     assert Layout(ranks=2, gpus=2, hosts="a:1,b:1").options == ["-np", "2", "-H", "a:1,b:1"]
     assert Layout(ranks=2, gpus=1).options == ["-np", "2", "--share-gpus"]
     assert Layout(ranks=2, gpus=0).options == ["-np", "2", "--backend", "nccl"]
+    assert Layout(ranks=2, gpus=0, backend="mpi").options == ["-np", "2", "--backend", "mpi"]
+    assert Layout(ranks=2, gpus=2, backend="mpi").options == ["-np", "2", "--backend", "mpi"]
 
 
 LAYOUTS = {

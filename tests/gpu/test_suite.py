@@ -152,9 +152,10 @@ def test_the_suite_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("on_cpus")
 def test_the_other_claims_on_cpus(tmp_path: Path) -> None:
-    results = run_suite(tmp_path, ["killed", "mixed", "compiled", "overlap"])
+    results = run_suite(tmp_path, ["killed", "elastic", "mixed", "compiled", "overlap"])
     assert {name: result.verdict for name, result in results.items()} == {
         "killed": "pass",
+        "elastic": "pass",
         "mixed": "pass",
         "compiled": "pass",
         "overlap": "no verdict",
