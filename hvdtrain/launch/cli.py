@@ -312,7 +312,11 @@ def _seconds(text: str) -> float:
 
 
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*[a-z]*|(?P<shell>(ba|da|k|z)?sh)")
-_WITHOUT_SCRIPT = re.compile(r"-\w*[cmhV?]|--(help|version)")
+# The letters after -W and -X are a value.
+_WITHOUT_SCRIPT = re.compile(r"-[^\WWX]*[cmhV?]|--(help|version)")
+# Options whose value is the next word.
+_PYTHON_VALUE = re.compile(r"-[^\WWX]*[WX]|--check-hash-based-pycs")
+_SHELL_VALUE = re.compile(r"[-+]\w*[oO]|--(rcfile|init-file)")
 _STDIN = {"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
 
 
@@ -322,13 +326,17 @@ def reads_code_from_stdin(program: Sequence[str]) -> bool:
     if interpreter is None:
         return False
     is_shell = interpreter["shell"] is not None
-    for word in program[1:]:
+    takes_value = _SHELL_VALUE if is_shell else _PYTHON_VALUE
+    words = iter(program[1:])
+    for word in words:
         if _WITHOUT_SCRIPT.match(word):
             return False
         # For a shell, "-" only ends the options. With -s, a shell reads code from its standard
         # input.
         if re.fullmatch(r"-\w*s\w*", word) if is_shell else word == "-":
             return True
-        if not word.startswith(("-", "+")):
+        if takes_value.fullmatch(word):
+            next(words, None)
+        elif not word.startswith(("-", "+")):
             return word in _STDIN
     return True

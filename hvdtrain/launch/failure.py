@@ -42,6 +42,7 @@ Cause = Literal[
     "infrastructure",  # a process or host was lost, hangs, or did not start
     "exception",  # raised by the program
     "own code",  # the program chose its exit code
+    "setup",  # what a restart can't change, such as a missing plug-in of Slurm
 ]
 
 
@@ -143,7 +144,8 @@ def _verdict(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str
         return exit_code(first), _cause(first, record), [message], ()
     if missing:
         messages, unstartable = _explain_missing(record, missing)
-        return ExitCode.CANNOT_START, "infrastructure", messages, unstartable
+        cause: Cause = "infrastructure" if _missing_plugin(record) is None else "setup"
+        return ExitCode.CANNOT_START, cause, messages, unstartable
     if record.starter_code != 0:
         message = f"{record.starter} exited with code {record.starter_code}"
         return record.starter_code, "own code", ["\n".join([message, *_output(record)])], ()
@@ -208,12 +210,12 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
         at_fault = {host for problem in problems for host in problem.hosts}
         messages.append("\n".join(map(format_problem, problems)))
         return messages, [host for host in hosts if host in at_fault]
-    plugin = next(filter(None, map(_SRUN_PLUGIN.match, record.starter_output)), None)
+    plugin = _missing_plugin(record)
     messages.append(
         "every host needs this Python and the program at the same paths, and must be reachable "
         "from here; 'hvdtrain check' tests that"
         if plugin is None
-        else f"this Slurm has no plug-in --mpi={plugin[1]}; set SLURM_MPI_TYPE to another one of "
+        else f"this Slurm has no plug-in --mpi={plugin}; set SLURM_MPI_TYPE to another one of "
         "srun --mpi=list, or name the hosts with -H to start through mpirun and ssh"
     )
     if lines := _output(record):
@@ -221,6 +223,11 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
             "\n".join([f"output of {record.starter}:", *("  " + line for line in lines)])
         )
     return messages, []
+
+
+def _missing_plugin(record: JobRecord) -> str | None:
+    """Return the value of ``--mpi`` that srun rejected, if it did."""
+    return next((m[1] for m in map(_SRUN_PLUGIN.match, record.starter_output) if m), None)
 
 
 def _output(record: JobRecord) -> list[str]:

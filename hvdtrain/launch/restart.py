@@ -67,6 +67,8 @@ def decide(
         return Decision(restart=False)
     if last.cause == "own code":
         return Decision(restart=False, reason=f"the program chose exit code {last.code}")
+    if last.cause == "setup":
+        return Decision(restart=False, reason="a restart can't change this")
     if last.cause == "exception" and _is_repeated(history):
         step = last.failed_after
         after = "before its first step" if step is None else f"after step {step}"

@@ -71,18 +71,25 @@ READING = [
     "python --",
     "python /dev/stdin",
     "pypy3 -",
+    "python -W error",
+    "python -uX dev -Wonce",
+    "python --check-hash-based-pycs always",
     "sh -",
     "bash",
     "bash -s",
     "/bin/bash -xs -- --epochs 3",
     "bash -s train",
     "bash --login",
+    "bash -o pipefail",
+    "bash -euo pipefail +O extglob --rcfile rc",
     "dash /proc/self/fd/0",
 ]
 NOT_READING = [
     "python train.py",
     "python -u train.py -",
     "python -X dev -W ignore train.py",
+    "python -O train.py",
+    "python -W error -c 'print(1)'",
     "python -c 'print(1)'",
     "python -uc 'print(1)' -",
     "python -m train -",
@@ -98,6 +105,7 @@ NOT_READING = [
     "bash -sc 'python train.py'",
     "bash -lc 'python train.py'",
     "bash -euo pipefail train.sh",
+    "bash -o pipefail -c 'python train.py'",
     "bash --version",
 ]
 

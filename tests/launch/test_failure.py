@@ -192,7 +192,9 @@ def test_lost_hosts() -> None:
 
 def test_a_missing_plugin_of_slurm_has_its_own_remedy() -> None:
     error = "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types"
-    _, remedy, output = outcome_of(seen={}, starter="srun", starter_output=[error]).messages
+    outcome = outcome_of(seen={}, starter="srun", starter_output=[error])
+    _, remedy, output = outcome.messages
+    assert outcome.cause == "setup"
     assert "no plug-in --mpi=pmix; set SLURM_MPI_TYPE" in remedy
     assert error in output
 

@@ -40,7 +40,8 @@ def test_causes_that_restart_the_job() -> None:
     assert restarts(after("done", 0)) is False
     assert restarts(after("ordered", 130)) is False
     assert restarts(after("own code", 3)) == "the program chose exit code 3"
-    for cause in ("infrastructure", "exception", "preempted", "own code"):
+    assert restarts(after("setup", 125)) == "a restart can't change this"
+    for cause in ("infrastructure", "exception", "preempted", "own code", "setup"):
         assert restarts(after(cause), max_restarts=0) is False
 
 

@@ -62,9 +62,13 @@ def _ids(dataset: Dataset) -> list[int]:
     return [int(i) for i in tf.concat([tf.reshape(element, [-1]) for element in dataset], 0)]
 
 
-def _orders(make: Callable[[], Dataset], passes: int) -> list[list[int]]:
-    # The order also depends on the global seed.
+@pytest.fixture(autouse=True)
+def global_seed() -> None:
+    """Set the global seed, on which the order of every new dataset depends."""
     tf.random.set_seed(1)
+
+
+def _orders(make: Callable[[], Dataset], passes: int) -> list[list[int]]:
     dataset = make()
     return [_ids(dataset) for _ in range(passes)]
 
