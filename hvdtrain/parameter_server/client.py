@@ -181,13 +181,13 @@ class Client:
         """Announce that no more gradients will come; ``end`` must still be called."""
         self._request(Kind.LEAVE, stop=stop)
 
-    def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the newest weights, and receive the optimizers' state in ``states``.
+    def averages(self, averages: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the newest weights, and receive their moving averages in ``averages``.
 
         Only the chief calls this. As with ``pull``, a server may have applied gradients that
         another server has not applied yet.
         """
-        return self._request(Kind.STATE, extra=[[state] for state in states])
+        return self._request(Kind.AVERAGES, extra=[[buffer] for buffer in averages])
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]

@@ -72,7 +72,7 @@ class Kind(enum.IntEnum):
     LEAVE = 6  # the worker sends no more gradients, only END later; same reply as STATUS
     FREEZE = 7  # the chief starts a snapshot and gets the server's progress
     SNAPSHOT = 8  # the chief sends the target progress and gets weights, state and positions
-    STATE = 9  # the chief gets the current weights and state at once
+    AVERAGES = 9  # the chief gets the current weights and their moving averages at once
 
 
 class Request(NamedTuple):
@@ -159,7 +159,7 @@ class Reply(NamedTuple):
 _WITHOUT_WEIGHTS = (Kind.STATUS, Kind.LEAVE, Kind.FREEZE)
 # The weights of these kinds are always sent, because those in shared memory may be newer than the
 # reply.
-_EXACT_WEIGHTS = (Kind.SNAPSHOT, Kind.STATE)
+_EXACT_WEIGHTS = (Kind.SNAPSHOT, Kind.AVERAGES)
 
 
 @dataclass

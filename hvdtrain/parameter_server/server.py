@@ -141,8 +141,9 @@ class Server:
                 self._receive(worker, [target])
                 self._snapshot.resume_to(target.tolist())
                 self._complete_step()
-            case Kind.STATE:
-                self._reply_with_weights(worker, [self.updates.state_buffer()], exact=True)
+            case Kind.AVERAGES:
+                averages = self.updates.state_buffer(averages_only=True)
+                self._reply_with_weights(worker, [averages], exact=True)
 
     def _receive_request(self) -> tuple[int, Request] | None:
         """Return the next request, or None if a worker was lost or has become silent."""

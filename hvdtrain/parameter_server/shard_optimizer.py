@@ -19,6 +19,7 @@ from hvdtrain.private_api.keras import (
     has_weight_decay,
     iterations_of,
     learning_rate_of,
+    moving_averages,
     own_trainable_variables,
 )
 
@@ -160,14 +161,17 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
     return own
 
 
-def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
+def read_state(
+    optimizer: Any, shard: Shard, *, averages_only: bool = False
+) -> dict[str, np.ndarray]:
     """Return copies of the state of an optimizer that is built on the pieces of ``shard``.
 
     Keys, order, shapes and dtypes are the same as in ``split_state``.
     """
+    entries = _entries(optimizer, shard, range(len(shard.pieces)), averages_only=averages_only)
     return {
         key: _scalar(variable) if piece is None else _value(variable)
-        for key, (variable, piece) in _entries(optimizer, shard, range(len(shard.pieces))).items()
+        for key, (variable, piece) in entries.items()
     }
 
 
@@ -177,7 +181,9 @@ def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray])
         variable.assign(values[key])
 
 
-def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
+def split_state(
+    model_optimizer: Any, shard: Shard, *, averages_only: bool = False
+) -> dict[str, np.ndarray]:
     """Return a shard's part of the state of the whole model's optimizer.
 
     Raises:
@@ -186,19 +192,32 @@ def split_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
     plain, variables = _built(model_optimizer)
     state = {
         key: _scalar(variable) if piece is None else _part(_value(variable), piece, variables)
-        for key, (variable, piece) in _entries_of_model(plain, shard).items()
+        for key, (variable, piece) in _entries_of_model(plain, shard, averages_only).items()
     }
-    state[_ITERATIONS] //= _accumulated_steps(plain)
+    if not averages_only:
+        state[_ITERATIONS] //= _accumulated_steps(plain)
     return state
 
 
-def pack_states(model_optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Return the state of the whole model's optimizer as a flat buffer for each shard."""
-    return [join_bytes(split_state(model_optimizer, shard)) for shard in shards]
+def pack_states(
+    model_optimizer: Any, shards: Sequence[Shard], *, averages_only: bool = False
+) -> list[np.ndarray]:
+    """Return the state of the whole model's optimizer as a flat buffer for each shard.
+
+    With ``averages_only`` this is only the moving averages of the weights (``use_ema``).
+    """
+    return [
+        join_bytes(split_state(model_optimizer, shard, averages_only=averages_only))
+        for shard in shards
+    ]
 
 
 def unpack_states(
-    model_optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
+    model_optimizer: Any,
+    shards: Sequence[Shard],
+    states: Sequence[np.ndarray],
+    *,
+    averages_only: bool = False,
 ) -> None:
     """Assign the flat states of all shards to the whole model's optimizer.
 
@@ -208,8 +227,9 @@ def unpack_states(
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
     for shard, state in zip(shards, states):
-        values = split_bytes(state, split_state(model_optimizer, shard))
-        for key, (variable, piece) in _entries_of_model(plain, shard).items():
+        layout = split_state(model_optimizer, shard, averages_only=averages_only)
+        values = split_bytes(state, layout)
+        for key, (variable, piece) in _entries_of_model(plain, shard, averages_only).items():
             if (piece is None and shard is not shards[0]) or variable is learning_rate_of(plain):
                 continue
             value = values[key]
@@ -226,11 +246,14 @@ def unpack_states(
         variable.assign(whole)
 
 
-def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
-    return _entries(plain, shard, [piece.variable for piece in shard.pieces])
+def _entries_of_model(plain: Any, shard: Shard, averages_only: bool) -> _Entries:
+    numbers = [piece.variable for piece in shard.pieces]
+    return _entries(plain, shard, numbers, averages_only=averages_only)
 
 
-def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
+def _entries(
+    optimizer: Any, shard: Shard, numbers: Sequence[int], *, averages_only: bool = False
+) -> _Entries:
     """Return the variables of a plain optimizer for a shard, in the same order on all ranks.
 
     The key of a scalar is its attribute's name without leading underscores, such as ``iterations``.
@@ -266,7 +289,8 @@ def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
             "or lists with an entry for each variable. Use one of Keras' optimizers, or train "
             "without parameter servers."
         )
-    return dict(sorted(entries.items()))
+    averages = {id(v) for v in moving_averages(optimizer)} if averages_only else all_ids
+    return {key: entry for key, entry in sorted(entries.items()) if id(entry[0]) in averages}
 
 
 def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:

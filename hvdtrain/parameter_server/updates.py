@@ -91,9 +91,9 @@ class ShardUpdates:
         self._mean = GradientMean()
         self._origins: list[Origin] = []  # of the gradients in the mean
 
-    def state_buffer(self) -> np.ndarray:
-        """Return the optimizer's state as a flat buffer."""
-        return join_bytes(self.table.state())
+    def state_buffer(self, *, averages_only: bool = False) -> np.ndarray:
+        """Return the optimizer's state, or only the moving averages, as a flat buffer."""
+        return join_bytes(self.table.state(averages_only=averages_only))
 
     def load(self, weights: np.ndarray, state: np.ndarray) -> None:
         """Set weights and optimizer state from flat buffers."""

@@ -100,9 +100,9 @@ class VariableTable:
             self._bytes = ()  # otherwise variables would get new memory
             self._bytes = self._steps[key](self._tensor(gradients.flat), *sparse)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, *, averages_only: bool = False) -> dict[str, np.ndarray]:
         """Return copies of the optimizer's state, in the format of ``read_state``."""
-        return read_state(self._optimizer, self.shard)
+        return read_state(self._optimizer, self.shard, averages_only=averages_only)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the optimizer's state from values in the format of ``read_state``."""

@@ -14,6 +14,7 @@ from hvdtrain.parameter_server.shard_optimizer import pack_states, unpack_states
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
+from hvdtrain.private_api.keras import moving_averages
 
 WORKERS = (0, 1)
 SHAPES = [(1500, 2), (5,), ()]
@@ -43,6 +44,22 @@ class Worker:
         if gradient is not None:
             gradients = [np.full(shape, gradient, "float32") for shape in SHAPES]
         return self.client.push(gradients, weight=weight, learning_rate=rate, overlap=overlap)
+
+    def averages(self):
+        """Return the moving averages of the weights, and the bytes received for them."""
+        averages = pack_states(self.optimizer, self._shards, averages_only=True)
+        messages, sizes = self.client._messages, []
+        receive = messages.start_receive
+
+        def counted(buffer, *arguments):
+            sizes.append(buffer.nbytes)
+            return receive(buffer, *arguments)
+
+        messages.start_receive = counted
+        self.client.averages(averages)
+        messages.start_receive = receive
+        unpack_states(self.optimizer, self._shards, averages, averages_only=True)
+        return [v.numpy() for v in moving_averages(self.optimizer)], sum(sizes)
 
     def end(self, **options):
         """Return the final weights."""

@@ -49,6 +49,28 @@ def test_every_gradient_is_applied_once(world, monkeypatch, bound, shares):
 
 
 @one_or_two_servers
+def test_averages_arrive_without_the_rest_of_the_state(world):
+    def work(worker):
+        worker.begin()
+        averages = None
+        if worker.rank == 0:
+            worker.push()
+            arrays, received = worker.averages()
+            averages = sorted({float(v) for array in arrays for v in array.reshape(-1)}), received
+        worker.end()
+        return averages
+
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9, use_ema=True, ema_momentum=0.5)
+    results, _ = serve(work, asynchronous(), optimizer=optimizer)
+    values, received = results[0]
+    # Keras starts the averages at zero.
+    assert len(values) == 1
+    assert 0 < values[0] <= START + 1
+    weights = 4 * sum(math.prod(shape) for shape in SHAPES)
+    assert 2 * weights <= received < 2.5 * weights
+
+
+@one_or_two_servers
 @pytest.mark.parametrize("late", WORKERS)
 def test_workers_wait_for_the_chief_to_load_weights(world, late):
     def work(worker):

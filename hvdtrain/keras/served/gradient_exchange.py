@@ -174,9 +174,9 @@ class GradientExchange:
     def load_newest(self) -> None:
         """Assign the servers' newest weights and averages for validation."""
         if self._has_averages:
-            states = self._job.pack_state()
-            self.assign(self.client.state(states))
-            self._job.load_state(states)
+            averages = self._job.pack_state(averages_only=True)
+            self.assign(self.client.averages(averages))
+            self._job.load_state(averages, averages_only=True)
         elif self.client.has_newer_weights:
             self.pull()
 

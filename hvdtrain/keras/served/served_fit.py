@@ -99,16 +99,16 @@ class ServedJob:
         """Whether the servers keep moving averages of the weights (``use_ema``)."""
         return bool(plain_optimizer(self.model.optimizer).use_ema)
 
-    def pack_state(self) -> list[np.ndarray]:
+    def pack_state(self, *, averages_only: bool = False) -> list[np.ndarray]:
         """Return the model's optimizer state in a new flat buffer for each server.
 
         The buffers can also be used to receive the servers' state.
         """
-        return pack_states(self.model.optimizer, self.shards)
+        return pack_states(self.model.optimizer, self.shards, averages_only=averages_only)
 
-    def load_state(self, states: Sequence[np.ndarray]) -> None:
+    def load_state(self, states: Sequence[np.ndarray], *, averages_only: bool = False) -> None:
         """Assign the servers' state to the model's optimizer."""
-        unpack_states(self.model.optimizer, self.shards, states)
+        unpack_states(self.model.optimizer, self.shards, states, averages_only=averages_only)
 
     def assign_averages(self) -> None:
         """Assign the moving averages, if any, to the weights, as Keras does after ``fit``."""
