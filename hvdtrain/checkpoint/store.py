@@ -48,9 +48,9 @@ _DAMAGE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.EUCLEAN)
 class Store:
     """A directory of checkpoints.
 
-    Any number of processes may read, but only one may write. A process that has written holds the
-    directory's lock until the process ends or all its ``Store`` objects for the directory are
-    deleted.
+    Any number of processes may read, but only one may write. A process that has called ``lock`` or
+    ``write`` holds the directory's lock until the process ends or all its ``Store`` objects for the
+    directory are deleted.
 
     Args:
         directory: Path of the directory. The first ``write`` creates it and its parents.
@@ -81,6 +81,20 @@ class Store:
         self._lock: WriteLock | None = None
         self._damaged: set[CheckpointFolder] = set()
 
+    def lock(self, timeout_s: float) -> None:
+        """Create the directory, and keep other processes from writing there.
+
+        Raises:
+            CheckpointError: If another process still writes there after ``timeout_s``.
+            OSError: If the directory can't be written to.
+        """
+        files.make_folders(self._directory)
+        try:
+            self._acquire_lock(min(timeout_s, self._lock_timeout_s))
+        except CheckpointError as error:
+            self._notice(f"Waiting up to {timeout_s:g} s: {error}")
+            self._acquire_lock(timeout_s - self._lock_timeout_s)
+
     def write(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, flush it to the disk and return its folder.
 
@@ -95,7 +109,7 @@ class Store:
         state = _check(snapshot)
         try:
             files.make_folders(self._directory)
-            lock = self._acquire_lock()
+            lock = self._acquire_lock(self._lock_timeout_s)
             with lock.mutex:
                 if lock.exclusive:
                     remove_remains(self._directory)
@@ -136,8 +150,8 @@ class Store:
                 )
         return snapshot
 
-    def _acquire_lock(self) -> WriteLock:
-        lock = acquire(self._directory, self._lock_timeout_s)
+    def _acquire_lock(self, timeout_s: float) -> WriteLock:
+        lock = acquire(self._directory, timeout_s)
         if not lock.exclusive and lock is not self._lock:
             self._notice(
                 f"The file system of {self._directory} doesn't support locks. Make sure that no "

@@ -80,12 +80,16 @@ def test_a_second_writer_gets_an_error_that_names_the_first(start, tmp_path: Pat
 
 def test_a_writer_waits_until_another_writer_has_ended(start, tmp_path: Path) -> None:
     holder, _ = start()
-    store = Store(tmp_path, lock_timeout_s=60)
+    notices: list[str] = []
+    store = Store(tmp_path, lock_timeout_s=0.1, notice=notices.append)
     timer = threading.Timer(0.5, holder.kill)
     timer.start()
-    store.write(snapshot(1, step=1))
+    store.lock(60)
     timer.join(30)
-    assert saved_steps(tmp_path) == [0, 1]
+    (notice,) = notices
+    assert f"Waiting up to 60 s: process {holder.pid} on host" in notice
+    with (tmp_path / ".lock").open("rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_children_of_a_killed_writer_dont_hold_the_lock(start, tmp_path: Path) -> None:

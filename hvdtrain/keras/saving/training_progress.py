@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _NONE = -1
+# How long to wait for the last writer. After a host was lost, NFS may keep its lock for 90 s.
+LOCK_TIMEOUT_S = 120.0
 _CHIEF_LOST = "The rank that read the checkpoint was lost. Start the job again."
 
 
@@ -243,6 +246,8 @@ def find_checkpoint(
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
     """Return the newest checkpoint in the chief's store. All ranks must call this.
 
+    From now on, no other job can write to the store.
+
     Args:
         store: The store on the chief, or None on other ranks.
         state: The state of the model.
@@ -252,8 +257,8 @@ def find_checkpoint(
         The progress and, on the chief only, the whole checkpoint. None if the store is empty.
 
     Raises:
-        CheckpointError: If all checkpoints are damaged, or the newest one belongs to a different
-            model. Every rank raises this error.
+        CheckpointError: If another job writes to the store, all checkpoints are damaged, or the
+            newest one belongs to a different model. Every rank raises this error.
     """
     snapshot = None
     answer: dict[str, Any] = {}
@@ -261,6 +266,9 @@ def find_checkpoint(
         answer["error"] = _CHIEF_LOST  # broadcast only if the chief is lost
     else:
         try:
+            # If the directory can't be written to, each attempt to save reports that.
+            with contextlib.suppress(OSError):
+                store.lock(LOCK_TIMEOUT_S)
             snapshot = store.newest()
             if snapshot is not None:
                 build_optimizers(state.model, TrainingProgress.from_json(snapshot.state).built)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 
 import pytest
 
+from hvdtrain.checkpoint import Store
 from tests.checkpoint.disks import remount
-from tests.checkpoint.samples import saved_steps
+from tests.checkpoint.samples import saved_steps, snapshot
 
 # 300,000 parameters, with Adam's state about 3.6 MB.
 TRAINING = """
@@ -56,6 +58,37 @@ TRAINING = """
     if hvdtrain.is_chief():
         print(watch.steps, "steps,", watch.while_writing, "while writing")
 """
+
+
+IN_USE = """
+    import sys
+    import keras, numpy as np
+    import hvdtrain
+    from hvdtrain.keras.saving import training_progress
+
+    training_progress.LOCK_TIMEOUT_S = 0.3
+    hvdtrain.init()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    hvdtrain.distribute(model)
+    try:
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[hvdtrain.Checkpoint(sys.argv[1])])
+    except hvdtrain.CheckpointError as error:
+        print(hvdtrain.rank(), error)
+"""
+
+
+def test_a_second_job_in_a_folder_is_an_error_on_all_ranks(launch, tmp_path):
+    store = Store(tmp_path / "runs")
+    store.write(snapshot(0, step=0))
+    done = launch(2, IN_USE, str(tmp_path / "runs"))
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert f"process {os.getpid()} on host" in line
+    assert "Waiting up to 0.3 s" in done.stderr
+    assert saved_steps(tmp_path / "runs") == [0]
 
 
 def test_training_continues_while_a_slow_disk_writes(launch, slow_disk):
