@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.remote.remote_probe import Answer
 
@@ -61,6 +62,14 @@ def format_report_file(
     return "\n\n".join(parts) + "\n"
 
 
+def _gpu_text(gpu: GpuState) -> str:
+    lines = [f"GPU {gpu.number}: {gpu.model} {gpu.id}, driver {gpu.driver}"]
+    lines.append(f"memory: {gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MiB in use")
+    lines += [f"process {pid}: {name}, {used >> 20} MiB" for pid, name, used in gpu.processes]
+    lines += [f"fault: {fault}" for fault in gpu.faults]
+    return "\n  ".join(lines)
+
+
 def _different_hosts(launcher: Answer, answers: Sequence[Answer]) -> list[Answer]:
     """Return all answers. If the launcher is not one of the hosts, its answer comes first."""
     machines = {answer.facts.machine for answer in answers if answer.facts is not None}
@@ -75,6 +84,8 @@ def _sections(answer: Answer) -> Iterator[tuple[str, str]]:
         return
     facts = answer.facts
     yield "MPI", facts.mpi or facts.mpi_error
+    gpus = [facts.gpu_error, *map(_gpu_text, facts.gpus)]
+    yield "GPUs for ranks", "\n".join(filter(None, gpus)) or "none"
     yield from facts.details.items()
     if not facts.details:
         yield "details", facts.errors.get("details", "the host has a different hvdtrain")

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.check.report_file import format_report_file
 from hvdtrain.cli import main
-from tests.check.answers import answer, lost
+from tests.check.answers import GPU, answer, lost
 
 
 def test_a_section_per_host_and_topic() -> None:
@@ -20,8 +21,10 @@ def test_a_section_per_host_and_topic() -> None:
         "Report of hvdtrain check, 1970-01-01 00:01:40 UTC\ncommand: hvdtrain check\n\n"
         "== check ==\nready to train\n\n"
         "== a: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== a: GPUs for ranks ==\nnone\n\n"
         "== a: system ==\nkernel: 6.1\n\n"
         "== b: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== b: GPUs for ranks ==\nnone\n\n"
         "== b: system ==\nkernel: 5.15\n\n"
         "== b: GPUs ==\nnone\n\n"
         "== c: no answer ==\nrefused: \n"
@@ -31,10 +34,22 @@ def test_a_section_per_host_and_topic() -> None:
 def test_the_launcher_appears_once_and_missing_details_are_explained() -> None:
     broken = answer("a", mpi="", mpi_error="no MPI", errors={"details": "no answer in time"})
     text = format_report_file("", broken, [broken, answer("b")], command="")
-    assert text.count("== a: ") == 2
+    assert text.count("== a: ") == 3
     assert "== a: MPI ==\nno MPI" in text
     assert "== a: details ==\nno answer in time" in text
     assert "== b: details ==\nthe host has a different hvdtrain" in text
+
+
+def test_gpus() -> None:
+    gpu = dataclasses.replace(
+        GPU, used_bytes=3 << 30, processes=((7, "python", 2 << 30),), faults=("2 errors",)
+    )
+    host = answer("a", gpus=[gpu], gpu_error="CUDA fails")
+    assert (
+        "== a: GPUs for ranks ==\nCUDA fails\n"
+        "GPU 0: NVIDIA H200 GPU-0, driver 570.86\n  memory: 3072 of 144384 MiB in use\n"
+        "  process 7: python, 2048 MiB\n  fault: 2 errors\n"
+    ) in format_report_file("", host, [host], command="")
 
 
 def test_the_report_of_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ __all__ = [
     "choose_layout",
     "detect",
     "hardware_of",
-    "visible_gpus",
 ]
 
 Ranks = Literal["one", "two", "all", "several"]
@@ -141,32 +140,13 @@ def _layout(hosts: Sequence[HostGpus], ranks: Sequence[int], *, gpus: int | None
     return Layout(ranks=total, hosts=text, gpus=total if gpus is None else gpus)
 
 
-def visible_gpus(count: int, variable: str | None) -> int:
-    """Return how many of ``count`` GPUs the value of ``CUDA_VISIBLE_DEVICES`` leaves.
-
-    CUDA ignores entries after the first that is not valid, such as -1.
-    """
-    if variable is None:
-        return count
-    entries = [entry.strip() for entry in variable.split(",")]
-    valid = 0
-    for entry in entries:
-        is_number = entry.isdecimal() and int(entry) < count
-        if not is_number and not entry.startswith(("GPU-", "MIG-")):
-            break
-        valid += 1
-    return valid if count else 0
-
-
-def hardware_of(
-    answers: Sequence[Answer], hosts: Sequence[Host], *, named: bool, variable: str | None
-) -> Hardware:
+def hardware_of(answers: Sequence[Answer], hosts: Sequence[Host], *, named: bool) -> Hardware:
     """Return the hardware from the answers of all hosts.
 
     The number of GPUs is limited to the slots of a hostfile or of a Slurm job.
 
     Raises:
-        LaunchError: If a host did not answer.
+        LaunchError: If a host did not answer, or if its GPUs can't be used.
     """
     found = []
     for answer, host in zip(answers, hosts):
@@ -175,10 +155,16 @@ def hardware_of(
             raise LaunchError(
                 f"{host.name} did not answer ({reason}); run hvdtrain check for the remedy"
             )
-        models = tuple(gpu[0] for gpu in answer.facts.gpus)
-        count = visible_gpus(len(models), variable)
+        if problem := answer.facts.gpu_error or answer.facts.errors.get("GPUs"):
+            raise LaunchError(
+                f"the GPUs of {host.name} can't be used: {problem}; set CUDA_VISIBLE_DEVICES=-1 to "
+                "test on the CPU"
+            )
+        # A GPU without an ID is lost.
+        models = tuple(gpu.model for gpu in answer.facts.gpus if gpu.id)
         name = f"{host.user}@{host.name}" if host.user else host.name
-        found.append(HostGpus(name=name, gpus=min(count, host.slots), models=models, named=named))
+        gpus = min(len(models), host.slots)
+        found.append(HostGpus(name=name, gpus=gpus, models=models, named=named))
     return Hardware(hosts=tuple(found))
 
 
@@ -187,7 +173,7 @@ def detect(hostfile: str | None, environ: Mapping[str, str]) -> Hardware:
 
     Raises:
         ConfigurationError: If the hostfile can't be read or is not valid.
-        LaunchError: If a host did not answer.
+        LaunchError: If a host did not answer, or if its GPUs can't be used.
     """
     named = named_hosts(None, hostfile)
     allocated = None if named else slurm_hosts(environ)
@@ -198,5 +184,4 @@ def detect(hostfile: str | None, environ: Mapping[str, str]) -> Hardware:
     _, answers = probe_hosts(
         ranks, environ, method=method, ssh=["-l", user] if user and named else []
     )
-    variable = environ.get("CUDA_VISIBLE_DEVICES")
-    return hardware_of(answers, hosts, named=bool(named), variable=variable)
+    return hardware_of(answers, hosts, named=bool(named))

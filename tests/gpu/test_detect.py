@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hvdtrain.cluster.hosts import Host
@@ -16,7 +18,6 @@ from tests.gpu.detect import (
     choose_layout,
     detect,
     hardware_of,
-    visible_gpus,
 )
 
 
@@ -102,24 +103,23 @@ def test_layouts_on_named_hosts(hardware: Hardware, ranks, layout: Layout) -> No
     assert choose_layout(Requirements(ranks=ranks), hardware) == layout
 
 
-@pytest.mark.parametrize(
-    ("variable", "count"),
-    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0, 3", 2), ("1,7,2", 1), ("GPU-ab,GPU-cd", 2)],
-)
-def test_visible_gpus(variable: str | None, count: int) -> None:
-    assert visible_gpus(4, variable) == count
-    assert visible_gpus(0, variable) == 0
-
-
 def test_hardware_from_the_answers_of_hosts() -> None:
     hosts = [Host(name="a", slots=8, user="me"), Host(name="b", slots=1)]
     answers = [answer("a", gpus=[GPU, GPU]), answer("b", gpus=[GPU, GPU])]
-    found = hardware_of(answers, hosts, named=True, variable=None)
+    found = hardware_of(answers, hosts, named=True)
     assert [(host.name, host.gpus) for host in found.hosts] == [("me@a", 2), ("b", 1)]
     assert found.hosts[0].models == ("NVIDIA H200", "NVIDIA H200")
     assert found.gpus == 3
-    none = hardware_of(answers, hosts, named=True, variable="-1")
-    assert none.gpus == 0
+
+
+def test_gpus_that_can_not_be_used_are_an_error() -> None:
+    hosts = [Host(name="a", slots=1)]
+    with pytest.raises(LaunchError, match="the GPUs of a can't be used: CUDA fails"):
+        hardware_of([answer("a", gpu_error="CUDA fails")], hosts, named=False)
+    with pytest.raises(LaunchError, match="no answer in time"):
+        hardware_of([answer("a", errors={"GPUs": "no answer in time"})], hosts, named=False)
+    lost_gpu = dataclasses.replace(GPU, id="")
+    assert hardware_of([answer("a", gpus=[lost_gpu])], hosts, named=False).gpus == 0
 
 
 def test_a_host_that_does_not_answer_is_an_error() -> None:
@@ -128,7 +128,6 @@ def test_a_host_that_does_not_answer_is_an_error() -> None:
             [lost("a", "no route", "no route")],
             [Host(name="a", slots=1)],
             named=True,
-            variable=None,
         )
 
 

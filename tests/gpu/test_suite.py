@@ -17,8 +17,19 @@ from tests.gpu.claims import CLAIMS, Claim, Context, Judgement
 from tests.gpu.detect import Hardware, HostGpus, Layout, Requirements
 from tests.gpu.jobs import JobError
 from tests.gpu.results import Result, conclude, exit_code, format_results, judged
+from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
 from tests.harness.jobs import PATIENCE, clean_environment
 
+_GPUS = f"""
+gpu {uuid_of("a")}
+model NVIDIA H100
+bus 0000:1b:00.0
+memory {80 * GIB}
+gpu {uuid_of("b")}
+model NVIDIA H100
+bus 0000:1c:00.0
+memory {80 * GIB}
+"""
 NO_GPU = Hardware(hosts=(HostGpus(name="localhost", gpus=0),))
 
 
@@ -106,6 +117,20 @@ def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixtu
 def test_a_missing_hostfile_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hostfile", "/nowhere"]) == 2
     assert "tests.gpu: error: The hostfile /nowhere can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.mpi
+def test_gpus_that_tensorflow_does_not_see_fail_the_claims(
+    fake_driver: FakeDriver, run_command, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-m", "tests.gpu", "--folder", str(tmp_path), "--only", "binding"]
+    environ = {**fake_driver.environ(_GPUS), "CUDA_VISIBLE_DEVICES": None}
+    done = run_command(argv, timeout_s=90, env=environ)
+    assert done.returncode == 1, done
+    assert done.stdout.startswith("localhost: 2 GPUs (NVIDIA H100)\nbinding: fail (")
+    assert "2 ranks, 2 GPUs" in done.stdout
+    assert "1 claim: 1 fail" in done.stdout
+    assert "There is no GPU" not in done.stdout
 
 
 @pytest.fixture
