@@ -21,6 +21,7 @@ from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Engine, create
+from hvdtrain.collectives.tuning import GPU_BUCKET_BYTES
 from hvdtrain.config import LAUNCHER, Settings, check_common_variables, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.log import LOGGER, configure_log
@@ -113,6 +114,8 @@ def _set_up_devices(
         DeviceCapabilities(host, gpu, *entry["capabilities"])
         for host, gpu, entry in zip(hosts, gpus, everyone)
     ]
+    if all(gpus) and choice.engine == "mpi" and settings.bucket_bytes is None:
+        collectives.bucket_bytes = collectives.bucket_bytes or GPU_BUCKET_BYTES
     on_devices = settings.backend == "nccl" or any(gpus)
     if topology.size > 1 and (collectives.bucket_bytes or on_devices):
         # Before devices are connected, because this initializes TensorFlow's threads.

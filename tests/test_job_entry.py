@@ -44,6 +44,46 @@ def test_unsupported_compressions(library, compression: str, on_gpus: bool, advi
         _check_compression(EngineChoice(library, "a reason"), compression, on_gpus=on_gpus)
 
 
+ON_GPUS = """
+    import keras
+    import numpy as np
+    import hvdtrain
+    from hvdtrain import world
+    from hvdtrain.cluster.gpus import Gpu
+    from hvdtrain.tensorflow import devices
+
+    bind = devices.bind
+    devices.bind = lambda *args: [Gpu(f"GPU-{rank}") for rank, _ in enumerate(bind(*args))]
+    hvdtrain.init()
+    engine = world.collectives()
+    buckets = []
+    reduce = engine.grouped_allreduce
+
+    def observe(arrays, *args, **options):
+        buckets.append(sum(array.nbytes for array in arrays))
+        return reduce(arrays, *args, **options)
+
+    engine.grouped_allreduce = observe
+    layers = [keras.layers.Dense(1500, use_bias=False) for _ in range(2)]
+    model = keras.Sequential([keras.Input([1500]), *layers])
+    model.compile("sgd", "mse")
+    hvdtrain.distribute(model)
+    model.fit(np.ones([2, 1500]), np.ones([2, 1500]), batch_size=1, verbose=0)
+    print("buckets:", [nbytes for nbytes in buckets if nbytes >= 1500 * 1500 * 4], flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [("auto", 2), ("0", 1)])
+def test_gradients_of_gpus_on_one_host_are_reduced_in_buckets(
+    launch, bucket_bytes: str, buckets: int
+) -> None:
+    env = {"HVDTRAIN_BACKEND": "mpi", "HVDTRAIN_BUCKET_BYTES": bucket_bytes}
+    done = launch(2, ON_GPUS, env=env, timeout_s=100)
+    sizes = [1500 * 1500 * 4 * 2 // buckets] * buckets
+    assert done.stdout.count(f"buckets: {sizes}\n") == 2, done
+
+
 CHILDREN = """
     import multiprocessing, subprocess, sys
     import numpy as np

@@ -56,6 +56,9 @@ TIMES_CALL = 8
 TIMES_MESSAGES = 2
 LEAST_BUCKET_BYTES = 256 << 10
 MOST_BUCKET_BYTES = 64 << 20
+# If ranks compute on GPUs, reductions overlap with that even on one host. Copies to and from the
+# GPUs need buckets of some megabytes for full speed.
+GPU_BUCKET_BYTES = 8 << 20
 
 # With more ranks, a message to every other rank takes longer than the few rounds of a tree.
 MOST_RANKS = 16

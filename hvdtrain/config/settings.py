@@ -169,8 +169,8 @@ class Settings(ModeSettings):
     bucket_bytes: int | None = setting(
         None,
         count_or("auto"),
-        "bytes per bucket of gradients between hosts; 0: a single bucket; auto: depends on the "
-        "link",
+        "bytes per bucket of gradients between hosts or from GPUs; 0: a single bucket; auto: "
+        "depends on the link",
         written="auto",
     )
     compression: str = setting(
