@@ -127,6 +127,8 @@ def parse_results(results: Mapping[str, Any], start_s: float, ranks: int) -> dic
         raise ValueError(f"expected {ranks} ranks, got {size}")
     if "first_step_at_s" in figures:
         figures["first_step_s"] = figures.pop("first_step_at_s") - start_s
+    if "kill_to_next_step_s" in figures:
+        figures["times_start"] = figures["kill_to_next_step_s"] / figures["first_step_s"]
     return figures
 
 

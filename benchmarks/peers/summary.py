@@ -150,7 +150,11 @@ def columns_of(what: str, sizes: Sizes) -> list[Column]:
     if what == "startup":
         return [Column(figure="first_step_s", head="seconds", show="{:.1f}".format)]
     if what == "recovery":
-        return [Column(figure="kill_to_next_step_s", head="seconds", show="{:.2f}".format)]
+        return [
+            Column(figure="kill_to_next_step_s", head="seconds", show="{:.2f}".format),
+            Column(figure="first_step_s", head="fresh start", show="{:.2f}".format),
+            Column(figure="times_start", head="ratio", show="{:.2f}".format),
+        ]
     if what == "memory":
         return [Column(figure="lenet peak_bytes", head="rank 0", show=_mebibytes)]
     columns = []

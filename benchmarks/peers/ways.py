@@ -38,6 +38,7 @@ _ONCE = ("--max-restarts", "1")
 _TENSORS = "hvdtrain.tensorflow, eager tensors"
 _RING = "TensorFlow's ring (hvdtrain --backend nccl, on CPUs)"
 _TORCH = "torch.distributed, Gloo (another framework)"
+_RING_RESTART = "hvdtrain run --max-restarts 1 --backend nccl, on CPUs"
 _TORCH_RESTART = "torchrun --max-restarts 1 (another framework)"
 _ALL = [
     Way("hvdtrain", "hvdtrain", "hvdtrain", "hvdtrain", alone="keras"),
@@ -52,6 +53,7 @@ _ALL = [
     Way("torch-alone", "one process, torch (another framework)", "alone", "torch", "torch"),
     Way("elastic", "hvdtrain run --elastic: the other rank continues", "alone", "bench"),
     Way("restart", "hvdtrain run --max-restarts 1", "hvdtrain", "hvdtrain", flags=_ONCE),
+    Way("ring-restart", _RING_RESTART, "hvdtrain", "ring", flags=_ONCE),
     Way("torch-restart", _TORCH_RESTART, "torchrun", "torch", "torch", _ONCE),
 ]
 WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
@@ -63,7 +65,7 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "training": _TRAINING,
     "startup": _TOGETHER,
     "memory": _TRAINING,
-    "recovery": ("elastic", "restart", "torch-restart"),
+    "recovery": ("elastic", "restart", "ring-restart", "torch-restart"),
 }
 # Measures that also run on the cluster.
 ON_CLUSTER = ("allreduce", "training")

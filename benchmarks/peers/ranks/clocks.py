@@ -19,7 +19,8 @@ class StepClock:
     Args:
         rank: This rank.
         job: Parameters of the job. ``die`` selects a rank to kill: ``rank``, ``after_step``, and
-            the ``file`` that passes the time of the kill to restarted processes.
+            the ``file`` that passes the times of the first step and the kill to restarted
+            processes.
     """
 
     def __init__(self, rank: int, job: dict[str, Any]) -> None:
@@ -36,13 +37,14 @@ class StepClock:
         if self._steps == 1:
             self.first_s = time.monotonic()
         if self._killed and not self._restarted and self._steps == self._after:
-            self._killed.write_text(str(time.monotonic()))
+            self._killed.write_text(f"{self.first_s} {time.monotonic()}")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def figures(self) -> dict[str, float]:
-        """Return the time of the first step, or its delay after a kill."""
+        """Return the time of the job's first step, and the delay of the next one after a kill."""
         if self._killed and self._restarted:
-            return {"kill_to_next_step_s": self.first_s - float(self._killed.read_text())}
+            first_s, killed_s = map(float, self._killed.read_text().split())
+            return {"first_step_at_s": first_s, "kill_to_next_step_s": self.first_s - killed_s}
         return {"first_step_at_s": self.first_s}
 
 
