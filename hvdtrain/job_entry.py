@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.cluster.engine_choice import (
     DeviceCapabilities,
@@ -30,7 +30,9 @@ from hvdtrain.monitor import report
 if TYPE_CHECKING:
     from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
-__all__ = ["World", "enter_job"]
+__all__ = ["Framework", "World", "enter_job"]
+
+Framework = Literal["tensorflow", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,11 @@ class World:
     hosts: tuple[int, ...]
 
 
-def enter_job() -> World:
-    """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this."""
+def enter_job(framework: Framework = "tensorflow") -> World:
+    """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this.
+
+    Only ``framework``, which the program computes with, is loaded.
+    """
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
     settings = read_settings(os.environ)
@@ -76,10 +81,25 @@ def enter_job() -> World:
         exit_hooks.install(collectives, report.failed)
     report.phase("started")
     uses_gpus = topology.rank not in roles.servers and rank_process is None
-    return _set_up_devices(choice, topology, settings, roles, collectives, uses_gpus=uses_gpus)
+    devices = _import_devices(framework)
+    return _set_up_devices(
+        devices, choice, topology, settings, roles, collectives, uses_gpus=uses_gpus
+    )
+
+
+def _import_devices(framework: Framework) -> Any:
+    """Import the module that finds and binds the devices of a framework."""
+    if framework == "torch":
+        from hvdtrain.frameworks import torch
+
+        return torch
+    from hvdtrain.tensorflow import devices
+
+    return devices
 
 
 def _set_up_devices(
+    devices: Any,
     choice: EngineChoice,
     topology: Topology,
     settings: Settings,
@@ -89,14 +109,11 @@ def _set_up_devices(
     uses_gpus: bool,
 ) -> World:
     """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
-    # Imports TensorFlow.
-    from hvdtrain.tensorflow import device_connection, devices, random_seed
-
     devices.set_up(settings)
     own: dict[str, Any] = {
         "host": host_id(),
         "gpus": dataclasses.asdict(devices.find_gpus(topology, os.environ, needed=uses_gpus)),
-        "capabilities": device_connection.capabilities(
+        "capabilities": devices.capabilities(
             os.environ, several_hosts=topology.local_size < topology.size
         ),
         "common": settings.common_variables,
@@ -113,6 +130,7 @@ def _set_up_devices(
     capabilities = [
         DeviceCapabilities(host, gpu, *entry["capabilities"])
         for host, gpu, entry in zip(hosts, gpus, everyone)
+        if entry["capabilities"]
     ]
     if all(gpus) and choice.engine == "mpi" and settings.bucket_bytes is None:
         collectives.bucket_bytes = collectives.bucket_bytes or GPU_BUCKET_BYTES
@@ -127,7 +145,7 @@ def _set_up_devices(
             _log_choice(choice, collectives, settings)
             if settings.compression != "none" and max(hosts) == 0 and device_collectives is None:
                 LOGGER.info("--compression has no effect: all ranks are on one host")
-        random_seed.set_unless_set(
+        devices.set_seed_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
     return World(
@@ -156,7 +174,7 @@ def _connect_devices(
     capabilities: Sequence[DeviceCapabilities],
 ) -> tuple[EngineChoice, DeviceCollectives | None]:
     """Make the final choice, and connect the devices if they combine gradients."""
-    if collectives.size == 1 or choice.engine != "mpi":
+    if collectives.size == 1 or choice.engine != "mpi" or not capabilities:
         return choice, None
     choice = choose_device_engine(
         settings.backend,

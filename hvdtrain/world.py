@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError, NotInitializedError
-from hvdtrain.job_entry import World, enter_job
+from hvdtrain.job_entry import Framework, World, enter_job
 from hvdtrain.monitor.timeline import Timeline, timeline_file
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _world: World | None = None
 _timeline: Timeline | None = None
 
 
-def init() -> None:
+def init(framework: Framework | None = None) -> None:
     """Enter the job: find this process's rank, connect to the other ranks, and bind its GPUs.
 
     Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
@@ -52,6 +53,10 @@ def init() -> None:
     If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. Therefore
     ``shuffle`` of ``tf.data`` gives the same order on all ranks, even if you pass it no seed.
 
+    Args:
+        framework: ``"tensorflow"`` or ``"torch"``: the framework whose devices are bound. Defaults
+            to TensorFlow, unless the program has imported ``hvdtrain.torch`` and not TensorFlow.
+
     Raises:
         LaunchError: If the launcher, MPI and GPUs contradict each other.
         ConfigurationError: If an environment variable ``HVDTRAIN_...`` is invalid.
@@ -59,7 +64,8 @@ def init() -> None:
     global _world
     with _lock:
         if _world is None:
-            _world = enter_job()
+            on_torch = f"{__package__}.torch" in sys.modules and "tensorflow" not in sys.modules
+            _world = enter_job(framework or ("torch" if on_torch else "tensorflow"))
             if _world.settings.timeline_filename is not None:
                 start_timeline(_world.settings.timeline_filename)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from hvdtrain.lazy import lazy_names
 
-_BUILD_INFO = (
+BUILD_INFO = (
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -25,18 +25,20 @@ _BUILD_INFO = (
 
 _TENSORFLOW_INFO = ("cuda_built", "nccl_built", "rocm_built")
 
+WORLD_NAMES = (
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+)
+
 COMMON_NAMES = {
-    "hvdtrain.world": (
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "rank",
-        "shutdown",
-        "size",
-        "start_timeline",
-        "stop_timeline",
-    ),
-    "hvdtrain.compat.horovod.build_info": _BUILD_INFO,
+    "hvdtrain.world": WORLD_NAMES,
+    "hvdtrain.compat.horovod.build_info": BUILD_INFO,
     "hvdtrain.compat.horovod.tensorflow_info": _TENSORFLOW_INFO,
     "hvdtrain.compat.horovod.process_sets": (
         "ProcessSet",
@@ -53,7 +55,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **COMMON_NAMES,
-        "hvdtrain.compat.horovod.build_info": (*_BUILD_INFO, "is_homogeneous"),
+        "hvdtrain.compat.horovod.build_info": (*BUILD_INFO, "is_homogeneous"),
         "hvdtrain.compat.horovod.tensorflow_info": (
             *_TENSORFLOW_INFO,
             "local_rank_op",

@@ -24,11 +24,14 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
+from hvdtrain.tensorflow import device_connection, random_seed
 
 __all__ = [
     "bind",
+    "capabilities",
     "find_gpus",
     "reserve_thread_for_buckets",
+    "set_seed_unless_set",
     "set_up",
     "tower_devices",
 ]
@@ -110,6 +113,11 @@ def _obstacle() -> str:
     return "TensorFlow can't use them: TF_CPP_MIN_LOG_LEVEL=0 shows why"
 
 
+def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
+    """Return what TensorFlow needs to combine gradients on devices, as ``DeviceCapabilities``."""
+    return device_connection.capabilities(environ, several_hosts=several_hosts)
+
+
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:
     """Restrict TensorFlow to this rank's GPUs, and let their memory grow on demand.
 
@@ -183,6 +191,11 @@ def reserve_thread_for_buckets() -> None:
         return
     if available_cores() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+def set_seed_unless_set(seed: int) -> None:
+    """Set TensorFlow's global seed unless the program has set it."""
+    random_seed.set_unless_set(seed)
 
 
 def tower_devices(count: int) -> list[str]:

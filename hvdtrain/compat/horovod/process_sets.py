@@ -10,6 +10,7 @@ from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.compat.horovod.framework_errors import raise_as_in_framework
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.job_entry import Framework
 
 if TYPE_CHECKING:
     from hvdtrain.tensorflow.device_collectives import DeviceCollectives
@@ -20,6 +21,7 @@ __all__ = [
     "find_process_set",
     "global_process_set",
     "init",
+    "init_with",
     "remove_process_set",
 ]
 
@@ -178,6 +180,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Raises:
         ConfigurationError: If ``comm`` or ``process_sets`` is not supported.
     """
+    init_with("tensorflow", comm, process_sets)
+
+
+def init_with(
+    framework: Framework, comm: Any, process_sets: Sequence[ProcessSet] | str | None
+) -> None:
+    """Start the job of a program that uses ``framework``. The others are arguments of ``init``."""
     if comm is not None:
         raise ConfigurationError(
             f"comm must be None, got {comm!r}: a job has all ranks that were started. For a subset "
@@ -191,7 +200,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets = None
     if world.is_initialized():
         return
-    world.init()
+    world.init(framework)
     for process_set in process_sets or ():
         add_process_set(process_set)
 

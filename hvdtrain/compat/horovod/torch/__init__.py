@@ -1,0 +1,1 @@
+"""Horovod's API for PyTorch, which scripts import as ``hvdtrain.torch``."""

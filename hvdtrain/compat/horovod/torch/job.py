@@ -1,0 +1,70 @@
+"""Start and end of a job of PyTorch programs, and what PyTorch was built with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain import world
+from hvdtrain.compat.horovod import process_sets as sets
+from hvdtrain.compat.horovod.torch.call_queue import calls
+
+__all__ = [
+    "add_process_set",
+    "cuda_built",
+    "init",
+    "nccl_built",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+]
+
+
+def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
+    """Start the job like ``hvdtrain.init("torch")``, and add process sets.
+
+    The arguments are described in ``hvdtrain.tensorflow.init``.
+    """
+    sets.init_with("torch", comm, process_sets)
+
+
+def shutdown() -> None:
+    """Wait for pending operations, and leave the job.
+
+    If one rank calls this, all ranks must.
+    """
+    calls.wait()
+    world.shutdown()
+
+
+def add_process_set(process_set: sets.ProcessSet | Sequence[int]) -> sets.ProcessSet:
+    """Make a process set usable, after all pending operations.
+
+    See ``hvdtrain.tensorflow.add_process_set``.
+    """
+    return calls.run(lambda: sets.add_process_set(process_set))
+
+
+def remove_process_set(process_set: sets.ProcessSet) -> bool:
+    """Close a process set after all pending operations, and return whether it was usable.
+
+    All ranks must call this.
+    """
+    return calls.run(lambda: sets.remove_process_set(process_set))
+
+
+def cuda_built() -> bool:
+    """Return whether PyTorch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether PyTorch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Return False: tensors are combined in host memory."""
+    return False

@@ -1,0 +1,1 @@
+"""What hvdtrain needs of the framework that computes: TensorFlow or PyTorch."""

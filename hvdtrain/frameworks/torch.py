@@ -1,0 +1,111 @@
+"""PyTorch's GPUs, and its tensors as NumPy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, gpu_warnings
+from hvdtrain.cluster.gpus import Gpu, cuda_gpus
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.config import Settings
+from hvdtrain.errors import ConfigurationError, LaunchError
+
+__all__ = [
+    "array_of",
+    "bind",
+    "capabilities",
+    "find_gpus",
+    "reserve_thread_for_buckets",
+    "set_seed_unless_set",
+    "set_up",
+    "tensor_of",
+]
+
+logger = logging.getLogger(__package__)
+
+
+def set_up(settings: Settings) -> None:
+    """Check that the settings support PyTorch.
+
+    Raises:
+        ConfigurationError: If the mode or the backend needs TensorFlow.
+    """
+    if settings.mode != "allreduce":
+        raise ConfigurationError(
+            f"--mode {settings.mode} needs Keras on TensorFlow, but the program uses PyTorch; omit "
+            "it."
+        )
+    if settings.backend == "nccl":
+        raise ConfigurationError(
+            "--backend nccl (HVDTRAIN_BACKEND) needs TensorFlow, but the program uses PyTorch, "
+            "whose gradients are combined in host memory; omit it."
+        )
+
+
+def find_gpus(
+    topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
+) -> RankGpus:
+    """Return the GPUs that PyTorch sees, without using one."""
+    host = socket.gethostname()
+    visible: list[Gpu] | None = None
+    if needed:
+        count = torch.cuda.device_count()
+        visible = [Gpu(f"{host} GPU {number}") for number in range(count)]
+        with contextlib.suppress(LaunchError):
+            described = cuda_gpus() if count else []
+            visible = described if len(described) == count else visible
+    return RankGpus(hostname=host, pid=os.getpid(), visible=visible)
+
+
+def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:
+    """Make this rank's GPU the current device of PyTorch, and return the GPU of each rank.
+
+    Raises:
+        LaunchError: If there are too few GPUs.
+    """
+    chosen = assign_gpus([one.visible for one in ranks], share=settings.share_gpus)
+    if topology.is_chief:
+        if sharing := describe_sharing(ranks, chosen):
+            logger.info("GPUs are shared: %s", sharing)
+        for warning in gpu_warnings(ranks, chosen):
+            logger.warning(warning)
+    for index in chosen[topology.rank]:
+        torch.cuda.set_device(index)
+    return [one.visible[own[0]] if one.visible and own else None for one, own in zip(ranks, chosen)]
+
+
+def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> None:
+    """Return None: gradients are combined in host memory, not on devices."""
+
+
+def reserve_thread_for_buckets() -> None:
+    """Do nothing: buckets are reduced in a thread of their own."""
+
+
+def set_seed_unless_set(seed: int) -> None:
+    """Do nothing: PyTorch's generators always have a seed, so the program sets them."""
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values of a tensor: a view of a contiguous tensor on the CPU, otherwise a copy."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:  # NumPy has no such dtype
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()
+
+
+def tensor_of(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Return an array as a tensor on the device of ``like``, without a copy if that is the CPU."""
+    values: Any = array
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).to(like.device)
+    return torch.from_numpy(values).to(like.device)
