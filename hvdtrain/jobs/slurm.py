@@ -101,6 +101,10 @@ class SlurmQueue:
             raise JobError(
                 f"the Slurm job ID of {job.name} is not known yet; try again, or use squeue."
             )
+        if is_queued and save:
+            # The job may have started meanwhile, because squeue's answer and the job's folder may
+            # be seen half a minute late.
+            is_queued = "RUNNING" not in _run(["squeue", "-h", "-o%T", f"-j{spec.slurm_job}"])
         # A queued job receives no signals, so it would stay in the queue.
         signals = ["--batch", "--signal=USR1"] if save and not is_queued else []
         _run(["scancel", *signals, spec.slurm_job])

@@ -60,21 +60,32 @@ def test_missing_commands_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("is_queued", "save", "arguments"),
+    ("is_queued", "save", "now", "arguments"),
     [
-        (False, False, "7"),
-        (False, True, "--batch --signal=USR1 7"),
-        (True, False, "7"),
+        (False, False, "RUNNING", "7"),
+        (False, True, "RUNNING", "--batch --signal=USR1 7"),
+        (True, False, "PENDING", "7"),
         # A signal would leave the job in the queue.
-        (True, True, "7"),
+        (True, True, "PENDING", "7"),
+        # It has just started.
+        (True, True, "RUNNING", "--batch --signal=USR1 7"),
     ],
 )
 def test_cancel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_queued: bool, save: bool, arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_queued: bool,
+    save: bool,
+    now: str,
+    arguments: str,
 ) -> None:
-    scancel, job = tmp_path / "scancel", JobFolder(tmp_path / "a-1")
-    scancel.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
-    scancel.chmod(0o700)
+    job = JobFolder(tmp_path / "a-1")
+    for name, command in {
+        "scancel": f'echo "$*" >> {tmp_path}/calls',
+        "squeue": f"echo {now}",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o700)
     job.path.mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(JobError, match="the Slurm job ID of a-1 is not known yet"):
@@ -84,7 +95,7 @@ def test_cancel(
     SlurmQueue().cancel(job, spec, is_queued=is_queued, save=save)
     assert (tmp_path / "calls").read_text() == f"{arguments}\n"
     state = job.read_state()
-    assert (state is not None and state.phase == "ended") == is_queued
+    assert (state is not None and state.phase == "ended") == (now == "PENDING")
 
 
 # A slow squeue that logs its calls.
