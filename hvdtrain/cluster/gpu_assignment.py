@@ -31,7 +31,7 @@ class RankGpus:
         pid: ID of its process.
         visible: The GPUs that it sees, in TensorFlow's order; None if it needs no GPU.
         suspects: The visible GPUs that have faults or are in use.
-        obstacle: Why the rank sees none of its host's GPUs; empty if the host has none.
+        obstacle: Why the rank can't use the GPUs of its host; empty if the host lacks GPUs.
     """
 
     hostname: str

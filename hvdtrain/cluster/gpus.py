@@ -140,7 +140,7 @@ def _frozen(value: Any) -> Any:
 
 
 def visible_states(states: Sequence[GpuState], environ: Mapping[str, str]) -> list[GpuState]:
-    """Return those of the GPUs that ranks can use, as ``CUDA_VISIBLE_DEVICES`` allows.
+    """Return the GPUs that ranks can use, as ``CUDA_VISIBLE_DEVICES`` allows.
 
     Raises:
         LaunchError: If CUDA fails, or shows none of the GPUs.

@@ -130,7 +130,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
         ranks: For each rank, the result of ``find_gpus``.
 
     Returns:
-        The first GPU of each rank; None for ranks without a GPU.
+        The first GPU of each rank, or None.
 
     Raises:
         LaunchError: If there are too few GPUs, or if TensorFlow already uses its devices.

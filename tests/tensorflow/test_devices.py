@@ -126,7 +126,7 @@ def bound(done: Completed) -> list[str]:
 def on_two_ranks(
     run_command, mpirun, fake_driver: FakeDriver, forked_python, tmp_path: Path
 ) -> Callable[..., Completed]:
-    """Return a function that runs a program on two ranks, each of which may have own GPUs."""
+    """Return a function that runs a program on two ranks, with a description of GPUs each."""
     script = tmp_path / "program.py"
 
     def run(
