@@ -176,7 +176,7 @@ class Settings(ModeSettings):
     compression: str = setting(
         "none",
         compression,
-        "format of gradients between hosts: none, fp16, bf16, int8 or powersgd:RANK",
+        "format of sent gradients: none, fp16, bf16, int8 or powersgd:RANK",
     )
     non_finite: str = setting(
         "error",

@@ -1,4 +1,4 @@
-"""Scaling and serialization of sparse gradients.
+"""Scaling, deduplication and serialization of sparse gradients.
 
 Values, indices and the weight of a rank are exchanged in one operation. If there were two
 operations, a rank might be lost between them, and its indices would be missing.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["pack_rows", "scaled", "unpack_rows"]
+__all__ = ["pack_rows", "scaled", "unique_rows", "unpack_rows"]
 
 # Index that marks the row with the rank's weight.
 _WEIGHT = -1
@@ -30,6 +30,17 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
         values = tf.math.multiply_no_nan(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.math.multiply_no_nan(gradient, factor)
+
+
+def unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up the rows that have the same index, so that each row is sent only once.
+
+    Most Keras optimizers depend on how often a row occurs. For example, Adam squares each
+    occurrence separately.
+    """
+    indices, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from hvdtrain.gradients.gradient_checks import (
     name_non_finite,
     raise_non_finite,
 )
-from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
+from hvdtrain.gradients.indexed_slices import pack_rows, unique_rows, unpack_rows
 from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import Contributions, EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
@@ -65,7 +65,7 @@ class GradientReducer:
         self.error: HvdtrainError | None = None
 
     @classmethod
-    def of_job(cls, what: str = "gradient") -> GradientReducer:
+    def of_job(cls, what: str = "gradient", *, sparse_as_dense: bool = False) -> GradientReducer:
         """Create the reducer for all ranks of the job, with the job's settings."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
@@ -76,6 +76,7 @@ class GradientReducer:
             non_finite=settings.non_finite,
             wire="none" if rank else wire,
             powersgd_rank=int(rank) if rank and several_hosts else 0,
+            sparse_as_dense=sparse_as_dense,
             what=what,
         )
         return cls(ranks, options)
@@ -99,6 +100,8 @@ class GradientReducer:
         variables: Sequence[Any],
         weight: tf.Tensor | None = None,
         op: Literal["average", "sum"] = "average",
+        *,
+        add_rows: bool = False,
     ) -> list[Gradient]:
         """Return the average of each gradient over the ranks.
 
@@ -110,6 +113,7 @@ class GradientReducer:
                 ranks' weights must be 1. If a rank is lost, the averages are divided by the mean of
                 the remaining weights. None if all ranks have the same weight.
             op: ``"average"``, or ``"sum"`` to add the gradients up, which requires ``weight=None``.
+            add_rows: Whether to apply ``unique_rows`` to ``tf.IndexedSlices`` before they are sent.
 
         Raises:
             MismatchError: If names, shapes or dtypes differ between ranks, or if a gradient is None
@@ -140,7 +144,8 @@ class GradientReducer:
             dense = [n for n in group if not isinstance(results[n], tf.IndexedSlices)]
             for n in sorted(set(group).difference(dense)):
                 name = signature.names[n]
-                results[n] = self._average_rows(results[n], name, signature, weight, op)
+                rows = unique_rows(results[n]) if add_rows else results[n]
+                results[n] = self._average_rows(rows, name, signature, weight, op)
             feedback = self.feedback
             low_rank = [n for n in dense if feedback and feedback.takes(variables[n], results[n])]
             exact = [n for n in dense if n not in low_rank]

@@ -37,7 +37,9 @@ _ADVICE = (
 )
 
 
-def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
+def distribute(
+    model: keras.Model, *, presharded: bool = False, sparse_as_dense: bool = False
+) -> keras.Model:
     """Make ``fit``, ``evaluate`` and ``predict`` of a model work on all ranks together.
 
     Training on N ranks with ``batch_size=B`` is equivalent to training in one process with batches
@@ -61,22 +63,27 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
             receives. Call ``distribute`` again after ``compile``, or after changing ``trainable``.
         presharded: Whether each rank passes its own part of the data, as in Horovod, instead of
             the whole data.
+        sparse_as_dense: Whether to convert sparse gradients (``tf.IndexedSlices``), such as those
+            of ``keras.layers.Embedding``, to dense tensors before they are averaged. This is faster
+            if a joint batch uses most rows of the table. Some optimizers, such as Adam, then update
+            rows that occur several times in a batch differently.
 
     Returns:
         The same model.
 
     Raises:
         ModelError: If the model is not compiled, can't be built from its data or can't be
-            distributed, or if ``presharded`` is used in an elastic job.
+            distributed, if ``presharded`` is used in an elastic job, or if ``sparse_as_dense`` is
+            used in a mode that does not average gradients.
         MismatchError: If ranks have different models. All ranks raise this error.
     """
     with world.collectives().section("distribute"):
         _check_compiled(model)
         _restore_methods(model)
         if overrides(model, "call") and not _is_built(model):
-            _defer(model, lambda: _distribute(model, presharded))
+            _defer(model, lambda: _distribute(model, presharded, sparse_as_dense))
         else:
-            _distribute(model, presharded)
+            _distribute(model, presharded, sparse_as_dense)
     return model
 
 
@@ -101,7 +108,7 @@ def DistributedOptimizer(optimizer: Any) -> Any:
     return distribute_optimizer(optimizer, GradientReducer.of_job())
 
 
-def _distribute(model: keras.Model, presharded: bool) -> None:
+def _distribute(model: keras.Model, presharded: bool, sparse_as_dense: bool) -> None:
     collectives = world.collectives()
     settings = world.settings()
     private_keras.check(model, plain_optimizers_of(model))
@@ -123,6 +130,11 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
             "other ranks can train on the rest of a lost rank's part. Leave presharded=True out, "
             "or use --max-restarts instead of --elastic."
         )
+    if sparse_as_dense and (settings.has_servers or settings.is_local_sgd):
+        raise ModelError(
+            "sparse_as_dense=True needs a mode in which ranks average gradients, got --mode "
+            f"{settings.mode}; leave sparse_as_dense out."
+        )
     if settings.has_servers:
         from hvdtrain.keras.served.served_patch import ServedModelPatch
 
@@ -131,7 +143,7 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
     elif settings.is_local_sgd:
         patch = LocalModelPatch(model, collectives, presharded, settings)
     else:
-        patch = ModelPatch(model, collectives, presharded, settings)
+        patch = ModelPatch(model, collectives, presharded, settings, sparse_as_dense)
     # The outer optimizer of local SGD changes weights even on one rank.
     if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)

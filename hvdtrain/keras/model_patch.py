@@ -46,13 +46,18 @@ class ModelPatch:
     """Replaces methods of one model object; its class is not changed."""
 
     def __init__(
-        self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
+        self,
+        model: keras.Model,
+        collectives: Engine,
+        presharded: bool,
+        settings: Settings,
+        sparse_as_dense: bool = False,
     ) -> None:
         self._model = model
         self._collectives = collectives
         self._membership = Membership(collectives, settings.min_np, [self._on_change])
         self._presharded = presharded
-        self._reducer = GradientReducer.of_job()
+        self._reducer = GradientReducer.of_job(sparse_as_dense=sparse_as_dense)
         self._devices = tower_devices(settings.towers)
         self._warned: set[str] = set()
         self._averaging: WeightAveraging | None = None

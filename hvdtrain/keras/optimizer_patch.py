@@ -122,6 +122,7 @@ class GradientAveragingMixin(GradientWeightMixin):
             [*self._hvdtrain_applied, *missing],
             weight=self._hvdtrain_take_weight(),
             op=self._hvdtrain_weighting.op,
+            add_rows=_is_linear(self),
         )
         return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
 
@@ -278,6 +279,13 @@ def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
         register_as(mixed, plain)
         optimizer.__class__ = mixed
     mark_distributed(optimizer, reducer)
+
+
+def _is_linear(optimizer: Any) -> bool:
+    """Return whether updates with several rows for an index equal updates with their sum."""
+    plain = getattr(type(optimizer), "_hvdtrain_plain_class", type(optimizer))
+    clips = optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm
+    return plain is keras.optimizers.SGD and not clips
 
 
 def remove_mixins(optimizer: Any) -> None:

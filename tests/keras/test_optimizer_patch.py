@@ -108,7 +108,7 @@ def test_eager_steps_and_several_steps_per_execution(world, options):
 
 
 @pytest.mark.ranks(2)
-def test_sparse_gradients_are_sent_as_rows(world, monkeypatch):
+def test_sparse_gradients_are_sent_as_unique_rows_or_dense(world, monkeypatch):
     sizes = []
     gather = type(state.collectives()).allgather
 
@@ -118,14 +118,23 @@ def test_sparse_gradients_are_sent_as_rows(world, monkeypatch):
         return gather(self, array, name=name)
 
     monkeypatch.setattr(type(state.collectives()), "allgather", spy)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(1000, 3)])
-    model.add(keras.layers.Flatten())
-    model.add(keras.layers.Dense(1))
-    model.compile("sgd", "mse")
-    world.distribute(model)
-    model.fit(np.arange(16).reshape(8, 2), np.zeros(8), batch_size=4, verbose=0)
-    # The rows of the batch, and one row with the rank's weight. Each has 3 values and an index.
-    assert sizes == [(8 + 1, 3 * 4 + 4)]
+    results = []
+    for options in ({}, {"sparse_as_dense": True}):
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(1000, 3)])
+        model.add(keras.layers.Flatten())
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+        world.distribute(model, **options)
+        # Each rank has seven different indices.
+        tokens = np.arange(16).reshape(8, 2)
+        tokens[tokens == 1] = 0
+        tokens[tokens == 15] = 14
+        model.fit(tokens, np.ones(8), batch_size=4, shuffle=False, verbose=0)
+        results.append(weights(model))
+        # These rows and one row with the rank's weight. Each has 3 values and an index.
+        assert sizes == [(7 + 1, 3 * 4 + 4)]
+    assert distance(model, results[0]) < 1e-6
 
 
 @pytest.mark.ranks(2)
