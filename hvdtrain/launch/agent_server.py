@@ -30,8 +30,8 @@ from hvdtrain.agent.rank_report import (
 )
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.progress import STARTING_MPI, JobProgress
-from hvdtrain.launch.rank_exit import RankExit
 
 __all__ = ["AgentServer"]
 

@@ -1,39 +1,55 @@
-"""Finds the outcome of an attempt: its cause, exit code and messages.
+"""Finds the outcome of an attempt: which rank failed first, the cause, exit code and messages.
 
-All functions are pure. Their input is the record of the attempt.
+All functions are pure. Their input is the record of the attempt, and the exits of its ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from hvdtrain.cluster.hosts import parse_hosts
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.launch.progress import JobProgress, Straggler, find_straggler
-from hvdtrain.launch.rank_exit import (
-    RankExit,
-    describe_failure,
-    exit_code,
-    first_failure,
-    list_ranks,
-)
-from hvdtrain.text import format_list
+from hvdtrain.text import format_list, plural
 
 if TYPE_CHECKING:
-    from hvdtrain.remote.problem import Problem
-    from hvdtrain.remote.remote_probe import FailureKind, Method
+    from hvdtrain.remote.remote_probe import Method
 
-__all__ = ["Cause", "JobRecord", "Outcome", "classify", "explain_start_failure", "is_preempted"]
+__all__ = [
+    "Cause",
+    "JobRecord",
+    "Outcome",
+    "RankExit",
+    "classify",
+    "describe_failure",
+    "describe_loss",
+    "exit_code",
+    "first_failure",
+    "is_preempted",
+    "list_ranks",
+]
 
 _STARTER_LINES = 40
+_SRUN_PLUGIN = re.compile(r"srun: error: Invalid MPI type '(.*?)'")
+_KILLED = 128 + signal.SIGKILL
+# Signals that report a crash. Nobody sends them to stop a program.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_STDERR_LINES = 30
+_SHOWN_CHARACTERS = 500
+# Printed by Open MPI when PMIx reports a loss. The exit code is then MPI_ERR_UNKNOWN if another
+# rank was lost, and PMIX_ERR_LOST_CONNECTION (-61) if the rank's parent process was lost, such as
+# slurmstepd.
+_PMIX_EVENT = "An error occurred in PMIx Event Notification"
+_PMIX_EVENT_CODES = (14, 256 - 61)
+_MEMORY_ADVICE = (
+    "reduce the batch size or the ranks per host, or raise the memory limit (Slurm: --mem, "
+    "--mem-per-cpu)"
+)
 
 Cause = Literal[
     "done",  # every rank succeeded
@@ -44,6 +60,58 @@ Cause = Literal[
     "own code",  # the program chose its exit code
     "setup",  # what a restart can't change, such as a missing plug-in of Slurm
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    code: int | None  # as a shell reports it; None if the connection to its agent was lost
+    stderr: Sequence[str] = ()  # the last lines
+    record: FailureRecord | None = None  # the failure that its program recorded
+    was_signalled: bool = False  # whether the launcher, mpirun or srun had signalled it
+    failed_at: float = 0.0  # in seconds of the launcher's clock
+    kills: OomKills | None = None  # out-of-memory kills while it ran
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether an unexpected signal killed the rank. The other ranks may then continue.
+
+        If the rank ended with an exception or an exit code, the others would probably fail in the
+        same way.
+        """
+        died = self.code is not None and signal_name(self.code) is not None
+        return died and not self.was_signalled
+
+    @property
+    def follows(self) -> bool:
+        """Whether the rank ended because another rank had failed."""
+        return self.record is not None and self.record.kind == "follows"
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the rank's program timed out waiting for other ranks."""
+        return self.record is not None and self.record.kind == "hang"
+
+    @property
+    def _has_own_failure(self) -> bool:
+        crashed = self.code is not None and self.code - 128 in _CRASHES
+        return crashed or (self.record is not None and self.record.is_own)
+
+    @property
+    def ended_by_mpi(self) -> bool:
+        """Whether the rank's stderr shows that MPI ended it after a loss elsewhere."""
+        return any(_PMIX_EVENT in line for line in self.stderr)
+
+    @property
+    def may_be_ended_by_mpi(self) -> bool:
+        """Whether MPI may have ended the rank, judging by its stderr or its exit code.
+
+        The exit code is considered because the last lines of stderr may be lost.
+        """
+        return self.ended_by_mpi or (self.code in _PMIX_EVENT_CODES and not self._has_own_failure)
 
 
 @dataclass(kw_only=True)
@@ -197,7 +265,7 @@ def _cause(first: RankExit, record: JobRecord) -> Cause:
 def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
     """Return messages about ranks that did not start, and the hosts at fault, if known."""
     # Imported here because it is rarely needed and imports much of hvdtrain check.
-    from hvdtrain.remote.problem import format_problem
+    from hvdtrain.remote.problem import explain_start_failure, format_problem
 
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
     late = f" within {record.start_timeout_s:g} s" if record.start_timeout_s is not None else ""
@@ -240,68 +308,94 @@ def _output(record: JobRecord) -> list[str]:
     return lines if left <= 0 else [*lines[:_STARTER_LINES], f"... and {left} more lines"]
 
 
-# Matches the start of ssh's own connection errors. It must not match the similar errors that MPI
-# and the agents print about their connections in the same output.
-_SSH = re.compile(r"ssh: |\S+: Permission denied \(|Host key verification failed|Received disc")
-# Open MPI's lines about the host where it was started.
-_LOCAL_LINE = re.compile(r"\[|\s*Local host:")
-_SHELL_NOT_FOUND = re.compile(r"sh: .*: (No such file or directory|not found)$")
-_SRUN_PLUGIN = re.compile(r"srun: error: Invalid MPI type '(.*?)'")
-_SRUN_NOT_FOUND = re.compile(r"slurmstepd.*: error: (execve\(\): .*)")
-# A task exits with ENOENT if its program does not exist.
-_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 2$")
+def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
+    """Return the failure that caused the others, or None if no rank failed."""
+    failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
+    any_lost = any(end.code is None or end.is_loss for end in failures)
+    for is_unlikely in (
+        lambda end: end.may_be_ended_by_mpi and any_lost,
+        lambda end: end.follows or (end.was_signalled and not end._has_own_failure),
+        lambda end: end.ended_by_mpi,
+        lambda end: end.code is None,
+        lambda end: end.was_signalled,
+    ):
+        failures = [end for end in failures if not is_unlikely(end)] or failures
+    return failures[0] if failures else None
 
 
-def explain_start_failure(
-    lines: Sequence[str], hosts: Sequence[str], *, method: Method, python: str
-) -> list[Problem]:
-    """Find out why ranks did not start on ``hosts``, from the output of mpirun or srun.
-
-    Only English messages are recognized.
-
-    Returns:
-        The problems. Empty if the output does not show the cause.
-    """
-    from hvdtrain.remote.problem import failure_problems
-    from hvdtrain.remote.remote_probe import Answer, Failure
-
-    causes = _srun_causes(lines) if method == "srun" else _ssh_causes(lines, python)
-    answers: dict[tuple[str, FailureKind], Answer] = {}
-    for naming_lines, kind, line in causes:
-        for host in _named_hosts(naming_lines, hosts):
-            answer = Answer(host=host, failure=Failure(kind=kind, message=line))
-            answers.setdefault((host, kind), answer)
-    return list(failure_problems(list(answers.values()), method=method, python=python))
+def exit_code(first: RankExit | None) -> int:
+    """Return the exit code of ``hvdtrain run`` after the failure ``first``, or 0 if it is None."""
+    if first is None:
+        return 0
+    if first.timed_out:
+        return ExitCode.HANG
+    return _KILLED if first.code is None else first.code
 
 
-def _ssh_causes(
-    lines: Sequence[str], python: str
-) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
-    """Yield the lines that name the hosts, the kind of failure, and the line that reports it."""
-    from hvdtrain.remote.remote_probe import ssh_failure
-
-    others = [line for line in lines if not _LOCAL_LINE.match(line)]
-    for line in lines:
-        kind = ssh_failure(line) if _SSH.match(line) else None
-        if kind is not None:
-            # An error about a host key does not name the host, but other lines may.
-            yield others if kind == "host key" else [line], kind, line
-        elif _SHELL_NOT_FOUND.search(line) and os.path.dirname(python) in line:
-            # The program that was not found is Open MPI's helper, which is next to Python.
-            yield others, "no Python", line
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as "rank 3" or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_list(ranks)}"
 
 
-def _srun_causes(lines: Sequence[str]) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
-    errors = [match[1] for line in lines if (match := _SRUN_NOT_FOUND.match(line))]
-    if errors:
-        yield [line for line in lines if _SRUN_TASK.match(line)], "no Python", errors[0]
+def describe_failure(first: RankExit, role: str = "") -> str:
+    """Describe the first failure, with the rank's role if no other rank can replace it."""
+    comma = f", {role}," if role else ""
+    lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_describe_exit(first)}"]
+    kills = first.kills or OomKills()
+    if first.code != _KILLED and kills.in_group:
+        lines.append(f"earlier, the kernel killed another process in its cgroup: {_oom(kills)}")
+    if kills.in_group or (first.code == _KILLED and kills.on_host):
+        lines.append(_MEMORY_ADVICE)
+    if first.record is not None and first.record.traceback:
+        title, shown = "traceback:", first.record.traceback.splitlines()
+    else:
+        title, shown = "last lines of stderr:", list(first.stderr[-_STDERR_LINES:])
+    if shown:
+        lines += [title, *(f"  {line[:_SHOWN_CHARACTERS]}" for line in shown)]
+    return "\n".join(lines)
 
 
-def _named_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    names: set[str] = set()
-    for line in lines:
-        if match := _SRUN_TASK.match(line):
-            with contextlib.suppress(ConfigurationError):
-                names.update(host.name for host in parse_hosts(match[1]))
-        names.update(word.strip(".:") for word in re.findall(r"[\w.:-]+", line))
-    return [host for host in hosts if host in names]
+def describe_loss(end: RankExit, step: int | None, left: int, min_np: int) -> str:
+    """Describe a rank that was lost after ``step``, and whether the ``left`` ranks continue."""
+    assert end.code is not None
+    after = "" if step is None else f" after step {step}"
+    memory = ", out of memory" if end.kills is not None and end.kills.in_group else ""
+    if left >= min_np:
+        others = f"{plural(left, 'rank')} continue{'s' if left == 1 else ''}"
+    else:
+        others = f"{plural(left, 'rank')} left, fewer than --min-np {min_np}"
+    return (
+        f"rank {end.rank} on {end.host} was lost ({signal_name(end.code)}{memory}){after}; {others}"
+    )
+
+
+def _describe_exit(end: RankExit) -> str:
+    if end.code is None:
+        return (
+            "the connection to its agent was lost; its host died, or its processes were killed, "
+            "for example by a container that ran out of memory"
+        )
+    if (name := signal_name(end.code)) is not None:
+        reason = _kill_reason(end.kills or OomKills()) if end.code == _KILLED else ""
+        return f"killed by signal {end.code - 128} ({name}){reason}"
+    if end.ended_by_mpi:
+        return f"MPI ended it after losing another rank or its parent; exit code {end.code}"
+    if end.timed_out:
+        return f"timed out waiting for other ranks; exit code {end.code}"
+    return f"exit code {end.code}"
+
+
+def _kill_reason(kills: OomKills) -> str:
+    if kills.in_group:
+        return f": {_oom(kills)}"
+    if kills.on_host:
+        return "; the host ran out of memory and its kernel killed a process, possibly this one"
+    if 0 in (kills.in_group, kills.on_host):
+        return "; the kernel reports no out-of-memory kill, so a user or a program sent it"
+    return "; possibly out of memory: the kernel's counters can't be read (see dmesg there)"
+
+
+def _oom(kills: OomKills) -> str:
+    if kills.limit_bytes is None:
+        return "out of memory (no cgroup limit was found, so perhaps the whole host)"
+    return f"out of memory (cgroup limit {kills.limit_bytes >> 20} MiB)"

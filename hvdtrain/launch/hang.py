@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import list_ranks
 from hvdtrain.launch.progress import SERVING, TRAINING, JobProgress
-from hvdtrain.launch.rank_exit import list_ranks
 
 __all__ = ["HangWatch", "describe_hang", "is_hanging", "missing_ranks", "stuck_ranks"]
 

@@ -20,12 +20,18 @@ from hvdtrain.exit_codes import ENDING, PREEMPTING
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import JobRecord, Outcome, classify, is_preempted
+from hvdtrain.launch.failure import (
+    JobRecord,
+    Outcome,
+    RankExit,
+    classify,
+    describe_loss,
+    is_preempted,
+)
 from hvdtrain.launch.hang import HangWatch
 from hvdtrain.launch.hosts import HostWatch
 from hvdtrain.launch.observer import Observer, RankLost
 from hvdtrain.launch.progress import ProgressPublisher
-from hvdtrain.launch.rank_exit import RankExit, describe_loss
 
 __all__ = ["Supervisor", "TimeLimits", "caught_signals", "ignore_signals", "pause"]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.remote.host_probe import HostFacts
-from hvdtrain.remote.remote_probe import Answer, FailureKind, Method
+from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Method, ssh_failure
 from hvdtrain.text import format_list
 
 __all__ = [
     "Problem",
     "answered",
+    "explain_start_failure",
     "failure_problems",
     "format_bytes",
     "format_problem",
@@ -81,6 +86,17 @@ _EXPECTED: dict[FailureKind, str] = {
     "no answer": "an answer within half a minute",
 }
 _EXPECTED_OF_SSH = "ssh logs in without prompting"
+
+
+# Matches the start of ssh's own connection errors. It must not match the similar errors that MPI
+# and the agents print about their connections in the same output.
+_SSH = re.compile(r"ssh: |\S+: Permission denied \(|Host key verification failed|Received disc")
+# Open MPI's lines about the host where it was started.
+_LOCAL_LINE = re.compile(r"\[|\s*Local host:")
+_SHELL_NOT_FOUND = re.compile(r"sh: .*: (No such file or directory|not found)$")
+_SRUN_NOT_FOUND = re.compile(r"slurmstepd.*: error: (execve\(\): .*)")
+# A task exits with ENOENT if its program does not exist.
+_SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 2$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +179,53 @@ def failure_problems(
             expected=_EXPECTED.get(cause, _EXPECTED_OF_SSH).format_map(values),
             remedy=_FAILURES[cause][1].format_map(values),
         )
+
+
+def explain_start_failure(
+    lines: Sequence[str], hosts: Sequence[str], *, method: Method, python: str
+) -> list[Problem]:
+    """Find out why ranks did not start on ``hosts``, from the output of mpirun or srun.
+
+    Only English messages are recognized.
+
+    Returns:
+        The problems. Empty if the output does not show the cause.
+    """
+    causes = _srun_causes(lines) if method == "srun" else _ssh_causes(lines, python)
+    answers: dict[tuple[str, FailureKind], Answer] = {}
+    for naming_lines, kind, line in causes:
+        for host in _named_hosts(naming_lines, hosts):
+            answer = Answer(host=host, failure=Failure(kind=kind, message=line))
+            answers.setdefault((host, kind), answer)
+    return list(failure_problems(list(answers.values()), method=method, python=python))
+
+
+def _ssh_causes(
+    lines: Sequence[str], python: str
+) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
+    """Yield the lines that name the hosts, the kind of failure, and the line that reports it."""
+    others = [line for line in lines if not _LOCAL_LINE.match(line)]
+    for line in lines:
+        kind = ssh_failure(line) if _SSH.match(line) else None
+        if kind is not None:
+            # An error about a host key does not name the host, but other lines may.
+            yield others if kind == "host key" else [line], kind, line
+        elif _SHELL_NOT_FOUND.search(line) and os.path.dirname(python) in line:
+            # The program that was not found is Open MPI's helper, which is next to Python.
+            yield others, "no Python", line
+
+
+def _srun_causes(lines: Sequence[str]) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
+    errors = [match[1] for line in lines if (match := _SRUN_NOT_FOUND.match(line))]
+    if errors:
+        yield [line for line in lines if _SRUN_TASK.match(line)], "no Python", errors[0]
+
+
+def _named_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    names: set[str] = set()
+    for line in lines:
+        if match := _SRUN_TASK.match(line):
+            with contextlib.suppress(ConfigurationError):
+                names.update(host.name for host in parse_hosts(match[1]))
+        names.update(word.strip(".:") for word in re.findall(r"[\w.:-]+", line))
+    return [host for host in hosts if host in names]

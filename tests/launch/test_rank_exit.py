@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
-from hvdtrain.launch.rank_exit import (
+from hvdtrain.launch.failure import (
     RankExit,
     describe_failure,
     describe_loss,
