@@ -31,6 +31,19 @@ def test_without_gpus_there_are_no_ids() -> None:
     assert find_gpus(Topology(), {}, needed=False).visible is None
 
 
+@pytest.mark.parametrize(
+    ("environ", "numbers"),
+    [({}, "01"), ({"CUDA_VISIBLE_DEVICES": "4,7"}, "47"), ({"HIP_VISIBLE_DEVICES": "2,3"}, "23")],
+)
+def test_gpus_that_cuda_does_not_describe(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], numbers: str
+) -> None:
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
+    visible = find_gpus(Topology(), environ).visible
+    host = socket.gethostname()
+    assert visible == [Gpu(f"{host} GPU {number}") for number in numbers]
+
+
 def report(visible: list[list[Gpu] | None], rank: int = 0, log_level: str = "info") -> None:
     topology = Topology(rank=rank, size=len(visible), local_rank=rank, local_size=len(visible))
     configure_log(log_level)
@@ -183,6 +196,10 @@ def test_a_launcher_shows_each_rank_one_gpu(on_two_ranks) -> None:
     first, second = _TWO_GPUS.split(f"gpu {B}")
     done = on_two_ranks(_BIND, first, f"gpu {B} {second}", CUDA_VISIBLE_DEVICES="0")
     assert bound(done) == [f"0 0 {A}", f"1 0 {B}"]
+    # Scripts between mpirun and Python often do the same.
+    program = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]'
+    done = on_two_ranks(program + _BIND, _TWO_GPUS)
+    assert bound(done) == [f"0 0 {B}", f"1 0 {A}"]
 
 
 @pytest.mark.mpi
