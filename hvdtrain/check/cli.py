@@ -168,8 +168,8 @@ def _with_default_ranks(answer: Answer) -> Answer:
     facts = answer.facts
     if facts is None:
         return answer
-    gpus = len([gpu for gpu in facts.gpus if gpu.id])
-    ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, gpus or DEFAULT_RANKS)
+    gpus = len(facts.usable_gpus) or DEFAULT_RANKS
+    ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, gpus)
     return dataclasses.replace(answer, ranks=ranks)
 
 
@@ -187,14 +187,14 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
         return (answer.host, state, str(answer.ranks), *["-"] * 6)
     offset_s, error_s = clock_offset_s(answer)
     speed = "" if facts.speed_mbit is None else f" {facts.speed_mbit / 1000:g} Gb/s"
-    models = "/".join(dict.fromkeys(gpu.model for gpu in facts.gpus if gpu.model))
+    models = "/".join(dict.fromkeys(gpu.model for gpu in facts.usable_gpus))
     return (
         answer.host,
         problem_state([problem for problem in problems if answer.host in problem.hosts]),
         str(answer.ranks),
         "-" if facts.cores is None else str(facts.cores),
         "-" if facts.load is None else f"{facts.load:.1f}",
-        f"{len(facts.gpus)} {models}" if facts.gpus else "none",
+        f"{len(facts.usable_gpus)} {models}" if models else "none",
         "-" if facts.shm_free_bytes is None else format_bytes(facts.shm_free_bytes),
         f"{facts.interface} {facts.local_address}{speed}".strip() if facts.local_address else "-",
         f"{0.0 if abs(offset_s) <= error_s else offset_s:+.1f} s",

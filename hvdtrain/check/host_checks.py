@@ -285,7 +285,7 @@ def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
                 "the CPU: export CUDA_VISIBLE_DEVICES=-1",
             )
     for answer in answers:
-        gpus = [gpu for gpu in answer.facts.gpus if gpu.id] if answer.facts else []
+        gpus = answer.facts.usable_gpus if answer.facts else []
         if 0 < len(gpus) < answer.ranks:
             fewer = (
                 f"{_fewer_ranks(answer.host, len(gpus))}; or share GPUs: hvdtrain run --share-gpus"
@@ -299,8 +299,7 @@ def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
     kinds = different_models(
         (host, f"{gpu.model}, driver {gpu.driver}", gpu.memory_bytes)
         for host, facts in answered(answers)
-        for gpu in facts.gpus
-        if gpu.model
+        for gpu in facts.usable_gpus
     )
     if kinds:
         yield _warning(

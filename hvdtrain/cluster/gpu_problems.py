@@ -39,7 +39,7 @@ def gpu_problems(state: GpuState, own_pids: Collection[int] = ()) -> Iterator[Gp
     if state.faults:
         yield GpuProblem(
             f"{name} is faulty: {', '.join(state.faults)}",
-            "a GPU without errors, because they make results wrong or end the job",
+            "a GPU without faults, because they end the job",
             "when no process uses it, reset it with nvidia-smi --gpu-reset -i "
             f"{state.number.partition(':')[0]}, or reboot the host; until then, {leave_out}; if "
             "errors return, replace it",

@@ -130,6 +130,11 @@ class HostFacts:
     details: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def usable_gpus(self) -> list[GpuState]:
+        """The GPUs that the driver has not lost."""
+        return [gpu for gpu in self.gpus if gpu.id]
+
 
 def _from_json(kind: type[Any], text: str) -> Any:
     """Create a dataclass instance from JSON, ignoring fields of other versions of hvdtrain."""

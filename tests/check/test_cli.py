@@ -97,7 +97,7 @@ def test_gpus(run_command, fake_driver: FakeDriver) -> None:
     argv = [*CHECK, "--no-allreduce", "-np", "3"]
     done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": None})
     assert done.returncode == 1, done
-    assert " 3 NVIDIA H100/NVIDIA T4 " in done.stdout
+    assert " 2 NVIDIA H100/NVIDIA T4 " in done.stdout
     name = f"GPU 0 (NVIDIA H100, {uuid_of('a')})"
     for line in (
         "problem on localhost: it has 2 GPUs for 3 ranks",

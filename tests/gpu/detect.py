@@ -160,8 +160,7 @@ def hardware_of(answers: Sequence[Answer], hosts: Sequence[Host], *, named: bool
                 f"the GPUs of {host.name} can't be used: {problem}; set CUDA_VISIBLE_DEVICES=-1 to "
                 "test on the CPU"
             )
-        # A GPU without an ID is lost.
-        models = tuple(gpu.model for gpu in answer.facts.gpus if gpu.id)
+        models = tuple(gpu.model for gpu in answer.facts.usable_gpus)
         name = f"{host.user}@{host.name}" if host.user else host.name
         gpus = min(len(models), host.slots)
         found.append(HostGpus(name=name, gpus=gpus, models=models, named=named))
