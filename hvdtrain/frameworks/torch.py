@@ -88,7 +88,7 @@ def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> None:
 
 
 def reserve_thread_for_buckets() -> None:
-    """Do nothing: buckets are reduced in a thread of their own."""
+    """Do nothing: the call queue of ``hvdtrain.torch`` has its own thread."""
 
 
 def set_seed_unless_set(seed: int) -> None:
@@ -98,7 +98,7 @@ def set_seed_unless_set(seed: int) -> None:
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the values of a tensor: a view of a contiguous tensor on the CPU, otherwise a copy."""
     host = tensor.detach().cpu().contiguous()
-    if host.dtype == torch.bfloat16:  # NumPy has no such dtype
+    if host.dtype == torch.bfloat16:  # not supported by NumPy
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return host.numpy()
 

@@ -10,7 +10,7 @@ __all__ = ["MISSING", "advice_on"]
 
 # Modules of Horovod that hvdtrain offers. The table lists names that exist in Horovod's modules,
 # but not in hvdtrain's.
-_OFFERED = ("__version__", "keras", "tensorflow")
+_OFFERED = ("__version__", "keras", "tensorflow", "torch")
 _PROBLEMS = {
     "horovod": "is not offered by hvdtrain",
     "keras": "was removed in Keras 3",
@@ -21,7 +21,7 @@ _SESSION = "remove it: hvdtrain.init() binds the GPU, and TensorFlow 2 needs no 
 # Each row: a package, names in it, and advice on these names and on all names inside them. `keras`
 # also stands for `tensorflow.keras`.
 _TABLE = (
-    ("horovod", "mxnet torch", "hvdtrain trains Keras models on TensorFlow only"),
+    ("horovod", "mxnet", "hvdtrain supports TensorFlow, Keras and PyTorch"),
     ("horovod", "ray run runner spark", "start the script with hvdtrain run, mpirun or srun"),
     (
         "horovod.tensorflow",
@@ -35,6 +35,12 @@ _TABLE = (
         "gpu_available handle_average_backwards_compatibility refs_to_vars split_list vars_to_refs",
         "it is internal to Horovod",
     ),
+    (
+        "horovod.torch",
+        "compression functions mpi_ops optimizer sync_batch_norm elastic.sampler elastic.state",
+        "import its names from hvdtrain.torch",
+    ),
+    ("horovod.torch", "check_extension elastic.run_fn", "it is internal to Horovod"),
     (
         "horovod.keras",
         "broadcast_global_variables",

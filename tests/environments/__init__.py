@@ -8,7 +8,8 @@ other packages in the project's environment. Environments with Horovod are indep
 minutes to build, so they are in the user's cache, under names that contain a hash of their
 contents.
 
-``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``) and only created when named.
+``horovod-optimised`` is for benchmarks (``make bench``), and ``torch`` for benchmarks and tests of
+``hvdtrain.torch``. Both are only created when named.
 ``kubernetes`` contains programs, built by ``kubernetes.py``, in the user's cache.
 """
 
@@ -51,7 +52,7 @@ BELOW = {"horovod-keras3": "horovod"}
 # Environments with the packages of another one, built with other options.
 SAME = {"horovod-optimised": "horovod"}
 HOROVODS = ("horovod", *SAME, *BELOW)
-# Peers in benchmarks; not needed by tests.
+# Peers in benchmarks; of these, tests need only torch.
 PEERS = (*SAME, "torch")
 KUBERNETES = "kubernetes"
 # Optional packages.

@@ -59,17 +59,18 @@ tf.compat.v1.logging.info(f'{args.lr} {tf.keras.layers.Dense(1)} {sorted(x, deca
     ),
     "dotted": (
         """\
-import horovod.tensorflow, horovod.torch as torch_hvd
+import horovod.tensorflow, horovod.mxnet as mx_hvd, horovod.torch
 import horovod.tensorflow.elastic
 
 horovod.tensorflow.init()  # as horovod.tensorflow says
 state = horovod.tensorflow.elastic.TensorFlowState(['horovod.tensorflow'])
 print(f'{horovod.tensorflow.rank()} of {horovod.__version__}')
+horovod.mxnet.init()
+mx_hvd.init()
 horovod.torch.init()
-torch_hvd.init()
 """,
-        [1, 2, 4, 5, 6],
-        {1: "horovod.torch is not offered by hvdtrain; hvdtrain trains Keras", 7: "horovod.torch"},
+        [1, 2, 4, 5, 6, 9],
+        {1: "horovod.mxnet is not offered by hvdtrain; hvdtrain supports", 7: "horovod.mxnet"},
     ),
     "from": (
         """\
@@ -80,7 +81,7 @@ from horovod.tensorflow import (
 from horovod \\
     .keras import callbacks
 from horovod import keras, spark
-from horovod.torch import init
+from horovod.mxnet import init
 try:
     from   horovod.tensorflow\timport keras as hvd_keras; import horovod.keras as old
 except ImportError:
@@ -92,7 +93,7 @@ from .horovod import tensorflow
         {
             2: "horovod.tensorflow.refs_to_vars is not offered by hvdtrain; it is internal",
             7: "horovod.spark is not offered by hvdtrain; start the script with hvdtrain run",
-            8: "horovod.torch.init is not offered by hvdtrain",
+            8: "horovod.mxnet.init is not offered by hvdtrain",
         },
     ),
     "formatted": (
@@ -133,7 +134,7 @@ import importlib
 from importlib import import_module as load
 hvd = importlib.import_module("horovod.tensorflow.keras")
 package = __import__('horovod')
-torch = load("horovod.torch")
+other = load("horovod.mxnet")
 other = load(f"horovod.{package}")
 print("horovod is here", "horovod.keras is")
 exec("if True:\\n    import horovod.keras as hvd")
@@ -142,7 +143,7 @@ exec("if True:\\n    import horovod.keras as hvd")
         {
             6: "if it names a module, change it to 'hvdtrain.tensorflow.keras'",
             7: "'horovod' is a string; if it names a module, change it to 'hvdtrain'",
-            8: "'horovod.torch' is not offered by hvdtrain; hvdtrain trains Keras models on",
+            8: "'horovod.mxnet' is not offered by hvdtrain; hvdtrain supports TensorFlow, Keras",
             9: "'horovod.' is a string; if it names a module, change it to 'hvdtrain.'",
             11: "a string imports horovod; change it to hvdtrain",
         },

@@ -27,7 +27,7 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace the parameters of all ranks by those of ``root_rank``.
+    """Copy the parameters of ``root_rank`` to all ranks.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
@@ -60,7 +60,7 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Replace the state and options of an optimizer on all ranks by those of ``root_rank``.
+    """Copy the state and options of an optimizer of ``root_rank`` to all ranks.
 
     Only ``root_rank`` needs to have a state. Nothing is pickled.
 

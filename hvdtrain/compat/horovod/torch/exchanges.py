@@ -125,8 +125,12 @@ def broadcast_async(
     )
 
 
-broadcast_async_ = in_place(broadcast_async, "Start to replace a tensor by that of ``root_rank``.")
-broadcast_ = waiting(broadcast_async_, "Replace a tensor by that of ``root_rank``.")
+broadcast_async_ = in_place(
+    broadcast_async, "Start to copy the tensor of ``root_rank`` to the tensors of all ranks."
+)
+broadcast_ = waiting(
+    broadcast_async_, "Copy the tensor of ``root_rank`` to the tensors of all ranks."
+)
 
 
 def broadcast(
@@ -227,7 +231,7 @@ def alltoall(
 def join(device: int = -1) -> int:
     """Wait until all ranks have called ``join``, and return the last rank that did.
 
-    A rank calls this when it has no more data. The other ranks may still call ``allreduce``, and
+    A rank calls this when its data is used up. The other ranks may still call ``allreduce``, and
     step a ``DistributedOptimizer``. A joined rank contributes zeros to sums and averages, and
     nothing to Min, Max and Product. Averages still divide by the number of all ranks.
 

@@ -1,4 +1,4 @@
-"""Start and end of a job of PyTorch programs, and what PyTorch was built with."""
+"""Start and end of a job of PyTorch programs, and the features of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Horovod's ``DistributedOptimizer`` for PyTorch.
 
 Gradients are reduced in buckets. All ranks reduce the same buckets in the same order, each as soon
-as the backward pass has computed its gradients and those of all buckets before it.
+as the backward pass has computed the gradients of this bucket and of all buckets before it.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class _AdasumOfChanges:
         self._before = [p.detach().clone() for p in self._trained()]
 
     def finish(self) -> None:
-        """Replace the changes of this rank by those of all ranks, after a step."""
+        """Apply the combined changes of all ranks after a step, instead of this rank's changes."""
         parameters = self._trained()
         changes = [array_of(p.detach() - old) for p, old in zip(parameters, self._before)]
         how: Any = {"prescale": 1.0, "postscale": 1.0, "name": "changes of parameters"}

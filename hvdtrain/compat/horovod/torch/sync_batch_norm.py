@@ -15,8 +15,8 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks.
 
-    The arguments are those of ``torch.nn.BatchNorm2d``. Inputs have at least two axes, may be on
-    the CPU, and may have different numbers of rows on each rank.
+    The arguments are the same as for ``torch.nn.BatchNorm2d``. Inputs have two axes or more. They
+    may be on the CPU, and may have different numbers of rows on each rank.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

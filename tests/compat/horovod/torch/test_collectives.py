@@ -66,7 +66,7 @@ def gradients():
 
 
 def calls_in_order():
-    """Synchronous calls wait for those that were started before."""
+    """Synchronous calls wait for all calls before them."""
     handles = [hvd.allreduce_async(torch.ones(100_000), name=f"async {n}") for n in range(5)]
     gathered = hvd.allgather(torch.tensor([rank]))
     assert all(hvd.poll(handle) for handle in handles)
