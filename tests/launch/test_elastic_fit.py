@@ -170,19 +170,21 @@ def test_too_few_ranks_save_a_checkpoint_and_a_new_job_resumes(train: Any, tmp_p
 
 
 @pytest.mark.parametrize(
-    "trainings",
+    ("trainings", "bucket_bytes"),
     [
         # Four ranks use 20 samples per step, so the third step of an epoch is uneven.
-        [("weights", 1, 1), ("sum", 0, 3), ("scaled rate", 3, 4)],
-        [("accumulating", 1, 1), ("own step", 0, 2), ("two optimizers", 3, 3)],
+        ([("weights", 1, 1), ("sum", 0, 3), ("scaled rate", 3, 4)], "auto"),
+        # Buckets are used between hosts, and if ranks have GPUs.
+        ([("accumulating", 1, 1), ("own step", 0, 2), ("two optimizers", 3, 3)], "100"),
     ],
     ids=["one gradient", "several"],
 )
 def test_training_after_losses_equals_one_process(
-    run_on: Any, tmp_path: Path, trainings: list[tuple[str, int, int]]
+    run_on: Any, tmp_path: Path, trainings: list[tuple[str, int, int]], bucket_bytes: str
 ) -> None:
     arguments = [str(tmp_path), json.dumps(trainings)]
-    done = run_on(PROGRAM.with_name("elastic_reference.py"), arguments, 4)
+    program = PROGRAM.with_name("elastic_reference.py")
+    done = run_on(program, arguments, 4, "--bucket-bytes", bucket_bytes)
     assert done.returncode == 0, done
     survivors = [3 - number for number in range(len(trainings))]
     assert done.stdout.count("is equal after") == sum(survivors), done

@@ -106,6 +106,49 @@ def test_the_job_restarts_without_the_lost_host(
     assert len(lines) < 400 + 10, "at most five steps were repeated"
 
 
+REDUCES = """
+import os, sys
+import tensorflow as tf
+import hvdtrain
+from hvdtrain import world
+
+hvdtrain.init()
+reduce = tf.function(lambda x: world.device_collectives().allreduce([x], "sum", name="x")[0])
+reduce(tf.ones(3))
+open(sys.argv[1], "w").close()
+while os.environ["HVDTRAIN_ATTEMPT"] == "1":
+    reduce(tf.ones(3))
+print("sum", reduce(tf.ones(3)).numpy()[0], flush=True)
+"""
+
+
+@pytest.mark.more
+def test_a_job_that_reduces_on_devices_loses_a_host(cluster: Cluster, mended: None) -> None:
+    folder = cluster.folder / uuid.uuid4().hex
+    folder.mkdir()
+    (folder / "program.py").write_text(REDUCES)
+    options = ["-H", "node1:1,node2:1,node3:1", "--max-restarts", "1", "--backend", "nccl"]
+    argv = [*HVDTRAIN, *options, "--", sys.executable, str(folder / "program.py")]
+    job = cluster.start([*argv, str(folder / "started")], env=ON_CLUSTER)
+    deadline = time.monotonic() + 100
+    while not (folder / "started").exists():
+        assert job.poll() is None, job.communicate(timeout=10)
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.1)
+    time.sleep(2)
+    cluster.cut("node2")
+    began_s = time.monotonic()
+    lines = []
+    while "attempt 2" not in (line := job.stderr.readline()):
+        lines.append(line)
+        assert line, lines
+    # Without load it is 14 s. The time-out of collectives is 100 s or more.
+    assert time.monotonic() - began_s < 50, lines
+    output, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert output.count("sum 2.0") == 2
+
+
 def test_the_job_ends_if_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
     job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
     cluster.cut("node2")
