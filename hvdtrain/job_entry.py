@@ -50,7 +50,7 @@ class World:
 def enter_job(framework: Framework = "tensorflow") -> World:
     """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this.
 
-    Only ``framework``, which the program computes with, is loaded.
+    Of the frameworks, only ``framework`` is loaded, in which the program computes.
     """
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()

@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has never had other ranks to combine tensors with."""
+        """Whether this rank has always been the only one to combine tensors."""
 
     def included(self) -> bool:
         """Return whether this process belongs to the set."""

@@ -41,7 +41,7 @@ _names_functions: dict[str, bool] = {}
 
 
 class NoShadowError(Exception):
-    """Raised if a rank that skips a step can't call its collectives with zeros."""
+    """Raised if a rank that skips a step can't replace its collectives by calls with zeros."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:

@@ -186,7 +186,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def init_with(
     framework: Framework, comm: Any, process_sets: Sequence[ProcessSet] | str | None
 ) -> None:
-    """Start the job of a program that uses ``framework``. The others are arguments of ``init``."""
+    """Start the job of a program that uses ``framework``. The rest is as in ``init``."""
     if comm is not None:
         raise ConfigurationError(
             f"comm must be None, got {comm!r}: a job has all ranks that were started. For a subset "
