@@ -166,7 +166,7 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 
 def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Check that the hosts have enough slots or, with ``oversubscribe``, enough maximum slots."""
+    """Raise an error because ranks exceed slots, unless ``oversubscribe`` makes them fit."""
     limit = max_ranks(hosts, oversubscribe=True)
     fits = limit is None or ranks <= limit
     if not oversubscribe:
