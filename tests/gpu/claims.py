@@ -82,7 +82,8 @@ class Claim:
 
 
 def _test_binding(context: Context) -> Judgement:
-    ranks, done = context.run_program("binding")
+    # The judgement names the ranks without a GPU.
+    ranks, done = context.run_program("binding", {"on_gpu": False})
     return _judge_binding(ranks, _reducer(done))
 
 
@@ -237,17 +238,23 @@ def _test_bench(context: Context) -> Judgement:
     if done.code != 0:
         raise JobError(done.last_lines())
     reference = None
-    if context.on_gpus and not context.layout.shares_gpu and not context.layout.hosts:
+    uses_nccl = context.on_gpus and not context.layout.shares_gpu
+    if uses_nccl and not context.layout.hosts:
         reference = _nccl_tests_bandwidth(context.layout.gpus, nbytes)
-    return _judge_bench(json.loads(path.read_text()), context.layout.ranks, reference)
+    report = json.loads(path.read_text())
+    return _judge_bench(report, context.layout.ranks, reference, uses_nccl=uses_nccl)
 
 
-def _judge_bench(report: Mapping[str, Any], ranks: int, reference: float | None) -> Judgement:
+def _judge_bench(
+    report: Mapping[str, Any], ranks: int, reference: float | None, *, uses_nccl: bool
+) -> Judgement:
     """Judge the bus bandwidth, which nccl-tests defines as 2 (n - 1) / n * bytes / time."""
     row = (report.get("tensors") or report["sizes"])[-1]
     bandwidth = 2 * (ranks - 1) / ranks * row["bytes"] / row["best_s"]
     text = f"{bandwidth / 1e9:.2f} GB/s bus, {row['bytes'] / 1e6:.3g} MB, {row['engine']}"
     values = {"bus_bandwidth": bandwidth, "row": row, "nccl_tests": reference}
+    if uses_nccl and row["engine"] != "nccl":
+        return Judgement(measured=f"{text}, not NCCL", holds=False, values=values)
     if reference is None:
         return Judgement(measured=f"{text}; no all_reduce_perf", holds=None, values=values)
     text += f"; all_reduce_perf: {reference / 1e9:.2f} GB/s"
@@ -404,10 +411,12 @@ def _test_example(context: Context) -> Judgement:
     shutil.rmtree(folder, ignore_errors=True)
     if done.code != 0:
         raise JobError(done.last_lines())
-    return _judge_example(done.text(errors=False))
+    return _judge_example(done.text(errors=False), done.text(errors=True))
 
 
-def _judge_example(output: str) -> Judgement:
+def _judge_example(output: str, log: str) -> Judgement:
+    if "without a GPU" in log or "no GPU found" in log:
+        return Judgement(measured="it computed on the CPU", holds=False)
     match = re.search(r"test accuracy = ([\d.]+)", output)
     if match is None:
         return Judgement(measured="no accuracy in the output", holds=False)

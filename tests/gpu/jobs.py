@@ -102,9 +102,11 @@ def run_program(
     """Run a function of ``programs.py`` on all ranks, and return the chief's result.
 
     Raises:
-        JobError: If the job fails or prints no result.
+        JobError: If the job fails or prints no result, or if a rank that should use a GPU computed
+            on the CPU.
     """
-    program = [*PYTHON, "-m", "tests.gpu.programs", name, json.dumps(arguments or {})]
+    arguments = {"on_gpu": layout.gpus > 0, **(arguments or {})}
+    program = [*PYTHON, "-m", "tests.gpu.programs", name, json.dumps(arguments)]
     done = run(launch(layout, program, options=options), limit_s=limit_s, env=env)
     result = None
     for line in done.lines:

@@ -341,8 +341,15 @@ def main(argv: Sequence[str]) -> None:
         program.__name__: program
         for program in (binding, equal, pace, compiled, mixed, nccl_alone, overlap, killed)
     }
-    result = programs[argv[0]](json.loads(argv[1]))
+    arguments = json.loads(argv[1])
+    result = programs[argv[0]](arguments)
+    import tensorflow as tf
+
     from hvdtrain import world
+
+    # Before the program, this would start TensorFlow too early for some of them.
+    if arguments["on_gpu"] and not tf.config.list_logical_devices("GPU"):
+        sys.exit("TensorFlow sees no GPU on this rank")
 
     if argv[0] == "nccl_alone" or world.is_chief():
         print(MARK + json.dumps(result), flush=True)

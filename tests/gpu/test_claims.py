@@ -90,12 +90,17 @@ def test_fallback() -> None:
 def test_bench() -> None:
     row = {"bytes": 1 << 30, "best_s": 0.01, "engine": "nccl"}
     report = {"sizes": [{**row, "engine": "mpi"}], "tensors": [row]}
-    judged = claims._judge_bench(report, 4, 150e9)
+
+    def judge(report: dict[str, Any], reference: float | None, uses_nccl: bool = True) -> Judgement:
+        return claims._judge_bench(report, 4, reference, uses_nccl=uses_nccl)
+
+    judged = judge(report, 150e9)
     assert judged.values["bus_bandwidth"] == 2 * 3 / 4 * (1 << 30) / 0.01
     assert holds(judged, "161.06 GB/s bus, 1.07e+03 MB, nccl; all_reduce_perf: 150.00 GB/s")
-    assert not holds(claims._judge_bench(report, 4, 250e9))
-    assert holds(claims._judge_bench(report, 4, None), "no all_reduce_perf") is None
-    assert holds(claims._judge_bench({"sizes": report["sizes"]}, 4, None), "mpi") is None
+    assert not holds(judge(report, 250e9))
+    assert holds(judge(report, None), "no all_reduce_perf") is None
+    assert holds(judge({"sizes": report["sizes"]}, None, uses_nccl=False), "mpi") is None
+    assert holds(judge({"sizes": report["sizes"]}, None), "mpi, not NCCL") is False
 
 
 def test_the_output_of_nccl_tests() -> None:
@@ -180,9 +185,12 @@ def test_elastic() -> None:
 
 
 def test_example() -> None:
-    assert holds(claims._judge_example("[0] test accuracy = 0.9800\n"), "accuracy 0.980")
-    assert not holds(claims._judge_example("[0] test accuracy = 0.1000\n"))
-    assert not holds(claims._judge_example(""), "no accuracy")
+    judge = claims._judge_example
+    assert holds(judge("[0] test accuracy = 0.9800\n", ""), "accuracy 0.980")
+    assert not holds(judge("[0] test accuracy = 0.1000\n", ""))
+    assert not holds(judge("", ""), "no accuracy")
+    log = "[0] hvdtrain: no GPU found; computing on the CPU"
+    assert not holds(judge("[0] test accuracy = 0.9800\n", log), "on the CPU")
 
 
 def test_check() -> None:

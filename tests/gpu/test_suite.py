@@ -120,6 +120,7 @@ def test_a_missing_hostfile_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.mpi
+@pytest.mark.more
 def test_gpus_that_tensorflow_does_not_see_fail_the_claims(
     fake_driver: FakeDriver, run_command, tmp_path: Path
 ) -> None:
@@ -128,7 +129,7 @@ def test_gpus_that_tensorflow_does_not_see_fail_the_claims(
     done = run_command(argv, timeout_s=90, env=environ)
     assert done.returncode == 1, done
     assert done.stdout.startswith("localhost: 2 GPUs (NVIDIA H100)\nbinding: fail (")
-    assert "2 ranks, 2 GPUs" in done.stdout
+    assert "rank 1 uses 0 GPUs" in done.stdout
     assert "1 claim: 1 fail" in done.stdout
     assert "There is no GPU" not in done.stdout
 
@@ -204,3 +205,7 @@ def test_the_programs_of_gpu_claims_do_not_pass_on_cpus(tmp_path: Path) -> None:
         Layout(ranks=1, gpus=0), "nccl_alone", {"hint": "ring"}, limit_s=60 * PATIENCE
     )
     assert alone == {"correct": True, "device": "/job:localhost/replica:0/task:0/device:CPU:0"}
+    with pytest.raises(JobError, match="TensorFlow sees no GPU on this rank"):
+        jobs.run_program(
+            Layout(ranks=1, gpus=1), "nccl_alone", {"hint": "ring"}, limit_s=60 * PATIENCE
+        )
