@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from hvdtrain.log import configure_log
 from hvdtrain.tensorflow.devices import bind, find_gpus
 from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
 from tests.harness.jobs import Completed
-from tests.launch.jobs import HVDTRAIN
+from tests.launch.jobs import HVDTRAIN, ON_CLUSTER
+from tests.testbed.cluster import Cluster
 
 needs_no_gpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="this machine has a GPU"
@@ -108,7 +110,7 @@ print("bound", hvdtrain.rank(), *indices, *ids, flush=True)
 _LOAD = """
 import ctypes, json, os, sys
 os.environ.update(json.loads(sys.argv[1]))
-os.environ["FAKE_GPUS"] += os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["FAKE_GPUS"] += os.environ.get("SLURM_PROCID") or os.environ["OMPI_COMM_WORLD_RANK"]
 for library in ("libcuda.so.1", "libnvidia-ml.so.1"):
     ctypes.CDLL(os.path.join(os.environ["LD_LIBRARY_PATH"].split(":")[0], library))
 """
@@ -200,6 +202,27 @@ def test_a_launcher_shows_each_rank_one_gpu(on_two_ranks) -> None:
     program = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]'
     done = on_two_ranks(program + _BIND, _TWO_GPUS)
     assert bound(done) == [f"0 0 {B}", f"1 0 {A}"]
+
+
+def test_a_slurm_job_on_two_hosts(
+    cluster: Cluster, fake_driver: FakeDriver, forked_python: list[str]
+) -> None:
+    libraries = shutil.copytree(fake_driver.libraries, cluster.folder / "driver")
+    driver = FakeDriver(libraries, cluster.folder)
+    first, second = _TWO_GPUS.split(f"gpu {B}")
+    driver.environ(first, "gpus.0")
+    driver.environ(f"gpu {B} {second}", "gpus.1")
+    environ = {**driver.environ("", "gpus."), "CUDA_VISIBLE_DEVICES": "0"}
+    (cluster.folder / "program.py").write_text(_LOAD + _BIND)
+    argv = ["srun", "--mpi=pmix", "-N2", "-n2", *forked_python, "program.py", json.dumps(environ)]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=100)
+    assert done.returncode == 0, done
+    assert bound(done) == [f"0 0 {A}", f"1 0 {B}"]
+    kinds = "NVIDIA T4 (16 GiB) on node1; NVIDIA H100 (80 GiB) on node2"
+    warning = f"GPUs differ, and all ranks wait for the slowest: {kinds}\n"
+    assert done.stderr.count(warning) == 1, done
+    assert done.stderr.count("on node1, GPU 0 (NVIDIA T4, ") == 1, done
+    assert done.stderr.count("on node2, GPU 0 (NVIDIA H100, ") == 1, done
 
 
 @pytest.mark.mpi
