@@ -139,8 +139,9 @@ def _view(
     if answer is not None:
         if answer.state == NO_ANSWER:
             verdict = (
-                f"{answer.queue} does not answer and the job has not reported; try again later."
-            )
+                f"{answer.queue} does not answer and the job has not reported; try again later.\n"
+                f"{answer.reason}"
+            ).rstrip()
         elif status == "queued":
             verdict = f"waiting for {answer.queue}: {answer.reason}" if _has_reason(answer) else ""
     return JobView(

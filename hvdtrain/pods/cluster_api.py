@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.errors import JobError
 from hvdtrain.pods.names import JOB_LABEL, Object, plural
 
-__all__ = ["ClusterApi", "RefusedError", "SilentClusterError"]
+__all__ = ["ClusterApi", "RefusedError"]
 
 TIMEOUT_S = 20.0
 DELETE_TIMEOUT_S = 180.0
@@ -25,10 +25,6 @@ POLL_S = 0.5
 _DELETE_OPTIONS = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _PARTICIPLES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
-
-
-class SilentClusterError(JobError):
-    """The cluster does not answer or can't be reached."""
 
 
 class RefusedError(JobError):
@@ -267,7 +263,7 @@ class ClusterApi:
                 f"{what} can't be {_PARTICIPLES[method]} in namespace {self.namespace}: {message}"
             ) from None
         except (HTTPError, OSError) as error:
-            raise SilentClusterError(f"the cluster does not answer: {error}") from None
+            raise JobError(f"the cluster does not answer: {error}") from None
 
 
 def _configuration() -> Any:

@@ -297,6 +297,16 @@ def test_log_lines_end_at_newlines_only(tmp_path: Path, cluster: _Cluster) -> No
     assert lines == [("2026-11-29T10:00:00.1Z", text), ("2026-11-29T10:00:00.2Z", "")]
 
 
+def test_the_reason_of_a_refusal_is_shown(tmp_path: Path, cluster: _Cluster) -> None:
+    def jobs() -> Any:
+        raise cluster_api.RefusedError("jobs can't be read in namespace small: forbidden")
+
+    cluster.jobs = jobs  # type: ignore[method-assign]
+    view = view_job(_queued_job(tmp_path))
+    assert view.status == "unknown"
+    assert "jobs can't be read in namespace small: forbidden" in view.verdict
+
+
 def test_all_who_wait_for_jobs_share_a_query(
     tmp_path: Path, cluster: _Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
