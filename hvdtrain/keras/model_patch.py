@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -144,6 +145,10 @@ class ModelPatch:
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
         """Replace methods of the model. ``_remove_earlier`` restores them."""
+        for name in ("make_train_function", "make_test_function", "make_predict_function"):
+            if "train_step" in methods:
+                plain = methods.get(name, getattr(self._model, name))
+                methods[name] = _without_jit(self._model, plain)
         for name, method in methods.items():
             set_untracked(self._model, name, method)
         set_untracked(self._model, _MARK, [*methods])
@@ -168,29 +173,40 @@ class ModelPatch:
         return layers
 
     def _choose_compute(self) -> Compute:
-        """Choose the devices, and whether XLA compiles what they compute.
-
-        Keras' own ``jit_compile`` is turned off, because it would also compile the collectives.
-        """
+        """Choose the devices that compute."""
         model = self._model
-        jit = bool(model.jit_compile)
-        model.jit_compile = False
         if len(self._devices) > 1:
-            if jit:
+            if model.jit_compile:
                 self._warn_once("XLA compiles for one device; towers run without jit_compile.")
             return Towers(model, self._devices)
-        if jit and overrides(model, "train_step"):
+        if model.jit_compile and overrides(model, "train_step"):
             self._warn_once(
-                "This model's own train_step can't be split around the collectives; it runs "
-                "without jit_compile."
+                "This model's own train_step can't be split around the collectives; jit_compile "
+                "applies only to its optimizers' updates."
             )
-            jit = False
-        return OneDevice(model, jit)
+        return OneDevice(model)
 
     def _warn_once(self, text: str | None) -> None:
         if text and self._membership.is_chief and text not in self._warned:
             self._warned.add(text)
             logger.warning(text)
+
+
+def _without_jit(model: keras.Model, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``make`` while the model's ``jit_compile`` is off.
+
+    Keras would compile a whole step, including the collectives.
+    """
+
+    @functools.wraps(make)
+    def make_uncompiled(*args: Any, **options: Any) -> Any:
+        jit, model.jit_compile = model.jit_compile, False
+        try:
+            return make(*args, **options)
+        finally:
+            model.jit_compile = jit
+
+    return make_uncompiled
 
 
 def _check_no_strategy(model: keras.Model) -> None:

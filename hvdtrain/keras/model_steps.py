@@ -148,7 +148,7 @@ class ModelSteps:
         only = terms[0] if len(terms) == 1 and not model.losses else None
         how = self._weights.weighting(are_sums(model), counts.weight, factor, only)
         if gradients:
-            with weighting([model.optimizer], how):
+            with weighting([model.optimizer], how, self._compute.jit):
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)
@@ -161,7 +161,7 @@ class ModelSteps:
             weight *= ratio(joint_rows, rows)
         how = self._weights.weighting(are_sums(self._model), weight, weight, None)
         with (
-            weighting(optimizers_of(self._model), how),
+            weighting(optimizers_of(self._model), how, self._compute.jit),
             self._weights.joint_loss(rows, joint_rows, "train"),
         ):
             return self._plain_train_step(share.batch)

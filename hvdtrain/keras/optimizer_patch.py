@@ -17,8 +17,14 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import accumulated_gradients, register_as, set_untracked
+from hvdtrain.private_api.keras import (
+    accumulated_gradients,
+    iterations_of,
+    register_as,
+    set_untracked,
+)
 from hvdtrain.tensorflow.variable_names import variable_label
+from hvdtrain.tensorflow.xla import compiled_if_possible, pad_rows
 
 __all__ = [
     "FiniteCheckMixin",
@@ -62,6 +68,7 @@ class GradientWeightMixin:
     """Tracks the weight of gradients. ``_track_weights`` includes accumulated gradients."""
 
     _hvdtrain_weighting = Weighting()
+    _hvdtrain_jit = False
     _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
@@ -93,10 +100,58 @@ class GradientAveragingMixin(GradientWeightMixin):
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
     _hvdtrain_applied: Sequence[Any]
+    _hvdtrain_averages: Sequence[Any] | None = None  # set while XLA compiles their application
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Average and apply gradients. XLA compiles what it can before and after the average."""
+        if not self._hvdtrain_jit or not len(grads):
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        variables = trainable_variables
+        if not self.built:  # type: ignore[has-type]
+            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+            self.built = True
+        if variables is None:
+            variables = self._trainable_variables  # type: ignore[attr-defined]
+        grads, variables = self._filter_empty_gradients(grads, variables)
+        grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
+        averages = [pad_rows(g) for g in self._hvdtrain_averages_of(grads, variables)]
+        accumulates = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+
+        def update() -> None:
+            set_untracked(self, "_hvdtrain_averages", averages)
+            try:
+                plain = super(GradientAveragingMixin, self)
+                plain.apply(grads if accumulates else averages, variables)  # type: ignore[misc]
+            finally:
+                set_untracked(self, "_hvdtrain_averages", None)
+
+        compiled_if_possible("the optimizer's update", update)
+
+    def _hvdtrain_averages_of(self, grads: Any, variables: Sequence[Any]) -> Any:
+        """Return the averages to apply; anything of their shapes in a step that accumulates."""
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        scale = self.loss_scale_factor  # type: ignore[attr-defined]
+        if not steps:
+            if scale is not None:
+                grads = compiled_if_possible("loss scaling", lambda: [g / scale for g in grads])
+            return self._hvdtrain_average(grads)
+        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]  # type: ignore[attr-defined]
+
+        def average() -> Any:
+            unscaled = [g / scale for g in grads] if scale is not None else grads
+            means = compiled_if_possible(
+                "gradient accumulation", lambda: [(g + a) / steps for g, a in zip(unscaled, sums)]
+            )
+            return self._hvdtrain_average(means)
+
+        applies = tf.equal((iterations_of(self) + 1) % steps, 0)
+        return tf.cond(applies, average, lambda: [tf.convert_to_tensor(g) for g in grads])
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         factor = self._hvdtrain_weighting.factor
-        if factor is not None:
+        if self._hvdtrain_averages is None and factor is not None:
             grads = [g if g is None else scaled(g, factor) for g in grads]
         # Ranks must agree on the variables without gradients as well.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
@@ -116,6 +171,12 @@ class GradientAveragingMixin(GradientWeightMixin):
         return left
 
     def _clip_gradients(self, grads: Any) -> Any:
+        averages = self._hvdtrain_averages
+        if averages is None:
+            averages = self._hvdtrain_average(grads)
+        return super()._clip_gradients(averages)  # type: ignore[misc]
+
+    def _hvdtrain_average(self, grads: Sequence[Any]) -> Any:
         missing = self._hvdtrain_missing
         averages = self._hvdtrain_reducer.average(
             [*grads, *[None] * len(missing)],
@@ -124,7 +185,7 @@ class GradientAveragingMixin(GradientWeightMixin):
             op=self._hvdtrain_weighting.op,
             add_rows=_is_linear(self),
         )
-        return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
+        return averages[: len(grads)]
 
 
 class FiniteCheckMixin:
@@ -134,15 +195,39 @@ class FiniteCheckMixin:
     """
 
     _hvdtrain_reducer: GradientReducer
+    _hvdtrain_jit = False
 
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite."""
-        finite = super().check_finite(grads)  # type: ignore[misc]
+        check = super().check_finite  # type: ignore[misc]
+        if self._hvdtrain_jit:
+            finite = compiled_if_possible("the check for overflows", lambda: check(grads))
+        else:
+            finite = check(grads)
         factor = plain_optimizers(self)[0]._hvdtrain_weighting.factor
         if factor is not None:
             finite |= tf.equal(factor, 0.0)
         finite = tf.cast(finite, tf.int32)
         return tf.cast(self._hvdtrain_reducer.reduce(finite, "min", "finite gradients"), tf.bool)
+
+    def _stateful_handle_finite_grads(self, grads: Any, trainable_variables: Any) -> None:
+        handle = super()._stateful_handle_finite_grads  # type: ignore[misc]
+        if not self._hvdtrain_jit:
+            handle(grads, trainable_variables)
+            return
+        inner = self.inner_optimizer  # type: ignore[attr-defined]
+
+        def unscale() -> Any:
+            """Do all but apply the gradients, and return them."""
+            unscaled: list[Any] = []
+            set_untracked(inner, "apply", lambda grads, trainable_variables: unscaled.extend(grads))
+            try:
+                handle(grads, trainable_variables)
+            finally:
+                del vars(inner)["apply"]
+            return unscaled
+
+        inner.apply(compiled_if_possible("loss scaling", unscale), trainable_variables)
 
 
 class WeightedStepsMixin(GradientWeightMixin):
@@ -231,16 +316,19 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 @contextmanager
-def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
-    """Apply gradients with this weighting within the block."""
+def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[None]:
+    """Apply gradients with this weighting within the block, compiled with XLA if ``jit``."""
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
-    for leaf in inner:
-        set_untracked(leaf, "_hvdtrain_weighting", how)
+    every = [*optimizers, *inner]
+    for entry in every:
+        set_untracked(entry, "_hvdtrain_weighting", how)
+        set_untracked(entry, "_hvdtrain_jit", jit)
     try:
         yield
     finally:
-        for leaf in inner:
-            set_untracked(leaf, "_hvdtrain_weighting", Weighting())
+        for entry in every:
+            set_untracked(entry, "_hvdtrain_weighting", Weighting())
+            set_untracked(entry, "_hvdtrain_jit", False)
 
 
 def accumulates(optimizer: Any) -> bool:

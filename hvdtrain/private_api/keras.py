@@ -144,6 +144,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
         "_update_model_variables_moving_average",
         "_use_weight_decay",
     ),
+    keras.optimizers.LossScaleOptimizer: ("_stateful_handle_finite_grads",),
     TFEpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
 }
 

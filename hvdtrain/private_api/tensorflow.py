@@ -32,6 +32,7 @@ try:
     from tensorflow.python.client.session import BaseSession
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
+    from tensorflow.python.framework import kernels
 
     # The function in tf.compat would draw a number from the generator.
     global_seed = context.global_seed
@@ -67,6 +68,7 @@ __all__ = [
     "run_iterations_serially",
     "unfinalize",
     "variant_tensor",
+    "xla_can_compile",
 ]
 
 # The attributes of classes and modules that hvdtrain overrides or calls.
@@ -82,6 +84,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     BaseSession: ("_do_run", "_extend_graph"),
     atomic_function: ("from_func_graph",),
     autograph: ("CONVERSION_RULES", "DoNotConvert"),
+    kernels: ("get_registered_kernels_for_op",),
     context.Context: (
         "_handle",
         "config",
@@ -218,6 +221,18 @@ def operation_seeds() -> random.Random:
     """
     generator: random.Random = _API.get(context.context(), "_rng")
     return generator
+
+
+@functools.cache
+def xla_can_compile(operation: str) -> bool:
+    """Return whether XLA supports a type of operation on some device."""
+    if operation != "Identity" and not xla_can_compile("Identity"):
+        # TensorFlow registers the kernels when it first compiles a function.
+        with tf.init_scope():
+            tf.function(tf.identity, jit_compile=True)(0)
+        xla_can_compile.cache_clear()
+    registered = kernels.get_registered_kernels_for_op(operation).kernel
+    return any(kernel.device_type.endswith("_JIT") for kernel in registered)
 
 
 # Graphs and sessions.

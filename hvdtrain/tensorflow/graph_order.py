@@ -24,6 +24,7 @@ __all__ = [
     "NoShadowError",
     "calls_between_ranks",
     "collectives_of",
+    "operation_types",
     "put_in_order",
     "shadow",
 ]
@@ -83,6 +84,22 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
     for before, operation in pairwise(operations):
         add_control_input(operation, before)
     return operations
+
+
+def operation_types(graph: Any) -> set[str]:
+    """Return the types of the operations in a graph and in the functions that it calls."""
+    types: set[str] = set()
+    functions: set[str] = set()
+    pending = [(graph, node) for node in graph.get_operations()]
+    while pending:
+        graph, node = pending.pop()
+        is_definition = isinstance(node, tf.compat.v1.NodeDef)
+        types.add(node.op if is_definition else node.type)
+        for name in _functions_of(node) if is_definition else _functions_of_operation(node):
+            if name not in functions:
+                functions.add(name)
+                pending += [(getattr(n, "graph", graph), n) for n in _body(graph, name)]
+    return types
 
 
 def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:

@@ -37,11 +37,11 @@ class _HorovodOptimizer(GradientAveragingMixin):
         """Exclude the gradient of a variable from the reduction."""
         self._hvdtrain_reducer.keep_local(var)
 
-    def _clip_gradients(self, grads: Any) -> Any:
+    def _hvdtrain_average(self, grads: Any) -> Any:
         # Keras passes the mean of the accumulated gradients, so multiply it to get their sum.
         if self._hvdtrain_sums:
             grads = [gradient * self.gradient_accumulation_steps for gradient in grads]  # type: ignore[attr-defined]
-        return super()._clip_gradients(grads)
+        return super()._hvdtrain_average(grads)
 
 
 def DistributedOptimizer(

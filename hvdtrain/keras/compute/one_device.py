@@ -28,7 +28,7 @@ class BatchWeight(NamedTuple):
 
 
 class OneDevice:
-    """Computes whole batches on the device that TensorFlow chooses, compiled with XLA if ``jit``.
+    """Computes whole batches on the device that TensorFlow chooses, compiled with XLA if possible.
 
     Attributes:
         joint_loss: ``LossWeights.joint_loss``, in which ranks may communicate. Must be set before
@@ -37,15 +37,16 @@ class OneDevice:
 
     joint_loss: Callable[..., Any]
 
-    def __init__(self, model: keras.Model, jit: bool) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._jit = jit
+        self._communicates = False
         self._test_step = model.test_step
-        self.predict = (
-            tf.function(model.predict_step, jit_compile=True, reduce_retracing=True)
-            if jit
-            else model.predict_step
-        )
+        self._predict_step = model.predict_step
+
+    @property
+    def jit(self) -> bool:
+        """Whether the model was compiled with ``jit_compile`` and runs in graphs."""
+        return bool(self._model.jit_compile) and not self._model.run_eagerly
 
     def differentiate(
         self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
@@ -72,6 +73,10 @@ class OneDevice:
         """
         return self._run(self._test, batch, rows, joint_rows)
 
+    def predict(self, batch: Any) -> Any:
+        """Run the model's ``predict_step``."""
+        return self._run(self._predict_step, batch)
+
     def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         model = self._model
         rows, joint_rows, _ = counts
@@ -88,7 +93,7 @@ class OneDevice:
             return self._test_step(batch)
 
     def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        if self._jit:
+        if self.jit and not self._communicates:
             draws = draws_of_step()
             before = len(draws)
             compiled = tf.function(step, jit_compile=True)
@@ -100,7 +105,7 @@ class OneDevice:
                 "BatchNormalization(synchronized=True) need such communication."
             )
             del draws[before:]
-            self._jit = False
+            self._communicates = True
         return step(*arguments)
 
 

@@ -62,6 +62,7 @@ class Towers:
     """
 
     joint_loss: Callable[..., Any]
+    jit = False
 
     def __init__(self, model: keras.Model, devices: Sequence[str]) -> None:
         self._model = model

@@ -1,0 +1,60 @@
+"""Parts of a step that XLA compiles, between collectives, which XLA can't compile."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.private_api.tensorflow import xla_can_compile
+from hvdtrain.tensorflow.graph_order import operation_types
+
+__all__ = ["compiled_if_possible", "pad_rows"]
+
+logger = logging.getLogger(__name__)
+
+
+def compiled_if_possible(what: str, function: Callable[[], Any]) -> Any:
+    """Call a function that is compiled with XLA, and may use tensors of the current graph.
+
+    If XLA does not support one of its operations, this is logged, and the operations are added to
+    the current graph instead.
+
+    Args:
+        what: Noun phrase for the log message.
+        function: Returns nested tensors or None. It is called again if it can't be compiled.
+    """
+    compiled = tf.function(function, jit_compile=True, autograph=False)
+    types = operation_types(compiled.get_concrete_function().graph) - {"Placeholder"}
+    unsupported = sorted(name for name in types if not xla_can_compile(name))
+    if not unsupported:
+        return compiled()
+    logger.info(
+        "jit_compile is ignored for %s, because XLA does not support %s",
+        what,
+        ", ".join(unsupported),
+    )
+    return function()
+
+
+def pad_rows(gradient: Any) -> Any:
+    """Pad the rows of ``tf.IndexedSlices`` to a power of two, and return dense tensors unchanged.
+
+    XLA compiles again for each number of rows. The added rows are zeros outside of the variable,
+    which compiled scatter operations ignore.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.indices.shape[0] is not None:
+        return gradient
+    rows = tf.shape(gradient.indices)[0]
+    bits = tf.math.ceil(tf.math.log(tf.cast(tf.maximum(rows, 1), tf.float64)) / math.log(2.0))
+    added = tf.cast(tf.pow(tf.constant(2.0, tf.float64), bits), tf.int32) - rows
+    outside = tf.cast(gradient.dense_shape[0], gradient.indices.dtype)
+    columns = [[0, 0]] * (gradient.values.shape.rank - 1)
+    return tf.IndexedSlices(
+        tf.pad(gradient.values, [[0, added], *columns]),
+        tf.pad(gradient.indices, [[0, added]], constant_values=outside),
+        gradient.dense_shape,
+    )
