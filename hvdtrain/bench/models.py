@@ -19,7 +19,7 @@ def build_model(name: str) -> keras.Model:
     """Return a compiled model, always with the same weights.
 
     Args:
-        name: ``small``, ``lenet``, ``mlp`` or ``resnet50``.
+        name: ``small``, ``lenet``, ``mlp``, ``transformer`` or ``resnet50``.
     """
     keras.utils.set_random_seed(SEED)
     model = keras.Sequential([*_BODIES[name](), layers.Dense(CLASSES)])
@@ -71,9 +71,23 @@ def _resnet50() -> list[Any]:
     return [keras.Input(shape), body]
 
 
+def _transformer() -> list[Any]:
+    """Return an encoder for 64 tokens: 10 million parameters, 2 million of them in an embedding."""
+    start = x = keras.Input((64, 256))
+    for _ in range(10):
+        normal = layers.LayerNormalization()(x)
+        x += layers.MultiHeadAttention(4, 64)(normal, normal)
+        normal = layers.LayerNormalization()(x)
+        x += layers.Dense(256)(layers.Dense(1024, activation="gelu")(normal))
+    body = keras.Model(start, layers.GlobalAveragePooling1D()(x))
+    tokens = [layers.Rescaling(8000.0), layers.Embedding(8000, 256)]
+    return [keras.Input((64,)), *tokens, body]
+
+
 _BODIES: dict[str, Callable[[], list[Any]]] = {
     "lenet": _lenet,
     "mlp": _mlp,
     "resnet50": _resnet50,
     "small": _small,
+    "transformer": _transformer,
 }

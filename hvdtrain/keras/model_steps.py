@@ -6,6 +6,7 @@ does not support collectives, so most of them are called here.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,15 +93,11 @@ class ModelSteps:
         self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
         try:
-            with (
-                _metrics_by_rows(self._model, share.rows),
-                self.additive.trying(),
-                self.statistics.weighted_by(row_weight),
-                random_by_rank(self._member) as generator,
-            ):
+            with self.additive.trying(), random_by_rank(self._member) as generator:
                 if overrides(self._model, "train_step"):
-                    return self._train_own(share, counts)
-                return self._train_plain(share, counts, generator)
+                    with self._weighting_rows(share.rows, row_weight):
+                        return self._train_own(share, counts)
+                return self._train_plain(share, counts, row_weight, generator)
         finally:
             self.step_rows = None
 
@@ -108,11 +105,12 @@ class ModelSteps:
         """Run ``test_step``. Metrics ignore a batch without rows that count."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
-        with _metrics_by_rows(self._model, share.rows), self.additive.trying():
+        within = functools.partial(_metrics_by_rows, self._model, share.rows)
+        with self.additive.trying():
             if isinstance(data, Share):
-                return self._compute.test(share.batch, share.rows, share.joint_rows)
+                return self._compute.test(within, share.batch, share.rows, share.joint_rows)
             # No collectives for test_on_batch, which a single rank may call.
-            return self._compute.test(share.batch, None, None)
+            return self._compute.test(within, share.batch, None, None)
 
     def predict(self, data: Any) -> Any:
         """Run ``predict_step``. The result for an element of a sharded dataset is ``Predicted``."""
@@ -122,18 +120,34 @@ class ModelSteps:
         counts = tf.stack([tf.cast(data.rows, tf.int64), tf.cast(rows_of(data.batch), tf.int64)])
         return Predicted(outputs, counts[tf.newaxis])
 
-    def _train_plain(self, share: Share, counts: BatchWeight, generator: RankGenerator) -> Any:
+    @contextmanager
+    def _weighting_rows(self, rows: tf.Tensor, weight: tf.Tensor) -> Iterator[None]:
+        """Weight the metrics and statistics of the block by rows."""
+        with (
+            _metrics_by_rows(self._model, rows),
+            self.statistics.weighted_by(weight, select=self._compute.jit),
+        ):
+            yield
+
+    def _train_plain(
+        self, share: Share, counts: BatchWeight, row_weight: tf.Tensor, generator: RankGenerator
+    ) -> Any:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
 
         def differentiate() -> Any:
-            gradients, *others = self._compute.differentiate(x, y, sample_weight, counts)
+            within = functools.partial(self._weighting_rows, share.rows, row_weight)
+            gradients, *others = self._compute.differentiate(within, x, y, sample_weight, counts)
             return [_parts(g, v) for g, v in zip(gradients, model.trainable_variables)], *others
 
         try:
             parts, terms, metrics = _if_rows(
-                share.rows, differentiate, generator, model.get_metrics_result
+                share.rows,
+                differentiate,
+                self.statistics.skip,
+                generator,
+                model.get_metrics_result,
             )
             factor = None
             # Keep the keys of ``metrics``, because a custom compute_metrics may add values that
@@ -149,10 +163,14 @@ class ModelSteps:
         how = self._weights.weighting(are_sums(model), counts.weight, factor, only)
         if gradients:
             with weighting([model.optimizer], how, self._compute.jit):
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+                self._apply(gradients)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)
         return metrics
+
+    def _apply(self, gradients: Sequence[Any]) -> None:
+        """Update the weights."""
+        self._model.optimizer.apply_gradients(zip(gradients, self._model.trainable_variables))
 
     def _train_own(self, share: Share, counts: BatchWeight) -> Any:
         """Run the model's own ``train_step``. Its gradients are weighted when they are applied."""
@@ -207,12 +225,13 @@ class ModelSteps:
 def _if_rows(
     rows: tf.Tensor,
     compute: Callable[[], Any],
+    otherwise: Callable[[], None],
     generator: RankGenerator,
     afterwards: Callable[[], Any],
 ) -> Any:
     """Call ``compute`` if this rank has rows; otherwise only take part in its collectives.
 
-    Without rows the collectives receive zeros, the results are zeros, and the generator advances as
+    Without rows ``otherwise`` is called, the collectives receive zeros, the results are zeros, and the generator advances as
     far as it would with rows. ``afterwards`` is the function that the caller will call next.
 
     Raises:
@@ -241,6 +260,7 @@ def _if_rows(
         if _uses_inner_tensors(afterwards):
             raise NoShadowError("a metric holds tensors of its last update")
         generator.repeat()
+        otherwise()
         return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
 
     tensors = iter(tf.cond(rows > 0, run, skip))

@@ -73,8 +73,11 @@ class MovingStatistics:
         set_untracked(model, _STEPS, [self._steps] if self._complete else [])
 
     @contextmanager
-    def weighted_by(self, weight: tf.Tensor) -> Iterator[None]:
-        """Weight the batch of the step within the block by ``weight``, its w_r."""
+    def weighted_by(self, weight: tf.Tensor, *, select: bool = False) -> Iterator[None]:
+        """Weight the batch of the step within the block by ``weight``, its w_r.
+
+        If ``select``, no operation is conditional. XLA can't fuse others with such operations.
+        """
         if self._complete:
             self._steps.assign_add(tf.cast(weight > 0, tf.int64))
         if not self._variables:
@@ -83,17 +86,33 @@ class MovingStatistics:
         before = [tf.identity(tf.convert_to_tensor(v)) for v in self._variables]
         yield
         even = (tf.abs(weight - 1.0) < 1e-6) & tf.reduce_all(tf.equal(self._surplus.value, 0.0))
-        tf.cond(even, lambda: None, lambda: self._move(before, weight))
+        if select:
+            self._move(before, tf.where(even, 1.0, weight), unchanged=even)
+        else:
+            tf.cond(even, lambda: None, lambda: self._move(before, weight))
 
-    def _move(self, before: Sequence[tf.Tensor], weight: tf.Tensor) -> None:
+    def skip(self) -> None:
+        """Count a step without rows."""
+        if self._variables:
+            self._count(tf.constant(0.0))
+
+    def _count(self, weight: tf.Tensor) -> tf.Tensor:
+        """Update and return c_r - 1 for each momentum."""
         momenta = tf.constant(self._momenta, tf.float32)
         surplus = momenta * self._surplus.value + (1.0 - momenta) * (weight - 1.0)
         self._surplus.assign(surplus)
+        return surplus
+
+    def _move(
+        self, before: Sequence[tf.Tensor], weight: tf.Tensor, unchanged: tf.Tensor | None = None
+    ) -> None:
+        surplus = self._count(weight)
         for variable, old, exact in zip(self._variables, before, self._exact):
             new = tf.convert_to_tensor(variable)
             if exact:
                 rate = weight / tf.maximum(1.0 + surplus[self._places[id(variable)]], 1e-30)
-                new = old + tf.cast(rate, old.dtype) * (new - old)
+                moved = old + tf.cast(rate, old.dtype) * (new - old)
+                new = moved if unchanged is None else tf.where(unchanged, new, moved)
             variable.assign(tf.where(weight > 0, new, old))
 
     def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:

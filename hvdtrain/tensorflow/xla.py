@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -32,12 +33,15 @@ def compiled_if_possible(what: str, function: Callable[[], Any]) -> Any:
     unsupported = sorted(name for name in types if not xla_can_compile(name))
     if not unsupported:
         return compiled()
-    logger.info(
-        "jit_compile is ignored for %s, because XLA does not support %s",
-        what,
-        ", ".join(unsupported),
-    )
+    _log_once(what, ", ".join(unsupported))
     return function()
+
+
+@functools.cache  # a step is traced several times
+def _log_once(what: str, unsupported: str) -> None:
+    logger.info(
+        "jit_compile is ignored for %s, because XLA does not support %s", what, unsupported
+    )
 
 
 def pad_rows(gradient: Any) -> Any:

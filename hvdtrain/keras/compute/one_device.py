@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -14,9 +15,11 @@ from hvdtrain.keras.rank_random import draws_of_step
 from hvdtrain.private_api.keras import compute_loss, has_training_argument, loss_tracker
 from hvdtrain.tensorflow.graph_order import collectives_of
 
-__all__ = ["BatchWeight", "OneDevice", "call", "rows_of", "scaled_loss"]
+__all__ = ["BatchWeight", "OneDevice", "Within", "call", "rows_of", "scaled_loss"]
 
 logger = logging.getLogger(__package__)
+
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 class BatchWeight(NamedTuple):
@@ -49,11 +52,12 @@ class OneDevice:
         return bool(self._model.jit_compile) and not self._model.run_eagerly
 
     def differentiate(
-        self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
+        self, within: Within, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
     ) -> tuple[list[Any], list[Term | None], dict[str, Any]]:
         """Run the forward and backward pass, and compute the metrics.
 
         Args:
+            within: Creates the context in which this runs. XLA compiles its operations too.
             x: The inputs of a batch, nested as the model expects them.
             y: The targets, or None.
             sample_weight: A weight for each sample, or None.
@@ -64,18 +68,21 @@ class OneDevice:
             trainable weights; the terms that ``joint_loss`` yields; and the result of the model's
             ``compute_metrics``.
         """
-        return self._run(self._differentiate, x, y, sample_weight, counts)
+        return self._run(within, self._differentiate, x, y, sample_weight, counts)
 
-    def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
+    def test(
+        self, within: Within, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None
+    ) -> Any:
         """Run the model's ``test_step``.
 
-        ``rows`` and ``joint_rows`` are the arguments of ``LossWeights.joint_loss``.
+        ``within`` is the argument of ``differentiate``, and the others are those of
+        ``LossWeights.joint_loss``.
         """
-        return self._run(self._test, batch, rows, joint_rows)
+        return self._run(within, self._test, batch, rows, joint_rows)
 
     def predict(self, batch: Any) -> Any:
         """Run the model's ``predict_step``."""
-        return self._run(self._predict_step, batch)
+        return self._run(nullcontext, self._predict_step, batch)
 
     def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         model = self._model
@@ -92,11 +99,15 @@ class OneDevice:
         with self.joint_loss(rows, joint_rows, "test"):
             return self._test_step(batch)
 
-    def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, within: Within, step: Callable[..., Any], *arguments: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            with within():
+                return step(*arguments)
+
         if self.jit and not self._communicates:
             draws = draws_of_step()
             before = len(draws)
-            compiled = tf.function(step, jit_compile=True)
+            compiled = tf.function(run, jit_compile=True)
             if not collectives_of(compiled.get_concrete_function(*arguments).graph):
                 return compiled(*arguments)
             logger.info(
@@ -106,7 +117,7 @@ class OneDevice:
             )
             del draws[before:]
             self._communicates = True
-        return step(*arguments)
+        return run(*arguments)
 
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.compute.one_device import BatchWeight, call, rows_of, scaled_loss
+from hvdtrain.keras.compute.one_device import BatchWeight, Within, call, rows_of, scaled_loss
 from hvdtrain.keras.model_parts import layer_statistics, overrides
 from hvdtrain.private_api.keras import (
     clear_losses,
@@ -71,8 +71,14 @@ class Towers:
         self._own_test = model.test_step if overrides(model, "test_step") else None
         self._own_predict = model.predict_step if overrides(model, "predict_step") else None
 
-    def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
+    def differentiate(
+        self, within: Within, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
+    ) -> Any:
         """Run the forward and backward pass on all devices, and compute the metrics."""
+        with within():
+            return self._differentiate(x, y, sample_weight, counts)
+
+    def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         model = self._model
         parts = self._divide(x)
         statistics = _Statistics(model, parts)
@@ -97,8 +103,14 @@ class Towers:
             gradients = [_add(*entries) for entries in zip(weights, *columns)]
         return gradients, terms, metrics
 
-    def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
+    def test(
+        self, within: Within, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None
+    ) -> Any:
         """Run Keras' ``test_step`` on all devices, or a custom ``test_step`` on the first one."""
+        with within():
+            return self._test(batch, rows, joint_rows)
+
+    def _test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
         if self._own_test is not None:
             with tf.device(self._devices[0]), self.joint_loss(rows, joint_rows, "test"):
                 return self._own_test(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -25,6 +27,7 @@ from hvdtrain.keras.optimizer_patch import (
     mix_in_weighted_steps,
     plain_optimizers,
 )
+from hvdtrain.tensorflow.xla import compiled_if_possible
 
 __all__ = ["LocalModelPatch"]
 
@@ -90,6 +93,14 @@ class _LocalSteps(ModelSteps):
         logs = super().train(data)
         self._rounds.end_step(self._loss_weights.contribution)
         return logs
+
+    def _apply(self, gradients: Sequence[Any]) -> None:
+        update = functools.partial(super()._apply, gradients)
+        if self._compute.jit:
+            # Ranks don't communicate in updates, so even the outermost optimizer can be compiled.
+            compiled_if_possible("the optimizer's update", update)
+        else:
+            update()
 
 
 class _LocalLossWeights(IndependentLossWeights):
