@@ -231,8 +231,9 @@ def _if_rows(
 ) -> Any:
     """Call ``compute`` if this rank has rows; otherwise only take part in its collectives.
 
-    Without rows ``otherwise`` is called, the collectives receive zeros, the results are zeros, and the generator advances as
-    far as it would with rows. ``afterwards`` is the function that the caller will call next.
+    Without rows ``otherwise`` is called, the collectives receive zeros, the results are zeros, and
+    the generator advances as far as it would with rows. ``afterwards`` is the function that the
+    caller will call next.
 
     Raises:
         NoShadowError: If the step runs eagerly, if it has collectives that can't be shadowed, or if

@@ -39,9 +39,7 @@ def compiled_if_possible(what: str, function: Callable[[], Any]) -> Any:
 
 @functools.cache  # a step is traced several times
 def _log_once(what: str, unsupported: str) -> None:
-    logger.info(
-        "jit_compile is ignored for %s, because XLA does not support %s", what, unsupported
-    )
+    logger.info("jit_compile is ignored for %s, because XLA does not support %s", what, unsupported)
 
 
 def pad_rows(gradient: Any) -> Any:

@@ -111,8 +111,8 @@ class OneDevice:
             if not collectives_of(compiled.get_concrete_function(*arguments).graph):
                 return compiled(*arguments)
             logger.info(
-                "jit_compile is ignored, because ranks communicate within the steps of this model, "
-                "and XLA does not support that. Masked losses and "
+                "jit_compile applies only to the optimizer's update, because ranks communicate "
+                "within this model, and XLA does not support that. Masked losses and "
                 "BatchNormalization(synchronized=True) need such communication."
             )
             del draws[before:]
