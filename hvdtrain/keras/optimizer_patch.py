@@ -104,8 +104,9 @@ class GradientAveragingMixin(GradientWeightMixin):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Average and apply gradients. XLA compiles what it can before and after the average."""
+        plain = super().apply  # type: ignore[misc]
         if not self._hvdtrain_jit or not len(grads):
-            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            plain(grads, trainable_variables)
             return
         variables = trainable_variables
         if not self.built:  # type: ignore[has-type]
@@ -122,8 +123,7 @@ class GradientAveragingMixin(GradientWeightMixin):
         def update() -> None:
             set_untracked(self, "_hvdtrain_averages", averages)
             try:
-                plain = super(GradientAveragingMixin, self)
-                plain.apply(grads if accumulates else averages, variables)  # type: ignore[misc]
+                plain(grads if accumulates else averages, variables)
             finally:
                 set_untracked(self, "_hvdtrain_averages", None)
 
