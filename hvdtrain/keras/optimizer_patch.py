@@ -24,7 +24,7 @@ from hvdtrain.private_api.keras import (
     set_untracked,
 )
 from hvdtrain.tensorflow.variable_names import variable_label
-from hvdtrain.tensorflow.xla import compiled_if_possible, pad_rows
+from hvdtrain.tensorflow.xla import compiled_if_possible
 
 __all__ = [
     "FiniteCheckMixin",
@@ -117,17 +117,17 @@ class GradientAveragingMixin(GradientWeightMixin):
             variables = self._trainable_variables  # type: ignore[attr-defined]
         grads, variables = self._filter_empty_gradients(grads, variables)
         grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
-        averages = [pad_rows(g) for g in self._hvdtrain_averages_of(grads, variables)]
         accumulates = self.gradient_accumulation_steps  # type: ignore[attr-defined]
 
-        def update() -> None:
+        def update(*averages: Any) -> None:
             set_untracked(self, "_hvdtrain_averages", averages)
             try:
                 plain(grads if accumulates else averages, variables)
             finally:
                 set_untracked(self, "_hvdtrain_averages", None)
 
-        compiled_if_possible("the optimizer's update", update)
+        averages = self._hvdtrain_averages_of(grads, variables)
+        compiled_if_possible("the optimizer's update", update, *averages)
 
     def _hvdtrain_averages_of(self, grads: Any, variables: Sequence[Any]) -> Any:
         """Return the averages to apply; anything of their shapes in a step that accumulates."""
@@ -139,12 +139,12 @@ class GradientAveragingMixin(GradientWeightMixin):
             return self._hvdtrain_average(grads)
         sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]  # type: ignore[attr-defined]
 
+        def means() -> list[tf.Tensor]:
+            unscaled = grads if scale is None else [g / scale for g in grads]
+            return [(g + a) / steps for g, a in zip(unscaled, sums)]
+
         def average() -> Any:
-            unscaled = [g / scale for g in grads] if scale is not None else grads
-            means = compiled_if_possible(
-                "gradient accumulation", lambda: [(g + a) / steps for g, a in zip(unscaled, sums)]
-            )
-            return self._hvdtrain_average(means)
+            return self._hvdtrain_average(compiled_if_possible("gradient accumulation", means))
 
         applies = tf.equal((iterations_of(self) + 1) % steps, 0)
         return tf.cond(applies, average, lambda: [tf.convert_to_tensor(g) for g in grads])
@@ -152,7 +152,13 @@ class GradientAveragingMixin(GradientWeightMixin):
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         factor = self._hvdtrain_weighting.factor
         if self._hvdtrain_averages is None and factor is not None:
-            grads = [g if g is None else scaled(g, factor) for g in grads]
+            plain = grads
+
+            def weighted() -> list[Any]:
+                return [g if g is None else scaled(g, factor) for g in plain]
+
+            jit = self._hvdtrain_jit
+            grads = compiled_if_possible("weights of losses", weighted) if jit else weighted()
         # Ranks must agree on the variables without gradients as well.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
         set_untracked(self, "_hvdtrain_missing", missing)

@@ -13,12 +13,12 @@ import tensorflow as tf
 from hvdtrain.private_api.tensorflow import xla_can_compile
 from hvdtrain.tensorflow.graph_order import operation_types
 
-__all__ = ["compiled_if_possible", "pad_rows"]
+__all__ = ["compiled_if_possible"]
 
 logger = logging.getLogger(__name__)
 
 
-def compiled_if_possible(what: str, function: Callable[[], Any]) -> Any:
+def compiled_if_possible(what: str, function: Callable[..., Any], *gradients: Any) -> Any:
     """Call a function that is compiled with XLA, and may use tensors of the current graph.
 
     If XLA does not support one of its operations, this is logged, and the operations are added to
@@ -27,14 +27,16 @@ def compiled_if_possible(what: str, function: Callable[[], Any]) -> Any:
     Args:
         what: Noun phrase for the log message.
         function: Returns nested tensors or None. It is called again if it can't be compiled.
+        gradients: Arguments of the function. Their rows are padded if it is compiled.
     """
-    compiled = tf.function(function, jit_compile=True, autograph=False)
+    padded = [_pad_rows(gradient) for gradient in gradients]
+    compiled = tf.function(lambda: function(*padded), jit_compile=True, autograph=False)
     types = operation_types(compiled.get_concrete_function().graph) - {"Placeholder"}
     unsupported = sorted(name for name in types if not xla_can_compile(name))
     if not unsupported:
         return compiled()
     _log_once(what, ", ".join(unsupported))
-    return function()
+    return function(*gradients)
 
 
 @functools.cache  # a step is traced several times
@@ -42,7 +44,7 @@ def _log_once(what: str, unsupported: str) -> None:
     logger.info("jit_compile is ignored for %s, because XLA does not support %s", what, unsupported)
 
 
-def pad_rows(gradient: Any) -> Any:
+def _pad_rows(gradient: Any) -> Any:
     """Pad the rows of ``tf.IndexedSlices`` to a power of two, and return dense tensors unchanged.
 
     XLA compiles again for each number of rows. The added rows are zeros outside of the variable,
