@@ -19,6 +19,7 @@ from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import (
     accumulated_gradients,
+    accumulators_of,
     iterations_of,
     register_as,
     set_untracked,
@@ -137,7 +138,7 @@ class GradientAveragingMixin(GradientWeightMixin):
             if scale is not None:
                 grads = compiled_if_possible("loss scaling", lambda: [g / scale for g in grads])
             return self._hvdtrain_average(grads)
-        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]  # type: ignore[attr-defined]
+        sums = accumulators_of(self, variables)
 
         def means() -> list[tf.Tensor]:
             unscaled = grads if scale is None else [g / scale for g in grads]

@@ -66,6 +66,7 @@ __all__ = [
     "SYMBOLIC_BUILD",
     "FitIterator",
     "accumulated_gradients",
+    "accumulators_of",
     "are_arrays",
     "assign_moving_averages",
     "batch_specs",
@@ -138,6 +139,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
         "_clip_gradients",
         "_filter_empty_gradients",
         "_get_current_learning_rate",
+        "_get_variable_index",
         "_overwrite_model_variables_with_average_value",
         "_overwrite_variable_with_gradient",
         "_overwrite_variables_directly_with_gradients",
@@ -358,6 +360,12 @@ def accumulated_gradients(optimizer: Any) -> list[Any]:
     """Return the accumulated gradients, or none without gradient accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
     return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
+
+
+def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return the accumulated gradient of each variable of a built optimizer."""
+    accumulators = _API.get(optimizer, "_accumulated_gradients")
+    return [accumulators[optimizer._get_variable_index(variable)] for variable in variables]
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
