@@ -19,6 +19,7 @@ from tests.gpu.jobs import JobError
 from tests.gpu.results import Result, conclude, exit_code, format_results, judged
 from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
 from tests.harness.jobs import PATIENCE, clean_environment
+from tests.testbed.cluster import Cluster
 
 _GPUS = f"""
 gpu {uuid_of("a")}
@@ -209,3 +210,18 @@ def test_the_programs_of_gpu_claims_do_not_pass_on_cpus(tmp_path: Path) -> None:
         jobs.run_program(
             Layout(ranks=1, gpus=1), "nccl_alone", {"hint": "ring"}, limit_s=60 * PATIENCE
         )
+
+
+@pytest.mark.cluster
+def test_the_hosts_of_a_hostfile(cluster: Cluster) -> None:
+    hosts = cluster.folder / "hosts"
+    hosts.write_text("node1 slots=1\nnode2 slots=1\n")
+    argv = [sys.executable, "-m", "tests.gpu", "--hostfile", str(hosts)]
+    argv += ["--folder", str(cluster.folder / "gpu"), "--only", "check", "equal"]
+    done = cluster.run(argv, timeout_s=120)
+    assert done.returncode == 0, done
+    assert done.stdout.startswith("node1: 0 GPUs\nnode2: 0 GPUs\n")
+    assert "2 claims: 2 pass" in done.stdout
+    report = (cluster.folder / "gpu" / "report.txt").read_text()
+    assert "== node1: networks ==" in report
+    assert "== node2: networks ==" in report
