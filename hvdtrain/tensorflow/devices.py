@@ -104,7 +104,10 @@ def _obstacle() -> str:
         if not cuda_gpus():
             return ""
     except LaunchError as error:
-        return str(error)
+        # CUDA also fails on hosts without GPUs, if they have its library.
+        with contextlib.suppress(LaunchError):
+            return str(error) if GpuReader(faults=False).read(DRIVER_TIMEOUT_S) else ""
+        return ""
     if not tf.test.is_built_with_cuda():
         return (
             "TensorFlow is built without CUDA: install hvdtrain[gpu], or set "

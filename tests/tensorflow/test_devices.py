@@ -246,6 +246,8 @@ def test_gpus_that_tensorflow_can_not_use(on_two_ranks) -> None:
     assert done.stderr.count(f"{has_gpus} TensorFlow is built without CUDA") == 1
     done = on_two_ranks(program, f"cuda 802\n{_TWO_GPUS}", _TWO_GPUS, CUDA_VISIBLE_DEVICES="-1")
     assert "has GPUs" not in done.stderr
+    done = on_two_ranks(program, "cuda 802", "nvml 9\ncuda 999", CUDA_VISIBLE_DEVICES="0")
+    assert "has GPUs" not in done.stderr
 
 
 PARALLEL_OPERATIONS = """
