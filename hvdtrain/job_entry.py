@@ -28,6 +28,7 @@ from hvdtrain.log import LOGGER, configure_log
 from hvdtrain.monitor import report
 
 if TYPE_CHECKING:
+    from hvdtrain.cluster.gpus import Gpu
     from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["Framework", "World", "enter_job"]
@@ -132,12 +133,7 @@ def _set_up_devices(
         for host, gpu, entry in zip(hosts, gpus, everyone)
         if entry["capabilities"]
     ]
-    if all(gpus) and choice.engine == "mpi" and settings.bucket_bytes is None:
-        collectives.bucket_bytes = collectives.bucket_bytes or GPU_BUCKET_BYTES
-    on_devices = settings.backend == "nccl" or any(gpus)
-    if topology.size > 1 and (collectives.bucket_bytes or on_devices):
-        # Before devices are connected, because this initializes TensorFlow's threads.
-        devices.reserve_thread_for_buckets()
+    _prepare_buckets(devices, choice, settings, collectives, gpus)
     choice, device_collectives = _connect_devices(choice, settings, collectives, capabilities)
     if topology.size > 1:
         _check_compression(choice, settings.compression, on_gpus=any(gpus))
@@ -156,6 +152,22 @@ def _set_up_devices(
         device_collectives=device_collectives,
         hosts=hosts,
     )
+
+
+def _prepare_buckets(
+    devices: Any,
+    choice: EngineChoice,
+    settings: Settings,
+    collectives: Engine,
+    gpus: Sequence[Gpu | None],
+) -> None:
+    """Let reductions of buckets overlap with computation."""
+    if all(gpus) and choice.engine == "mpi" and settings.bucket_bytes is None:
+        collectives.bucket_bytes = collectives.bucket_bytes or GPU_BUCKET_BYTES
+    on_devices = settings.backend == "nccl" or any(gpus)
+    if collectives.size > 1 and (collectives.bucket_bytes or on_devices):
+        # Before devices are connected, because this initializes TensorFlow's threads.
+        devices.reserve_thread_for_buckets()
 
 
 def _create_engine(choice: EngineChoice, topology: Topology, settings: Settings) -> Engine:
