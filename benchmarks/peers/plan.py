@@ -151,12 +151,13 @@ def _job(what: str, where: Where, way: Way, whats: Sequence[str], sizes: Sizes) 
         "horovod": "tensorflow_loop",
         "tensorflow": "tensorflow_loop",
         "torch": "torch_loop",
+        "hvdtrain.torch": "torch_loop",
     }.get(way.library, "keras_fit")
     if what == "training":
         models = dict(sizes.models if where == "host" else sizes.cluster_models)
         if "training" not in whats:
             models = {"lenet": models["lenet"]}
-        if way.library == "torch":
+        if job["program"] == "torch_loop":
             models = {name: models[name] for name in models if name in MODELS_OF_TORCH}
         # Two threads allow overlap of reduction and computation between hosts.
         threads = 1 if where == "host" else 2

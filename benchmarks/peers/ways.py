@@ -40,6 +40,7 @@ _RING = "TensorFlow's ring (hvdtrain --backend nccl, on CPUs)"
 _TORCH = "torch.distributed, Gloo (another framework)"
 _RING_RESTART = "hvdtrain run --max-restarts 1 --backend nccl, on CPUs"
 _TORCH_RESTART = "torchrun --max-restarts 1 (another framework)"
+_OURS = "hvdtrain.torch (another framework)"
 _ALL = [
     Way("hvdtrain", "hvdtrain", "hvdtrain", "hvdtrain", alone="keras"),
     Way("hvdtrain-tensors", _TENSORS, "hvdtrain", "hvdtrain.tensorflow"),
@@ -48,6 +49,7 @@ _ALL = [
     Way("horovod-mpi", "Horovod, MPI", "horovodrun", "horovod", HOROVOD, ("--mpi",), _HOROVODS),
     Way("horovod-gloo", "Horovod, Gloo", "horovodrun", "horovod", HOROVOD, ("--gloo",), _HOROVODS),
     Way("torch", _TORCH, "torchrun", "torch", "torch", alone="torch-alone"),
+    Way("hvdtrain-torch", _OURS, "mpirun", "hvdtrain.torch", "torch", alone="torch-alone"),
     Way("keras", "one process, Keras", "alone", "keras"),
     Way(_HOROVODS, "one process, Horovod's TensorFlow", "alone", "tensorflow", HOROVOD),
     Way("torch-alone", "one process, torch (another framework)", "alone", "torch", "torch"),
@@ -58,7 +60,15 @@ _ALL = [
 ]
 WAYS: Mapping[str, Way] = {way.name: way for way in _ALL}
 _TOGETHER = ("hvdtrain", "horovod-mpi", "horovod-gloo", "torch")
-_TRAINING = ("hvdtrain", "ring", *_TOGETHER[1:], "keras", "horovods-tensorflow", "torch-alone")
+_TRAINING = (
+    "hvdtrain",
+    "ring",
+    *_TOGETHER[1:],
+    "hvdtrain-torch",
+    "keras",
+    "horovods-tensorflow",
+    "torch-alone",
+)
 # Candidates of each measure.
 MEASURES: Mapping[str, tuple[str, ...]] = {
     "allreduce": ("hvdtrain", "hvdtrain-tensors", "ring", "mpi", *_TOGETHER[1:]),

@@ -1,4 +1,4 @@
-"""Training with a PyTorch loop: one process, or DistributedDataParallel with Gloo."""
+"""Training with a PyTorch loop: one process, DistributedDataParallel with Gloo, or hvdtrain."""
 
 from __future__ import annotations
 
@@ -23,26 +23,42 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Measure samples per second of the loop and memory, after a warm-up."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    rank, size = join(job)
+    rank, size = _join_hvdtrain() if job["library"] == "hvdtrain.torch" else join(job)
     clock = StepClock(rank, job)
     results: dict[str, Any] = {"versions": {"torch": torch.__version__}, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         make, shape = MODELS[name]
         torch.manual_seed(SEED)
         model = make()
-        if size > 1:
+        if distributed.is_initialized():
             model = nn.parallel.DistributedDataParallel(model)
         generator = np.random.default_rng(SEED)
         x = torch.from_numpy(generator.random((batch * steps, *shape), np.float32))
         y = torch.from_numpy(generator.integers(0, CLASSES, len(x)))
         optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        if size > 1 and not distributed.is_initialized():
+            optimizer = _distribute(optimizer, model)
         _run(model, optimizer, x, y, batch, job["warmup_steps"], clock.step_ended)
         start_s = time.perf_counter()
         _run(model, optimizer, x, y, batch, steps, lambda: None)
         results |= figures_of(name, len(x) * size, time.perf_counter() - start_s)
-    if size > 1:
+    if distributed.is_initialized():
         distributed.destroy_process_group()
     return {**results, **clock.figures()} if rank == 0 else None
+
+
+def _join_hvdtrain() -> tuple[int, int]:
+    import hvdtrain.torch as hvd
+
+    hvd.init()
+    return hvd.rank(), hvd.size()
+
+
+def _distribute(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    import hvdtrain.torch as hvd
+
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
 def _run(

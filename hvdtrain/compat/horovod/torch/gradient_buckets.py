@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.collectives.engine import Engine
 from hvdtrain.compat.horovod.process_sets import ProcessSet
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.compat.horovod.torch.call_queue import calls
@@ -57,11 +56,11 @@ class GradientOptions:
 
 @dataclass
 class _Reduction:
-    """A bucket whose reduction has started: its gradients, and how to get the averages."""
+    """A bucket whose reduction has started: indices of parameters, and how to get the results."""
 
-    parameters: list[Any]
+    indices: list[int]
     results: Callable[[], list[np.ndarray]]
-    sparse: list[tuple[Any, Handle]]
+    sparse: list[tuple[int, Handle]]
 
 
 class GradientBuckets:
@@ -79,24 +78,33 @@ class GradientBuckets:
         self._options = options
         self._process_set = process_set
         self._signatures = Signatures()
-        self._names: dict[Any, str] = {}
-        self._buckets: list[list[Any]] = []
-        self._bucket_of: dict[Any, int] = {}
+        self._signature: Signature | None = None  # None once the ranks have compared it
+        self._parameters: list[Any] = []
+        self._names: Sequence[str] = ()
+        self._buckets: list[list[int]] = []  # indices of parameters
+        # Tensors as keys are slow, so this maps their ids.
+        self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
         self._started: list[_Reduction] = []
 
-    def divide(self, parameters: Sequence[Any], names: Sequence[str]) -> None:
-        """Divide parameters into buckets, unless they are the same as before."""
-        if self._started or list(map(id, self._names)) == list(map(id, parameters)):
-            return
-        self._names = dict(zip(parameters, names))
+    def divide(self, parameters: list[Any], names: Sequence[str]) -> None:
+        """Divide parameters into buckets."""
+        self._parameters, self._names = parameters, names
+        kinds = tuple(f"{p.dtype} {tuple(p.shape)}" for p in parameters)
+        self._signature = Signature(tuple(names), kinds)
         sizes = [p.numel() * p.element_size() for p in parameters]
-        indices = range(len(parameters))
         bucket_bytes = self._process_set.collectives().bucket_bytes
-        groups = divide(self._options.groups, indices, parameters, sizes, bucket_bytes)
-        self._buckets = [[parameters[n] for n in group] for group in groups]
-        self._bucket_of = {p: n for n, bucket in enumerate(self._buckets) for p in bucket}
+        indices = range(len(parameters))
+        self._buckets = divide(self._options.groups, indices, parameters, sizes, bucket_bytes)
+        self._bucket_of = {
+            id(parameters[index]): n for n, bucket in enumerate(self._buckets) for index in bucket
+        }
         self.reset()
+
+    @property
+    def started(self) -> bool:
+        """Whether the reduction of a bucket has started."""
+        return bool(self._started)
 
     def reset(self) -> None:
         """Forget which gradients are ready, after all reductions have ended."""
@@ -106,9 +114,10 @@ class GradientBuckets:
 
     def ready(self, parameter: Any) -> None:
         """Start the reduction of each bucket that is complete with this gradient."""
-        if len(self._buckets) == 1 or parameter not in self._bucket_of:
+        bucket = self._bucket_of.get(id(parameter))
+        if len(self._buckets) == 1 or bucket is None:
             return
-        self._missing[self._bucket_of[parameter]] -= 1
+        self._missing[bucket] -= 1
         while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
             self._start(calls.add)
 
@@ -116,18 +125,17 @@ class GradientBuckets:
         """Reduce the remaining buckets, and replace the gradients by the results."""
         while len(self._started) < len(self._buckets):
             self._start(_at_once)
-        started, flags = self._started, np.ones(len(self._names))
+        started, has_gradient = self._started, [1.0] * len(self._parameters)
         results = [reduction.results() for reduction in started]
         if results and self._sends_flags:
-            flags = results[-1].pop()
-        used = {p: flag > 0 for p, flag in zip(self._names, flags)}
+            has_gradient = results[-1].pop().tolist()
         with torch.no_grad():
             for reduction, arrays in zip(started, results):
-                for parameter, array in zip(reduction.parameters, arrays):
-                    if used[parameter]:
-                        self._put(parameter, array)
-                for parameter, handle in reduction.sparse:
-                    parameter.grad = handle()
+                for index, array in zip(reduction.indices, arrays):
+                    if has_gradient[index]:
+                        self._put(self._parameters[index], array)
+                for index, handle in reduction.sparse:
+                    self._parameters[index].grad = handle()
         self.reset()
 
     @property
@@ -136,27 +144,21 @@ class GradientBuckets:
 
     def _start(self, run: Callable[[Callable[[], Any]], Future[Any]]) -> None:
         """Start to reduce the next bucket."""
-        number = len(self._started)
-        parameters, sparse = self._buckets[number], []
-        names = [self._names[p] for p in parameters]
-        dense: list[Any] = []
-        arrays: list[np.ndarray] = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse and not self._options.sparse_as_dense:
-                sparse.append(parameter)
-                continue
-            dense.append(parameter)
-            arrays.append(array_of(self._packed(parameter, gradient)))
+        number, options = len(self._started), self._options
+        bucket, gradients = self._buckets[number], [p.grad for p in self._parameters]
+        sparse: list[int] = []
+        if not options.sparse_as_dense:
+            sparse = [n for n in bucket if gradients[n] is not None and gradients[n].is_sparse]
+        dense = [index for index in bucket if index not in sparse] if sparse else bucket
+        arrays = [array_of(self._packed(self._parameters[n], gradients[n])) for n in dense]
         if self._sends_flags and number == len(self._buckets) - 1:
-            has_gradient = [p.grad is not None for p in self._names]
             dtype = arrays[0].dtype if arrays else np.float32
-            arrays.append(np.array(has_gradient, dtype))
-        label = f"gradients of {names[0]} to {names[-1]}"
+            arrays.append(np.array([gradient is not None for gradient in gradients], dtype))
+        label = f"gradients of {self._names[bucket[0]]} to {self._names[bucket[-1]]}"
         future = run(lambda: self._reduce(arrays, label))
         handles = [
-            (p, sparse_allreduce_async(p.grad, self._names[p], self._options.op, self._process_set))
-            for p in sparse
+            (n, sparse_allreduce_async(gradients[n], self._names[n], options.op, self._process_set))
+            for n in sparse
         ]
         self._started.append(_Reduction(dense, future.result, handles))
 
@@ -169,14 +171,11 @@ class GradientBuckets:
 
     def _reduce(self, arrays: list[np.ndarray], label: str) -> list[np.ndarray]:
         options, engine = self._options, self._process_set.collectives()
-        self._agree(engine)
+        if self._signature is not None:
+            self._signatures.agree(engine, self._signature)
+            self._signature = None
         factors = {"prescale": options.prescale, "postscale": options.postscale}
         return reduce_arrays(engine, arrays, options.op.tensor_op, **factors, name=label)
-
-    def _agree(self, engine: Engine) -> None:
-        """Check that all ranks have the same parameters, once for each set of parameters."""
-        kinds = tuple(f"{p.dtype} {tuple(p.shape)}" for p in self._names)
-        self._signatures.agree(engine, Signature(tuple(self._names.values()), kinds))
 
     def _put(self, parameter: Any, array: np.ndarray) -> None:
         gradient = parameter.grad

@@ -111,11 +111,12 @@ class _ReducesGradients:
         self.backward_passes_per_step = passes
         self._hvdtrain_process_set = process_set
         self._parameter_names = names
-        self._hvdtrain_passes: dict[Any, int] = {}
+        self._hvdtrain_passes: dict[int, int] = {}
         self._hvdtrain_buckets = GradientBuckets(options, process_set)
         self._hvdtrain_synchronized = False
         self._hvdtrain_skips = False
-        self._hvdtrain_watched: set[Any] = set()
+        self._hvdtrain_watched: set[int] = set()
+        self._hvdtrain_ids: list[int] = []
         self._hvdtrain_alone = process_set.alone
         # Hooks instead of an override of step, because schedulers keep the original step.
         hooks: Any = self
@@ -134,6 +135,10 @@ class _ReducesGradients:
     def _hvdtrain_watch(self) -> None:
         """Find the parameters to train, and watch for their gradients."""
         parameters = [p for p in self._hvdtrain_parameters() if p.requires_grad]
+        ids = list(map(id, parameters))
+        if ids == self._hvdtrain_ids or self._hvdtrain_buckets.started:
+            return
+        self._hvdtrain_ids = ids
         method = weakref.WeakMethod(self._hvdtrain_on_gradient)
 
         def on_gradient(parameter: Any) -> None:
@@ -142,8 +147,8 @@ class _ReducesGradients:
                 call(parameter)
 
         for parameter in parameters:
-            if parameter not in self._hvdtrain_watched:
-                self._hvdtrain_watched.add(parameter)
+            if id(parameter) not in self._hvdtrain_watched:
+                self._hvdtrain_watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(on_gradient)
         if not self._hvdtrain_alone:
             names = self._parameter_names
@@ -154,13 +159,13 @@ class _ReducesGradients:
     def _hvdtrain_on_gradient(self, parameter: Any) -> None:
         if not self._hvdtrain_passes:
             self._hvdtrain_watch()  # the program may have frozen parameters, or trains more
-        passes = self._hvdtrain_passes.get(parameter, 0) + 1
+        passes = self._hvdtrain_passes.get(id(parameter), 0) + 1
         if passes > self.backward_passes_per_step:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before step(), "
                 f"got {passes} times; increase backward_passes_per_step to accumulate them."
             )
-        self._hvdtrain_passes[parameter] = passes
+        self._hvdtrain_passes[id(parameter)] = passes
         if passes == self.backward_passes_per_step and not self._hvdtrain_alone:
             self._hvdtrain_buckets.ready(parameter)
 
