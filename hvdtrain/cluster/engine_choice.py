@@ -134,7 +134,7 @@ def without_nccl(backend: str, obstacle: str, *, failed: bool = False) -> Engine
     Args:
         backend: The value of ``--backend``.
         obstacle: Why NCCL can't be used.
-        failed: Whether this was unexpected.
+        failed: Whether NCCL failed unexpectedly.
 
     Raises:
         LaunchError: If the backend is ``nccl``.

@@ -135,7 +135,7 @@ def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """Convert lists, also in lists, to tuples."""
+    """Convert lists and nested lists to tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 

@@ -118,8 +118,8 @@ class FailureDetector:
 
         Set ``needs_all`` if this rank waits for point-to-point messages instead of an operation.
         Then an exit of any rank raises an error. A lost rank raises none, so the caller must check
-        ``lost``. Unless ``waits``, other ranks that ask receive no answer, because this rank
-        computes.
+        ``lost``. If ``waits`` is false, this rank computes, and does not
+        answer ranks that ask what it waits for.
 
         Raises:
             PeerFailedError: If a rank has failed, or if it has exited and this rank is waiting for

@@ -243,7 +243,7 @@ class ChiefFailover(keras.callbacks.Callback):
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def wrapped(self, contributions: Contributions, synchronize: Callable[[], None]) -> list[Any]:
-        """Return the user's callbacks for this rank, between hvdtrain's own.
+        """Return the user's callbacks for this rank, with hvdtrain's own around them.
 
         ``synchronize`` makes the model equal on all ranks before the user's ``on_epoch_end``.
         """

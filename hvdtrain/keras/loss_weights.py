@@ -171,7 +171,7 @@ class IndependentLossWeights(LossWeights):
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the number of joint rows if it is known, otherwise that of this rank's rows."""
+        """Return the number of joint rows if it is known, otherwise the number of own rows."""
         # Contributions are divided by the number of joint rows, so that all accumulated steps have
         # the same weight. If the joint rows are unknown, steps are weighted by this rank's rows.
         self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)

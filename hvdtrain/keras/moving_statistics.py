@@ -74,7 +74,7 @@ class MovingStatistics:
 
     @contextmanager
     def weighted_by(self, weight: tf.Tensor, *, select: bool = False) -> Iterator[None]:
-        """Weight the batch of the step within the block by ``weight``, its w_r.
+        """Use ``weight`` as the weight w_r of this rank's batch in the step within the block.
 
         If ``select``, no operation is conditional. XLA can't fuse others with such operations.
         """

@@ -93,7 +93,7 @@ class WorkerSession(CheckpointSession):
         rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Start an epoch. Without a checkpoint, the first one is where all workers start."""
+        """Start an epoch. If there is no checkpoint, all workers start in the first epoch."""
         super().on_epoch_begin(epoch)
         if not self._starts:
             size = self._membership.size
@@ -101,7 +101,7 @@ class WorkerSession(CheckpointSession):
             self._starts = [WorkerPosition(epoch, place, 0)] * size
 
     def on_batch_end(self, batch: int) -> None:
-        """Take a checkpoint if one is due and no gradients wait to be accumulated."""
+        """Take a checkpoint if one is due and no gradients are accumulated."""
         if self._job.is_chief and self._state.accumulates:
             self._epoch_step = batch + 1
         else:

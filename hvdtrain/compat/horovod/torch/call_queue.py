@@ -37,7 +37,7 @@ class CallQueue:
         return self.add(call).result()
 
     def wait(self) -> None:
-        """Wait until all calls are made. Their time-outs limit the time."""
+        """Wait until all calls are made. Each call has its own time-out."""
         if self._last is not None and not self._last.done():
             wait([self._last])
 

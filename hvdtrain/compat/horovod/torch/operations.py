@@ -118,6 +118,6 @@ def differentiable(
     backward: Callable[..., list[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return the result of ``forward``, whose gradients ``backward`` computes from upstream's."""
+    """Return the result of ``forward``, with ``backward`` as its gradient function."""
     outputs: Any = _Differentiable.apply(forward, backward, *tensors)
     return list(outputs)
