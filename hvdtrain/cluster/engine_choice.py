@@ -29,7 +29,7 @@ class EngineChoice(NamedTuple):
     Attributes:
         engine: The library.
         reason: Why it was chosen.
-        is_fallback: Whether it replaces NCCL, which failed.
+        is_fallback: Whether it is used because NCCL failed.
     """
 
     engine: Literal["mpi", "nccl", "horovod"]

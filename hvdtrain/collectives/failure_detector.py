@@ -118,8 +118,8 @@ class FailureDetector:
 
         Set ``needs_all`` if this rank waits for point-to-point messages instead of an operation.
         Then an exit of any rank raises an error. A lost rank raises none, so the caller must check
-        ``lost``. If ``waits`` is false, this rank computes, and does not
-        answer ranks that ask what it waits for.
+        ``lost``. If ``waits`` is false, this rank computes, and does not answer ranks that ask what
+        it waits for.
 
         Raises:
             PeerFailedError: If a rank has failed, or if it has exited and this rank is waiting for
@@ -149,7 +149,7 @@ class FailureDetector:
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Raise an error that lists which operation each of the other ranks is waiting in.
+        """Raise an error that lists the operation in which each other rank waits.
 
         Ranks that don't answer are listed as not waiting.
         """

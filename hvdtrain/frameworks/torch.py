@@ -92,7 +92,7 @@ def reserve_thread_for_buckets() -> None:
 
 
 def set_seed_unless_set(seed: int) -> None:
-    """Do nothing: PyTorch's generators always have a seed, so the program sets them."""
+    """Do nothing, because the program seeds PyTorch's generators itself."""
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

@@ -62,7 +62,7 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
     """Return the reduction for a metric's variable, or None if it is not reduced.
 
-    Keras' attribute ``aggregation`` of the variable decides.
+    The variable's attribute ``aggregation`` decides.
     """
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":

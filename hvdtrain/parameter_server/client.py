@@ -227,7 +227,7 @@ class Client:
     def _start(
         self, requests: Sequence[Request], data: _Blocks | None, extra: _Blocks = ()
     ) -> PendingRequest:
-        """Send requests after the reply in flight, if any, has arrived."""
+        """Wait for the reply in flight, if any, then send requests."""
         if self._in_flight is not None:
             pending, waiting = self._in_flight
             waiting.result()

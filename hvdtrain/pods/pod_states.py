@@ -98,7 +98,7 @@ def _deletion_reason(status: Object) -> str:
 
 
 def find_condition(status: Object | None, kind: str, value: str) -> Object | None:
-    """Return a pod's or Job's condition of type ``kind`` if it has this ``value``; else None."""
+    """Return a pod's or Job's condition of type ``kind``, or None if its value differs."""
     for condition in (status or {}).get("conditions") or ():
         if (condition["type"], condition["status"]) == (kind, value):
             return dict(condition)

@@ -149,7 +149,7 @@ class ShardedPipeline(ShardedInput):
         return self._make(dataset, left, steps, self._record)
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Draw the orders of the earlier passes."""
+        """Advance the random order of the data past the earlier passes."""
         self._passes.catch_up(passes)
 
     def verify(self) -> None:

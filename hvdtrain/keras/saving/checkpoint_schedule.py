@@ -31,7 +31,7 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The validated arguments of ``hvdtrain.Checkpoint``, which describes them.
+    """The validated arguments of ``hvdtrain.Checkpoint``. Its docstring describes them.
 
     Raises:
         ConfigurationError: If an argument is not valid.
