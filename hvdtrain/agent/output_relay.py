@@ -37,7 +37,7 @@ class LineSplitter:
         self.status = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
-        """Yield the lines that ``data`` completes. If ``final``, also yield the incomplete last line."""
+        """Yield the lines that ``data`` completes. ``final`` adds the incomplete last line."""
         self._rest += self._decoder.decode(data, final)
         *lines, self._rest = self._rest.split("\n")
         for line in lines:
