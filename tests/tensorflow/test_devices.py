@@ -161,6 +161,7 @@ def on_two_ranks(
 
 
 @pytest.mark.mpi
+@pytest.mark.essential
 def test_ranks_bind_their_gpus(on_two_ranks) -> None:
     done = on_two_ranks(_BIND, _TWO_GPUS, options=[])
     assert done.returncode == 0, done
