@@ -37,7 +37,7 @@ logger = logging.getLogger(__package__)
 # The reduction of the last bucket overlaps with no computation, so it should be a small part of the
 # whole. But each bucket has a fixed cost, and NCCL needs large messages for full bandwidth.
 BUCKETS = 8
-LEAST_BUCKET_BYTES = 4 << 20
+LEAST_BUCKET_BYTES = 2 << 20
 MOST_BUCKET_BYTES = 32 << 20
 CHECK_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 5.0

@@ -45,7 +45,7 @@ def test_buckets_begin_with_the_last_tensors() -> None:
     assert divide([0], 4, 40) == divide([0], 4, 0) == divide([], 4, None) == []
 
 
-@pytest.mark.parametrize(("mebibytes", "buckets"), [(1, 1), (7, 2), (100, 8), (1000, 32)], ids=str)
+@pytest.mark.parametrize(("mebibytes", "buckets"), [(1, 1), (7, 4), (100, 8), (1000, 32)], ids=str)
 def test_the_number_of_buckets_depends_on_the_size(mebibytes: int, buckets: int) -> None:
     assert len(divide([1 << 17] * 2 * mebibytes, 4, None)) == buckets
 
