@@ -23,7 +23,7 @@ import hvdtrain
 from hvdtrain import world
 from hvdtrain.bench.models import build_model, synthetic_data
 
-BATCH_SIZES = {"lenet": 64, "transformer": 16, "resnet50": 8}
+BATCH_SIZES = {"lenet": 64, "transformer": 8, "resnet50": 4}
 # Steps per call of fit. The first ones compile or wait for data.
 STEPS, WARMUP_STEPS = 8, 3
 

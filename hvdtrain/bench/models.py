@@ -72,16 +72,16 @@ def _resnet50() -> list[Any]:
 
 
 def _transformer() -> list[Any]:
-    """Return an encoder for 64 tokens: 10 million parameters, 2 million of them in an embedding."""
-    start = x = keras.Input((64, 256))
-    for _ in range(10):
+    """Return an encoder of 32 tokens: 10 million parameters, half a million in an embedding."""
+    start = x = keras.Input((32, 512))
+    for _ in range(3):
         normal = layers.LayerNormalization()(x)
-        x += layers.MultiHeadAttention(4, 64)(normal, normal)
+        x += layers.MultiHeadAttention(8, 64)(normal, normal)
         normal = layers.LayerNormalization()(x)
-        x += layers.Dense(256)(layers.Dense(1024, activation="gelu")(normal))
+        x += layers.Dense(512)(layers.Dense(2048, activation="gelu")(normal))
     body = keras.Model(start, layers.GlobalAveragePooling1D()(x))
-    tokens = [layers.Rescaling(8000.0), layers.Embedding(8000, 256)]
-    return [keras.Input((64,)), *tokens, body]
+    tokens = [layers.Rescaling(1000.0), layers.Embedding(1000, 512)]
+    return [keras.Input((32,)), *tokens, body]
 
 
 _BODIES: dict[str, Callable[[], list[Any]]] = {

@@ -1,11 +1,13 @@
 """A small model and data for tests of single features."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.private_api.tensorflow import function_body
 from tests.keras.equivalence import alike, distance, from_chief, weights
 
 JOINT_BATCH = 12
@@ -44,6 +46,33 @@ def compare(hvdtrain, make, train) -> keras.Model:
 
 def train_arrays(model: keras.Model, batch_size: int, **options: Any) -> None:
     model.fit(X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options)
+
+
+def operations(graph: Any) -> Iterator[Any]:
+    """Yield the operations that a step runs, one for each cluster."""
+    for operation in graph.get_operations():
+        yield operation
+        if not is_cluster(operation):
+            for value in operation.node_def.attr.values():
+                for function in (value.func, *value.list.func):
+                    if function.name:
+                        body = function_body(graph, function.name)
+                        yield from operations(next(iter(body)).graph)
+
+
+def is_cluster(operation: Any) -> bool:
+    return bool(operation.node_def.attr["_XlaMustCompile"].b)
+
+
+def traced(model: keras.Model) -> list[Any]:
+    """Return the operations of a training step."""
+    step = tf.function(model.train_step, autograph=False)
+    return list(operations(step.get_concrete_function((X[:4], Y[:4])).graph))
+
+
+def clusters(model: keras.Model) -> int:
+    """Return the number of parts of a training step that XLA compiles."""
+    return sum(map(is_cluster, traced(model)))
 
 
 class OwnStep(keras.Model):

@@ -1,6 +1,6 @@
 """Steps that XLA compiles, except for the collectives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.private_api.tensorflow import function_body
-from tests.keras.features import OwnStep, X, Y, classifier, compare, train_arrays
+from tests.keras.features import (
+    OwnStep,
+    X,
+    Y,
+    classifier,
+    clusters,
+    compare,
+    is_cluster,
+    operations,
+    traced,
+    train_arrays,
+)
 from tests.keras.patterns.pattern import built
 
 # Operations that compute nothing.
@@ -54,32 +64,6 @@ def model_for(optimizer: Any, *, sparse: bool = True) -> keras.Model:
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=True)
     optimizer.build(model.trainable_variables)
     return model
-
-
-def operations(graph: Any) -> Iterator[Any]:
-    """Yield the operations that a step runs, one for each cluster."""
-    for operation in graph.get_operations():
-        yield operation
-        if not is_cluster(operation):
-            for value in operation.node_def.attr.values():
-                for function in (value.func, *value.list.func):
-                    if function.name:
-                        body = function_body(graph, function.name)
-                        yield from operations(next(iter(body)).graph)
-
-
-def is_cluster(operation: Any) -> bool:
-    return bool(operation.node_def.attr["_XlaMustCompile"].b)
-
-
-def traced(model: keras.Model) -> list[Any]:
-    """Return the operations of a training step."""
-    step = tf.function(model.train_step, autograph=False)
-    return list(operations(step.get_concrete_function((X[:4], Y[:4])).graph))
-
-
-def clusters(model: keras.Model) -> int:
-    return sum(map(is_cluster, traced(model)))
 
 
 @pytest.mark.ranks(2)

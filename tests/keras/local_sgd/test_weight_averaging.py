@@ -13,7 +13,7 @@ from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.keras.local_sgd.weight_averaging import OuterOptimizer
 from tests.keras.equivalence import from_chief
-from tests.keras.features import JOINT_BATCH, OwnStep, X, Y, classifier
+from tests.keras.features import JOINT_BATCH, OwnStep, X, Y, classifier, clusters
 
 # Four joint batches and one of five rows.
 ROWS = JOINT_BATCH * 4 + 5
@@ -193,6 +193,8 @@ def test_rounds_of_one_step_equal_synchronous_training(world, local_sgd, case):
         losses.append(history.get("loss"))
         results.append(weights_of(model))
         assert ranks_agree(model)
+        if case == "jit":
+            assert clusters(model) == 2
     for synchronous, local in zip(*results):
         np.testing.assert_allclose(local, synchronous, rtol=2e-6, atol=2e-7)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
