@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.optimizer_patch import Weighting
+from hvdtrain.keras.optimizer_mixins import Weighting
 from hvdtrain.private_api.keras import flat_losses, scaling_losses
 
 __all__ = [

@@ -55,9 +55,9 @@ def operations(graph: Any) -> Iterator[Any]:
         if not is_cluster(operation):
             for value in operation.node_def.attr.values():
                 for function in (value.func, *value.list.func):
-                    if function.name:
-                        body = function_body(graph, function.name)
-                        yield from operations(next(iter(body)).graph)
+                    body = function_body(graph, function.name) if function.name else ()
+                    if first := next(iter(body), None):
+                        yield from operations(first.graph)
 
 
 def is_cluster(operation: Any) -> bool:
