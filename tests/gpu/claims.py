@@ -27,6 +27,7 @@ __all__ = ["CLAIMS", "Claim", "Context", "Judgement"]
 MAX_PACE = 1.02
 MAX_DIFFERENCE = 1e-5
 MAX_XLA_DIFFERENCE = 1e-4
+MAX_FP16_DIFFERENCE = 5e-3
 MAX_OVERLAP = 1.2
 MAX_NOTICE_S = 10.0
 MIN_OF_NCCL_TESTS = 0.8
@@ -169,13 +170,19 @@ def _judge_pace(result: Mapping[str, Any]) -> Judgement:
 
 def _test_equal(context: Context) -> Judgement:
     result, done = context.run_program("equal", {"steps": 4})
-    return _judge_equal(result, _reducer(done))
+    return _judge_equal(result, _reducer(done), MAX_DIFFERENCE)
 
 
-def _judge_equal(result: Mapping[str, Any], reducer: str) -> Judgement:
-    holds = result["difference"] <= MAX_DIFFERENCE and result["ranks_equal"]
+def _test_compressed(context: Context) -> Judgement:
+    options = ["--compression", "fp16"]
+    result, done = context.run_program("equal", {"steps": 4}, options=options)
+    return _judge_equal(result, _reducer(done), MAX_FP16_DIFFERENCE)
+
+
+def _judge_equal(result: Mapping[str, Any], reducer: str, limit: float) -> Judgement:
+    holds = result["difference"] <= limit and result["ranks_equal"]
     # If training changed nothing, equality means nothing.
-    moved = result["moved"] > 100 * MAX_DIFFERENCE
+    moved = result["moved"] > 10 * limit
     text = f"largest difference {result['difference']:.1e}, {reducer}"
     if not result["ranks_equal"]:
         text += "; ranks differ"
@@ -473,6 +480,13 @@ CLAIMS = (
         needs=Requirements(ranks="two"),
         limit_s=90,
         test=_test_equal,
+    ),
+    Claim(
+        name="compressed",
+        text=f"the same with --compression fp16, within {MAX_FP16_DIFFERENCE:g}",
+        needs=Requirements(ranks="two", own_gpus=True),
+        limit_s=90,
+        test=_test_compressed,
     ),
     Claim(
         name="placement",

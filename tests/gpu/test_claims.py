@@ -55,11 +55,15 @@ def test_pace() -> None:
 
 def test_equal() -> None:
     result = {"difference": 1e-6, "moved": 0.5, "ranks_equal": True}
-    assert holds(claims._judge_equal(result, "NCCL"), "1.0e-06, NCCL")
-    assert not holds(claims._judge_equal({**result, "difference": 2e-5}, "NCCL"))
-    assert not holds(claims._judge_equal({**result, "difference": float("nan")}, "NCCL"))
-    assert not holds(claims._judge_equal({**result, "ranks_equal": False}, "NCCL"), "ranks differ")
-    assert not holds(claims._judge_equal({**result, "moved": 0.0}, "NCCL"), "did not change")
+
+    def judge(**changes: Any) -> Judgement:
+        return claims._judge_equal({**result, **changes}, "NCCL", 1e-5)
+
+    assert holds(judge(), "1.0e-06, NCCL")
+    assert not holds(judge(difference=2e-5))
+    assert not holds(judge(difference=float("nan")))
+    assert not holds(judge(ranks_equal=False), "ranks differ")
+    assert not holds(judge(moved=0.0), "did not change")
 
 
 def test_nccl_alone() -> None:

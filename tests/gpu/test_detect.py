@@ -41,7 +41,7 @@ def test_no_gpu() -> None:
         **dict.fromkeys(("binding", "nccl", "placement", "fallback"), "no GPU"),
         **dict.fromkeys(("sharing", "example", "host-memory"), "no GPU"),
         **dict.fromkeys(("check", "equal", "killed", "elastic"), "2 ranks, CPU"),
-        **dict.fromkeys(("mixed", "compiled"), "2 ranks, CPU"),
+        **dict.fromkeys(("mixed", "compiled", "compressed"), "2 ranks, CPU"),
         **dict.fromkeys(("pace", "pace-xla"), "1 rank, CPU"),
         **dict.fromkeys(("overlap", "bench"), "2 ranks, CPU"),
     }
@@ -54,6 +54,7 @@ def test_one_gpu() -> None:
         **dict.fromkeys(("equal", "killed", "elastic", "mixed", "compiled"), "2 ranks, 1 GPU"),
         **dict.fromkeys(("bench", "example"), "2 ranks, 1 GPU"),
         **dict.fromkeys(("placement", "fallback", "overlap", "host-memory"), "needs 2 GPUs"),
+        "compressed": "needs 2 GPUs",
     }
 
 
@@ -63,7 +64,7 @@ def test_several_gpus(gpus: int) -> None:
         **dict.fromkeys(("check", "binding", "bench"), f"{gpus} ranks, {gpus} GPUs"),
         **dict.fromkeys(("sharing", "nccl", "pace", "pace-xla"), "1 rank, 1 GPU"),
         **dict.fromkeys(("equal", "killed", "elastic", "mixed", "compiled"), "2 ranks, 2 GPUs"),
-        **dict.fromkeys(("host-memory", "example"), "2 ranks, 2 GPUs"),
+        **dict.fromkeys(("host-memory", "example", "compressed"), "2 ranks, 2 GPUs"),
         **dict.fromkeys(("placement", "fallback", "overlap"), "2 ranks, 2 GPUs"),
     }
 

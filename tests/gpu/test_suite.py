@@ -179,14 +179,18 @@ def test_the_suite_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("on_cpus")
 def test_the_other_claims_on_cpus(tmp_path: Path) -> None:
-    results = run_suite(tmp_path, ["killed", "elastic", "mixed", "compiled", "overlap"])
+    results = run_suite(
+        tmp_path, ["killed", "elastic", "mixed", "compiled", "compressed", "overlap"]
+    )
     assert {name: result.verdict for name, result in results.items()} == {
         "killed": "pass",
         "elastic": "pass",
         "mixed": "pass",
         "compiled": "pass",
+        "compressed": "pass",
         "overlap": "no verdict",
     }
+    assert results["compressed"].values["difference"] > 1e-6, "nothing was rounded"
     assert list(tmp_path.glob("killed-*")) == []
 
 
