@@ -185,7 +185,7 @@ def test_defaults_of_flags() -> None:
     settings = {field.name: written_default(field) for field in dataclasses.fields(Settings)}
     count = 0
     for path in DOCUMENTS:
-        pattern = r"`(--[a-z-]+)`(?: \(|: the default is )([\d.]+\d|\d)\b"
+        pattern = r"`(--[a-z-]+)`(?:(?: \w+)? \((?:default\s)?|: the default is )([\d.]+\d|\d)\b"
         for flag, documented in re.findall(pattern, path.read_text()):
             action = _commands()["run"][flag]
             default = settings.get(action.dest, action.default)
