@@ -253,15 +253,19 @@ def _faults(nvml: Any, gpu: Any) -> Iterator[str]:
 def _state(
     nvml: Any, number: str, handle: Any, *, driver: str, faults: tuple[str, ...]
 ) -> GpuState:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total = used = 0
+    # A GPU that shares the host's memory has none of its own.
+    with contextlib.suppress(nvml.NVMLError_NotSupported):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, used = int(memory.total), int(memory.used)
     utilization = _ask(None, nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return GpuState(
         number=number,
         id=str(nvml.nvmlDeviceGetUUID(handle)),
         model=str(nvml.nvmlDeviceGetName(handle)),
         driver=driver,
-        memory_bytes=int(memory.total),
-        used_bytes=int(memory.used),
+        memory_bytes=total,
+        used_bytes=used,
         # Unknown for parts of a GPU.
         busy=None if utilization is None else int(utilization.gpu),
         processes=tuple(
@@ -283,6 +287,7 @@ def _ask(default: Any, nvml: Any, function: Callable[..., Any], *arguments: Any)
 def _process_name(pid: int) -> str:
     """Return the name of a process; empty for a process of another container."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        # The kernel shortens names to 15 bytes, even within a character.
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,26 @@ def test_faults(read, lines: str, fault: str) -> None:
     healthy, faulty = read(f"gpu {A}\necc 0\ngpu {B}\n{lines}", STATES)
     assert (healthy["faults"], faulty["faults"]) == ([], [fault])
     assert faulty["number"] == "1"
+
+
+def test_a_gpu_without_memory_of_its_own(read) -> None:
+    (state,) = read(f"gpu {A}\nmodel NVIDIA GB10\nshared 1", STATES)
+    assert (state["id"], state["model"]) == (A, "NVIDIA GB10")
+    assert (state["memory_bytes"], state["faults"]) == (0, [])
+
+
+def test_a_process_with_a_shortened_name(read) -> None:
+    name = "a学習プログラム".encode()[:15]
+    code = "import sys, time; open('/proc/self/comm', 'wb').write(bytes.fromhex(sys.argv[1]))"
+    argv = [sys.executable, "-c", f"{code}; print(flush=True); time.sleep(60)", name.hex()]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            (state,) = read(f"gpu {A}\nprocess {process.pid} 1", STATES)
+        finally:
+            process.kill()
+    assert state["processes"] == [[process.pid, name.decode(errors="replace"), 1]]
 
 
 def test_the_counters_of_faults_are_optional(read) -> None:

@@ -8,6 +8,7 @@ keyword and its value. A line "gpu" starts a GPU, a line "part" a part of the la
     hang 1               NVML never answers
     gpu UUID             part UUID
     model NAME           bus ID                memory BYTES          used BYTES
+    shared 1             the GPU has no memory of its own
     busy PERCENT         speed N: CUDA numbers fast GPUs first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID
     ecc COUNT            volatile uncorrectable errors; without this line the model has no ECC
     pending_rows 1       failed_rows 1         pending_pages 1
@@ -27,7 +28,7 @@ typedef struct { unsigned pid; unsigned long long bytes; unsigned gpu, part; } P
 typedef struct Device {
     char uuid[96], model[96], bus[32];
     unsigned long long memory, used;
-    int busy, speed, ecc, pending_rows, failed_rows, pending_pages, lost, parent, parts;
+    int busy, speed, shared, ecc, pending_rows, failed_rows, pending_pages, lost, parent, parts;
     char users[MOST][64];
     int user_count;
 } Device;
@@ -70,6 +71,7 @@ static void read_file(void) {
         else if (!strcmp(line, "bus")) strcpy(last->bus, value);
         else if (!strcmp(line, "memory")) last->memory = strtoull(value, NULL, 10);
         else if (!strcmp(line, "used")) last->used = strtoull(value, NULL, 10);
+        else if (!strcmp(line, "shared")) last->shared = 1;
         else if (!strcmp(line, "busy")) last->busy = atoi(value);
         else if (!strcmp(line, "speed")) last->speed = atoi(value);
         else if (!strcmp(line, "ecc")) last->ecc = atoi(value);
@@ -257,7 +259,7 @@ int nvmlDeviceGetMemoryInfo(Device *device, unsigned long long *info) {
     info[0] = device->memory;
     info[1] = device->memory - device->used;
     info[2] = device->used;
-    return 0;
+    return device->shared ? NOT_SUPPORTED : 0;
 }
 
 int nvmlDeviceGetUtilizationRates(Device *device, unsigned *rates) {
