@@ -101,13 +101,16 @@ def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
 def _obstacle() -> str:
     """Return why TensorFlow sees none of the GPUs of this host; empty if CUDA shows none."""
     try:
+        # With a broken GPU, the driver never answers, and neither does CUDA.
+        states = GpuReader(faults=False).read(DRIVER_TIMEOUT_S)
+    except LaunchError:
+        return ""
+    try:
         if not cuda_gpus():
             return ""
     except LaunchError as error:
         # CUDA also fails on hosts without GPUs, if they have its library.
-        with contextlib.suppress(LaunchError):
-            return str(error) if GpuReader(faults=False).read(DRIVER_TIMEOUT_S) else ""
-        return ""
+        return str(error) if states else ""
     if not tf.test.is_built_with_cuda():
         return (
             "TensorFlow is built without CUDA: install hvdtrain[gpu], or set "

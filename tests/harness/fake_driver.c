@@ -5,7 +5,7 @@ keyword and its value. A line "gpu" starts a GPU, a line "part" a part of the la
 
     driver 570.86        version of the driver
     nvml 9, cuda 802     error codes of nvmlInit and cuInit
-    hang 1               NVML never answers
+    hang 1               NVML never answers; hang 2: CUDA neither
     gpu UUID             part UUID
     model NAME           bus ID                memory BYTES          used BYTES
     shared 1             the GPU has no memory of its own
@@ -66,7 +66,7 @@ static void read_file(void) {
         else if (!strcmp(line, "driver")) strcpy(driver, value);
         else if (!strcmp(line, "nvml")) nvml_code = atoi(value);
         else if (!strcmp(line, "cuda")) cuda_code = atoi(value);
-        else if (!strcmp(line, "hang")) hangs = 1;
+        else if (!strcmp(line, "hang")) hangs = atoi(value);
         else if (!strcmp(line, "model")) strcpy(last->model, value);
         else if (!strcmp(line, "bus")) strcpy(last->bus, value);
         else if (!strcmp(line, "memory")) last->memory = strtoull(value, NULL, 10);
@@ -115,6 +115,7 @@ int cuInit(unsigned flags) {
     const char *order = getenv("CUDA_DEVICE_ORDER"), *entries = getenv("CUDA_VISIBLE_DEVICES");
     if (cuda_started) return cuda_code;
     read_file();
+    while (hangs > 1) pause();
     cuda_started = 1;
     for (int i = 0; i < count; i++) {
         int place = total;

@@ -251,6 +251,15 @@ def test_gpus_that_tensorflow_can_not_use(on_two_ranks) -> None:
     assert "has GPUs" not in done.stderr
 
 
+@needs_no_gpu
+@pytest.mark.mpi
+def test_a_driver_that_never_answers_does_not_block_ranks(on_two_ranks) -> None:
+    gpus = f"hang 2\n{_TWO_GPUS}"
+    done = on_two_ranks("import hvdtrain; hvdtrain.init()", gpus, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done
+    assert "no GPU found; computing on the CPU" in done.stderr
+
+
 PARALLEL_OPERATIONS = """
 import os, threading
 import numpy as np, tensorflow as tf
