@@ -125,7 +125,10 @@ def _check_hosts(
     launcher, answers = probe_hosts(ranks, os.environ, method=method, ssh=ssh, details=wants_report)
     if launcher.facts is None:
         message = launcher.failure.message if launcher.failure else ""
-        logger.error(f"the probe of this host failed: {message}")
+        error = f"the probe of this host failed: {message}"
+        logger.error(error)
+        if wants_report:
+            write_report(arguments.report, error, launcher, answers)
         return NOT_READY
     if method == "local" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]

@@ -53,7 +53,7 @@ def format_report_file(
     shown: str, launcher: Answer, answers: Sequence[Answer], *, command: str
 ) -> str:
     """Format the report: what the check printed, then the details of each host."""
-    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(launcher.asked_s))
+    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(launcher.asked_s or None))
     head = f"Report of hvdtrain check, {created}\ncommand: {command}"
     parts = [head, f"== check ==\n{shown.strip()}"]
     for answer in _different_hosts(launcher, answers):

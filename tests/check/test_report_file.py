@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_the_report_of_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert shown.partition("\n\n")[0] in text
     assert f"\n{conclusion}\n\n== localhost: MPI ==\n" in text
     assert "\n== localhost: environment ==\n" in text
+
+
+def test_a_report_without_the_facts_of_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = lost("", "no answer", "killed")
+    monkeypatch.setattr(
+        "hvdtrain.check.survey.probe_hosts",
+        lambda *args, **options: (failed, [answer("b", details={"system": "kernel: 6.1"})]),
+    )
+    path = tmp_path / "report.txt"
+    assert main(["check", "-H", "b", "--report", str(path)]) == 1
+    text = path.read_text()
+    assert text.startswith(f"Report of hvdtrain check, {time.gmtime().tm_year}-")
+    assert "== check ==\nthe probe of this host failed: killed\n" in text
+    assert "== b: system ==\nkernel: 6.1\n" in text
 
 
 @pytest.mark.parametrize("file", ["gone/report.txt", ""], ids=["no folder", "a folder"])

@@ -19,17 +19,23 @@ def test_variables_without_secrets() -> None:
         "SLURM_JWT_TOKEN": "abc",
         "HVDTRAIN_PASSWORD": "abc",
         "OMPI_ssh_key": "abc",
-        "KERAS_HOME": "https://user:abc@host/path",
+        "HVDTRAIN_DB_PWD": "abc",
+        "TF_PASSPHRASE": "abc",
+        "KERAS_HOME": "https://user:a@b?c@host/path",
+        "TF_DATA": "https://host/data?sig=abc&id=abc",
         "HOME": "/root",
         "AWS_SECRET": "abc",
     }
     assert format_variables(environ).splitlines() == [
         "CUDA_VISIBLE_DEVICES=",
+        "HVDTRAIN_DB_PWD=(hidden)",
         "HVDTRAIN_PASSWORD=(hidden)",
         "KERAS_HOME=https://(hidden)@host/path",
         "NCCL_DEBUG=INFO",
         "OMPI_ssh_key=(hidden)",
         "SLURM_JWT_TOKEN=(hidden)",
+        "TF_DATA=https://host/data?(hidden)",
+        "TF_PASSPHRASE=(hidden)",
     ]
 
 
