@@ -45,8 +45,7 @@ Limit = Literal["computing", "the link", "memory", "a core", "calls"]
 class Costs:
     """Costs of the parts of an allreduce on machines of one kind.
 
-    ``benchmarks/scaling.py`` measures these costs. The defaults were measured on two cores of an
-    Intel Xeon.
+    The defaults were measured on two cores of an Intel Xeon.
 
     Attributes:
         call_s: Constant seconds per call.

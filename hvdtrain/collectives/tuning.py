@@ -48,7 +48,7 @@ SEGMENT_S = 250e-6
 
 # Fixed cost of an allreduce, in addition to three times the latency of the link.
 CALL_S = 500e-6
-# CPU time of a message between hosts, measured by benchmarks/scaling.py.
+# CPU time of a message between hosts, measured on an Intel Xeon.
 MESSAGE_S = 60e-6
 # Sending a bucket should take this many times as long as the fixed cost and as the CPU time of its
 # messages.
