@@ -4,7 +4,8 @@
 
     import hvdtrain.keras as hvd
 
-A name, and TensorFlow with it, is only loaded when it is first used.
+Importing this module doesn't load TensorFlow. TensorFlow is loaded when the program first uses one
+of the module's names, such as ``hvd.DistributedOptimizer``.
 """
 
 from __future__ import annotations

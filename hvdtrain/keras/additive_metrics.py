@@ -2,8 +2,9 @@
 
 Ranks combine a metric by summing its variables. The sum is correct only if each update adds values
 that don't depend on the variables, and if a reset sets the variables to zero. Metrics don't declare
-this, so metrics that are not Keras' own are tested in the first batches. Such a metric is updated
-twice with the same batch, starting from zeros. The second update must add what the first one added.
+whether this is true. Metrics that Keras does not define are therefore tested on the first batches.
+The test sets the metric's variables to zero, and updates the metric twice with the same batch. The
+second update must add what the first one added.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BATCHES = 10  # more than one, because a batch whose values are all zero proves
 
 
 class AdditiveMetrics:
-    """Tests the metrics of one model that are not Keras' own."""
+    """Tests whether the custom metrics of a model, which Keras does not define, are additive."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -36,7 +37,10 @@ class AdditiveMetrics:
         self._tested: dict[int, tuple[Any, Any]] = {}
 
     def reset(self) -> None:
-        """Reset the tested metrics, and mark those that are not zero afterwards as not additive."""
+        """Reset the tested metrics.
+
+        A metric that is not zero after this is marked as not additive.
+        """
         for metric, left in self._left():
             metric.reset_state()
             if any(_as_float64(variable).numpy().any() for variable in _summed(metric)):
@@ -44,7 +48,7 @@ class AdditiveMetrics:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Test each metric that is updated within the block."""
+        """Test each metric that the body of the ``with`` block updates."""
         tested = self._left()
         for metric, left in tested:
             set_untracked(metric, "update_state", _testing(metric, left))
@@ -55,10 +59,10 @@ class AdditiveMetrics:
                 object.__delattr__(metric, "update_state")
 
     def check(self, collectives: Engine) -> None:
-        """Check that no rank found a metric that is not additive. All ranks must call this.
+        """Check that all tested metrics are additive on all ranks. All ranks must call this.
 
         Raises:
-            ModelError: If a rank found one. The error is raised on all ranks.
+            ModelError: If a metric is not additive on some rank. All ranks raise this error.
         """
         tested = self._left()
         if collectives.size == 1 or not tested:
@@ -88,7 +92,7 @@ class AdditiveMetrics:
 
 
 def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
-    """Yield the metrics whose classes are not Keras' own, including those in Keras' metrics."""
+    """Yield the metrics that Keras does not define, including those inside Keras' own metrics."""
     for metric in metrics:
         if type(metric).__module__.split(".")[0] != "keras":
             yield metric

@@ -1,6 +1,6 @@
 """``BatchNormalization(synchronized=True)`` with the batches of all ranks.
 
-Keras itself synchronizes only the replicas of tf.distribute.
+Keras itself synchronizes this layer only between the replicas of a tf.distribute strategy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchro
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with the mean and variance over the batches of all ranks.
 
-    Horovod has a layer of this name. It is meant for models whose ranks each train on their own
-    data. In a model that is passed to ``hvdtrain.distribute``,
-    ``keras.layers.BatchNormalization(synchronized=True)`` does the same, and is saved as a plain
-    Keras layer.
+    Horovod has a layer of this name. It is meant for models that are not passed to
+    ``hvdtrain.distribute``. In models that are, use
+    ``keras.layers.BatchNormalization(synchronized=True)``. It computes the same, and is saved as a
+    plain Keras layer.
 
     Args:
         fused: Must be False.
@@ -67,12 +67,13 @@ def synchronize_batch_normalization(
 ) -> None:
     """Make a ``BatchNormalization`` layer use the mean and variance over the batches of all ranks.
 
-    Ranks exchange count, mean and variance, and combine them as in Chan, Golub and LeVeque (1979).
-    If rank r has n_r values with mean m_r and variance v_r, and n is the sum of all n_r, the joint
-    mean is m = sum(n_r m_r) / n, and the joint variance is sum(n_r (v_r + (m_r - m)^2)) / n.
+    Each rank sends the count, mean and variance of its batch. They are combined as in Chan, Golub
+    and LeVeque (1979). If rank r has n_r values with mean m_r and variance v_r, and n is the sum of
+    all n_r, then the mean over all ranks is m = sum(n_r m_r) / n, and the variance over all ranks
+    is sum(n_r (v_r + (m_r - m)^2)) / n.
 
-    ``rows`` is a function that returns how many of this rank's rows count in the current training
-    step, or None if no step is in progress.
+    ``rows`` is a function. During a training step, it returns how many rows of this rank's batch
+    count. Between training steps, it returns None.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,8 +103,8 @@ def _joint_moments(
     """Combine the means and variances of all ranks.
 
     ``own`` contains the mean and the variance of this rank's ``count`` values. If ``counts`` is
-    False, this rank's batch is ignored, so that other ranks receive neither its moments nor the
-    gradients of these moments.
+    False, this rank's batch is ignored: other ranks receive neither its mean and variance nor the
+    gradients of this mean and variance.
     """
     mean, variance = own
     elastic = collectives.survives_losses
@@ -136,7 +137,7 @@ def _joint_moments(
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
-    """Return how many values of this rank's batch each mean is taken over."""
+    """Return the number of values of this rank's batch from which the layer computes each mean."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]

@@ -1,4 +1,4 @@
-"""The callbacks of ``fit``: the user's, with hvdtrain's own before and after them."""
+"""The callbacks that run in ``fit``: hvdtrain's own callbacks around the user's callbacks."""
 
 from __future__ import annotations
 
@@ -64,11 +64,13 @@ def stops_at_nan(callbacks: Sequence[Any]) -> bool:
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Stops a loop on all ranks after the batch in which a callback of one rank stopped it.
+    """Stops training on all ranks if a callback of one rank sets ``stop_training``.
+
+    It also stops evaluation and prediction on all ranks if a callback of one rank stops them.
 
     Ranks exchange a flag after the first batch of each epoch, evaluation and prediction. They
-    exchange it after every batch if user code on some rank can stop the loop there, because a
-    callback has hooks for batches or a custom ``train_step`` runs eagerly.
+    exchange the flag after every batch if user code on some rank may stop training there. Such user
+    code is a callback with hooks for batches, or a custom ``train_step`` that runs eagerly.
     """
 
     def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:
@@ -104,14 +106,17 @@ class StopTogether(keras.callbacks.Callback):
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether a callback's hook is neither Keras' nor hvdtrain's."""
+    """Return whether a hook is user code, defined neither by Keras nor by hvdtrain."""
     function = hook.func if isinstance(hook, partial) else hook
     package = (getattr(function, "__module__", None) or "").split(".")[0]
     return hook is not None and package not in ("keras", "hvdtrain")
 
 
 def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
-    """Return a callback that makes ``TerminateOnNaN`` on all ranks see a rank's non-finite loss."""
+    """Return a callback that sets the loss to NaN on all ranks if one rank's loss is not finite.
+
+    ``TerminateOnNaN`` then ends training on all ranks.
+    """
 
     def share(batch: int, logs: Any) -> None:
         non_finite = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
@@ -124,7 +129,7 @@ def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
 def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
     """Return a callback that raises an error if too few ranks are left.
 
-    It must run after checkpoints.
+    The callback must run after ``Checkpoint``, so that a checkpoint is saved before the error.
     """
 
     def check(number: int, logs: Any) -> None:
@@ -135,7 +140,7 @@ def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
 
 
 class _Before(keras.callbacks.Callback):
-    """Runs before the user's callbacks in ``fit``, and updates the data and the membership."""
+    """The first callback in ``fit``. It updates the data and the list of remaining ranks."""
 
     def __init__(
         self,
@@ -179,15 +184,18 @@ class _Before(keras.callbacks.Callback):
 
 
 class ChiefFailover(keras.callbacks.Callback):
-    """Runs after the user's callbacks in ``fit``, and applies one rank's decisions to all ranks.
+    """Runs after the user's callbacks in ``fit``, and makes their decisions equal on all ranks.
 
-    ``CHIEF_ONLY`` callbacks run on the chief. If the chief is lost, they run on the next chief.
+    For example, if a callback of one rank stops training, training stops on all ranks. Callbacks of
+    the ``CHIEF_ONLY`` classes run only on the chief. If the chief is lost, these callbacks run on
+    the next chief.
 
     Args:
         callbacks: The user's callbacks.
         verbose: Verbosity of ``fit``.
-        broadcast: Function that copies the chief's state to all ranks. The chief's callbacks may
-            have restored this state.
+        broadcast: Function that copies the model's state from the chief to all ranks. It is called
+            when training begins, because a callback of the chief may have loaded weights from a
+            file.
     """
 
     def __init__(
@@ -212,7 +220,10 @@ class ChiefFailover(keras.callbacks.Callback):
         self._standbys: list[_StandbyCallback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the chief's state, which one of its callbacks may have restored."""
+        """Copy the model's state from the chief to all ranks.
+
+        A callback of the chief may have restored it.
+        """
         with self._without_timeout():
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
@@ -224,7 +235,10 @@ class ChiefFailover(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to read the data, which callbacks may have changed."""
+        """Start the epoch's data.
+
+        This comes after the user's callbacks, which may change the data.
+        """
         # This must happen before a checkpoint restores the random states.
         self._epochs.sharded.on_epoch_begin(epoch)
         if self.params is not None:
@@ -243,9 +257,10 @@ class ChiefFailover(keras.callbacks.Callback):
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def wrapped(self, contributions: Contributions, synchronize: Callable[[], None]) -> list[Any]:
-        """Return the user's callbacks for this rank, with hvdtrain's own around them.
+        """Return the callbacks of this rank's ``fit``: the user's, and hvdtrain's around them.
 
-        ``synchronize`` makes the model equal on all ranks before the user's ``on_epoch_end``.
+        ``synchronize`` is a function that makes the model equal on all ranks. It is called before
+        ``on_epoch_end`` of the user's callbacks.
         """
         callbacks = self._own_callbacks()
         checkpoints = [entry for entry in callbacks if isinstance(entry, Checkpoint)]
@@ -296,9 +311,10 @@ class ChiefFailover(keras.callbacks.Callback):
 
 
 class _StandbyCallback(keras.callbacks.Callback):
-    """Wraps a chief-only callback on another rank, and does nothing until it is activated.
+    """Wraps a chief-only callback on a rank that is not the chief.
 
-    The callback uses the verbosity of ``fit`` unless ``verbose`` is given.
+    The wrapped callback does nothing until ``activate`` is called, which happens if this rank
+    becomes the chief. If ``verbose`` is not given, the callback uses the verbosity of ``fit``.
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:
@@ -317,7 +333,7 @@ class _StandbyCallback(keras.callbacks.Callback):
                 setattr(self, f"on_{hook}", partial(self._forward, f"on_{hook}"))
 
     def activate(self) -> None:
-        """Start the callback in the middle of training, and possibly in the middle of an epoch."""
+        """Start the wrapped callback in the middle of training, which may be within an epoch."""
         callback = self._callback
         params = dict(self.params or {})
         if self._verbose is not None:

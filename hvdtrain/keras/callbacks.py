@@ -1,4 +1,4 @@
-"""Horovod's callbacks, under Horovod's path."""
+"""Horovod's callbacks, importable as ``hvdtrain.keras.callbacks``."""
 
 from __future__ import annotations
 

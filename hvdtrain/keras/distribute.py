@@ -1,4 +1,4 @@
-"""``hvdtrain.distribute(model)``, including models that Keras builds from their first batch."""
+"""``hvdtrain.distribute(model)``, which also accepts models that are not built yet."""
 
 from __future__ import annotations
 
@@ -47,34 +47,37 @@ def distribute(
 
     - Weights, optimizer state and metrics start with the chief's values.
     - The input is sharded, and every rank runs the same number of steps.
-    - Gradients are averaged, weighted by the number of samples.
+    - Gradients are averaged over the ranks. Each rank's weight is its number of samples.
     - The losses and metrics of an epoch cover all samples.
     - Only the chief shows progress and writes files.
-    - Dropout differs between ranks.
+    - Dropout layers drop different units on each rank.
     - The model is saved as a plain Keras model.
 
-    This holds for ``--mode allreduce``. Other modes synchronize the ranks differently.
+    This list describes ``--mode allreduce``. Other modes, such as ``--mode local-sgd``, synchronize
+    the ranks differently.
 
-    If the model overrides ``train_step``, it may apply several optimizers, as a GAN does. These
-    optimizers must be attributes of the model, or of models and layers in it.
+    A model that overrides ``train_step`` may apply several optimizers, as a GAN does. These
+    optimizers must be attributes of the model, or attributes of models and layers inside it.
 
     Args:
-        model: A compiled model. If it isn't built yet, it is built by the first data that it
-            receives. Call ``distribute`` again after ``compile``, or after changing ``trainable``.
-        presharded: Whether each rank passes its own part of the data, as in Horovod, instead of
-            the whole data.
+        model: A compiled model. A model that isn't built yet is built from the first batch of data
+            that it receives. Call ``distribute`` again after ``compile``, or after changing
+            ``trainable``.
+        presharded: True if each rank passes only its own part of the data to ``fit``, as in
+            Horovod. False if each rank passes all data.
         sparse_as_dense: Whether to convert sparse gradients (``tf.IndexedSlices``), such as those
-            of ``keras.layers.Embedding``, to dense tensors before they are averaged. This is faster
-            if a joint batch uses most rows of the table. Some optimizers, such as Adam, then update
-            rows that occur several times in a batch differently.
+            of ``keras.layers.Embedding``, to dense tensors before they are averaged. Dense tensors
+            are faster if the batches of all ranks together use most rows of the embedding table.
+            With some optimizers, such as Adam, they change the update of rows that occur several
+            times in a batch.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: If the model is not compiled, can't be built from its data or can't be
-            distributed, if ``presharded`` is used in an elastic job, or if ``sparse_as_dense`` is
-            used in a mode that does not average gradients.
+        ModelError: If the model is not compiled, can't be built from its data, or can't be
+            distributed. If ``presharded`` is used in an elastic job. If ``sparse_as_dense`` is used
+            in a mode that does not average gradients.
         MismatchError: If ranks have different models. All ranks raise this error.
     """
     with world.collectives().section("distribute"):
@@ -192,7 +195,7 @@ def _unbuilt_layers(model: keras.Model) -> list[str]:
 
 
 def _defer(model: keras.Model, distribute: Callable[[], None]) -> None:
-    """Make the model build itself from the first data that it receives, then ``distribute`` it."""
+    """Make the model wait for its first data. It is then built from the data and distributed."""
 
     def deferred(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(model, name))
@@ -230,7 +233,11 @@ def _restore_methods(model: keras.Model) -> None:
 
 
 def _build_from(model: keras.Model, x: Any) -> Any:
-    """Build the model from its data, and return data that still include the first batch."""
+    """Build the model from the first batch of the data ``x``.
+
+    Return the complete data. If ``x`` is a generator, this is a new generator that yields the first
+    batch again.
+    """
     if _is_built(model):
         return x  # the user has built it after distribute
     try:
@@ -245,7 +252,10 @@ def _build_from(model: keras.Model, x: Any) -> Any:
 
 
 def _first_inputs(x: Any) -> tuple[Any, Any]:
-    """Return the inputs of the first batch, or their specs, and the complete data."""
+    """Return the model's inputs in the first batch, and the complete data.
+
+    The first result may also be the specs of these inputs.
+    """
     if isinstance(x, tf.data.Dataset):
         batch = x.element_spec
     elif isinstance(x, keras.utils.PyDataset):

@@ -1,4 +1,4 @@
-"""Horovod's elastic training for Keras, under Horovod's path."""
+"""Horovod's elastic training for Keras, importable as ``hvdtrain.keras.elastic``."""
 
 from __future__ import annotations
 

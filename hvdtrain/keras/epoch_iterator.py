@@ -3,8 +3,9 @@
 Keras' own loop counts the steps of an epoch from 0 to a fixed number. With this module's iterator,
 training can be resumed in the middle of an epoch, and an epoch ends when its data end.
 
-In an elastic job the remaining ranks repeat the samples that a lost rank had taken, unless the lost
-rank's gradients were applied. They also divide the rest of the pass among themselves.
+If a rank of an elastic job is lost, the remaining ranks divide the rest of the data among
+themselves. They also train on samples that the lost rank had read but whose gradients were not
+applied.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ _LOST = -1  # replaces a lost member in _Taken.members
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlace:
-    """The place in its data that training has reached after a step.
+    """How far training has read its data, after some step.
+
+    Training may read its data several times. Each time is called a pass over the data.
 
     Attributes:
-        position: Position within a pass; None if the next epoch begins a new pass.
+        position: Position within a pass over the data. None if the next epoch begins a new pass.
         epoch_step: Number of completed steps of the current epoch.
         epochs: Number of epochs that have ended since training began.
         passes: Number of passes that began before the pass in which training continues.
@@ -45,7 +48,7 @@ class EpochPlace:
 
     @classmethod
     def from_json(cls, value: Any) -> EpochPlace:
-        """Return the place from the result of ``dataclasses.asdict``.
+        """Create an ``EpochPlace`` from a dictionary that ``dataclasses.asdict`` returned.
 
         Raises:
             DataError: If the position is not valid.
@@ -59,14 +62,18 @@ class EpochPlace:
 
 
 class _Taken(NamedTuple):
-    """The samples that each member took in one step. ``members`` is sorted by rank."""
+    """The samples that each rank used in one step.
+
+    ``members`` contains the ranks by their numbers at the start of the job, in the order of their
+    current numbers.
+    """
 
     pass_: Pass
     step: int
     members: tuple[int, ...]
 
     def places_of(self, members: Collection[int]) -> list[int]:
-        """Return the positions in this pass over the data that these members have used."""
+        """Return the positions of the samples that these members used in the step."""
         return [
             place
             for rank, member in enumerate(self.members)
@@ -76,12 +83,13 @@ class _Taken(NamedTuple):
 
 
 class EpochIterator:
-    """The iterator over the steps of ``fit``, with its place in the data.
+    """The iterator over the steps of ``fit``, which knows how far the data has been read.
 
     Args:
         steps_per_epoch: Number of steps in an epoch. If None, an epoch is one pass over the data.
         steps_per_execution: Number of steps in a block. Keras runs the steps of a block at once.
-        accumulates: Whether gradients of several steps are applied together.
+        accumulates: Whether the optimizer accumulates gradients of several steps and applies them
+            together.
     """
 
     def __init__(
@@ -119,14 +127,16 @@ class EpochIterator:
         self._ran_out = False  # whether the data of a pass of unknown length have ended
 
     def place(self, *, epoch_step: int) -> EpochPlace:
-        """Return the place after the current block, given the completed steps of this epoch.
+        """Return the position at which training continues after the current block of steps.
 
-        ``epoch_step`` is 0 if the block was the last one of its epoch.
+        Args:
+            epoch_step: Number of completed steps of this epoch. Pass 0 if the epoch ends with this
+                block.
         """
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
-        """Return epoch and place before the last ``left`` steps of the current block."""
+        """Return the epoch and the position before the last ``left`` steps of the current block."""
         assert self._pass is not None
         epoch_step = self._epoch_step + self._block_steps - left
         done = self._done - left
@@ -149,11 +159,12 @@ class EpochIterator:
         )
 
     def record_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
-        """Record whose gradients were averaged in each step of a block.
+        """Record which ranks' gradients were averaged in each step of a block.
 
-        Must be called after each block in an elastic job. For each step, ``contributed`` has the
-        members whose gradients were averaged, or None if the step had no average. For example, if
-        gradients are accumulated over several steps, only the last of these steps has an average.
+        Must be called after each block in an elastic job. ``contributed`` has an entry for each
+        step: the ranks whose gradients were averaged, or None if no gradients were averaged in this
+        step. For example, if gradients are accumulated over several steps, only the last of these
+        steps averages them.
         """
         assert self._pass is not None
         members = self._membership.members
@@ -163,9 +174,9 @@ class EpochIterator:
                 self.record_applied(contributors)
 
     def record_applied(self, members: Collection[int] | None) -> None:
-        """Record that the accumulated gradients of these members were applied.
+        """Record that the accumulated gradients of the ranks ``members`` were applied.
 
-        None means all members.
+        None stands for all ranks.
         """
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.
@@ -174,7 +185,7 @@ class EpochIterator:
         self._unapplied = []
 
     def redistribute(self, change: Change) -> None:
-        """Share the rest of the pass among the remaining members."""
+        """Divide the rest of the data of this pass among the remaining ranks."""
         membership = self._membership
         for taken in self._unapplied:
             self._missed.update(taken.places_of(change.lost))
@@ -196,20 +207,24 @@ class EpochIterator:
 
     @property
     def steps_left(self) -> int | None:
-        """The remaining steps, if an epoch is one pass of known length; otherwise None."""
+        """The number of remaining steps in this epoch.
+
+        It is None if ``steps_per_epoch`` was passed to ``fit``, or if the length of the data is
+        unknown.
+        """
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None
         return self._pass.steps - self._done
 
     @property
     def ended(self) -> bool:
-        """Whether the current pass is finished."""
+        """Whether the current pass over the data is finished."""
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Make training resume in ``epoch``.
+        """Make training resume in ``epoch``, at a position that an earlier run has saved.
 
-        ``place`` is the place that an earlier run had reached after ``step`` steps.
+        ``place`` is the position that the earlier run had reached after ``step`` steps.
         """
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
@@ -218,24 +233,30 @@ class EpochIterator:
         self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Begin ``epoch``. Must be called before Keras' loop over its steps."""
+        """Begin ``epoch``. Must be called before Keras' loop over the steps of this epoch."""
         self._epoch = epoch
         self._epochs += 1
 
     def run_out(self) -> None:
-        """Drop the current block, because data of unknown length have ended."""
+        """Don't count the current block of steps, because the data has ended before it.
+
+        This happens only with data of unknown length.
+        """
         self.step -= self._block_steps
         self._done -= self._block_steps
         self._block_steps = 0
         self._ran_out = True
 
     def attach(self, keras_iterator: Any) -> None:
-        """Make the iterator of Keras' ``fit`` yield the steps of this object."""
+        """Make the iterator that Keras' ``fit`` uses yield the steps of this ``EpochIterator``."""
         keras_iterator.__class__ = _AttachedIterator
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield the first and last step of each block, and the iterator over its batches."""
+        """Yield a tuple for each block of steps: its first step, its last step, and the batches.
+
+        The batches are an iterator, from which Keras takes the batches of the block.
+        """
         continues = self._steps_per_epoch is not None and not self.ended
         step = 0 if continues else self._begin_pass()
         assert self._pass is not None
@@ -263,7 +284,10 @@ class EpochIterator:
             step += self._block
 
     def _begin_pass(self) -> int:
-        """Start the next pass, and return the completed steps of the epoch."""
+        """Start to read the data again.
+
+        Return how many steps of the epoch are completed already.
+        """
         first_step = 0
         self._unapplied = []  # their places belong to the previous pass
         elastic = self._membership.elastic
@@ -285,7 +309,11 @@ class EpochIterator:
         self._ran_out = False
 
     def _steps_before(self, resumed: EpochPlace, left: int | None) -> int:
-        """Convert the completed steps of the epoch to the current number of ranks."""
+        """Return how many steps of a resumed epoch are completed.
+
+        If the number of ranks has changed, the result is the number of steps that the current ranks
+        would have needed for the same samples.
+        """
         if not resumed.epoch_step:
             return 0
         if self._steps_per_epoch is None and self.sharded.steps is not None:
@@ -294,7 +322,7 @@ class EpochIterator:
 
 
 class _AttachedIterator(FitIterator):
-    """Keras' iterator after ``EpochIterator.attach``."""
+    """The class that ``EpochIterator.attach`` gives to the iterator of Keras' ``fit``."""
 
     hvdtrain_epochs: EpochIterator
 

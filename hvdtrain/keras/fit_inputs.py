@@ -1,4 +1,7 @@
-"""The inputs of ``fit``, ``evaluate`` and ``predict``: sharded over the ranks, and timed."""
+"""The data that is passed to ``fit``, ``evaluate`` and ``predict``, divided among the ranks.
+
+``InputWait`` measures how long training waits for this data.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ Result = TypeVar("Result")
 
 
 class FitInputs:
-    """Shards the inputs of a model.
+    """Divides the data that is passed to a model's ``fit``, ``evaluate`` and ``predict``.
 
     Args:
         seed: Seed of the sample order, equal on all ranks.
-        presharded: Whether each rank passes its own part of the data.
-        warn: Function that logs a warning, only once and only on the chief.
-        ignore_rows: Whether this rank's own rows are ignored in ``evaluate`` and ``predict``. The
-            rank still takes part in the collectives for the rows of other ranks.
+        presharded: True if each rank passes only its own part of the data. False if each rank
+            passes all data.
+        warn: Function that logs a warning on the chief. It logs each warning only once.
+        ignore_rows: Whether ``evaluate`` and ``predict`` ignore this rank's own rows. This rank
+            still takes part in the collectives that the other ranks run.
     """
 
     def __init__(
@@ -55,8 +59,8 @@ class FitInputs:
         ``options`` are passed to ``ShardPlan``.
 
         Raises:
-            DataError: If the input can't be sharded, or if training is elastic and the input can't
-                be read again in the same order.
+            DataError: If the input can't be divided among the ranks. Also if the job is elastic,
+                and the input can't be read again in the same order.
         """
         self._membership.renew()
         plan = ShardPlan(
@@ -82,10 +86,10 @@ class FitInputs:
     def run_whole_pass(
         self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]
     ) -> Result:
-        """Return the result of ``run`` for this rank's part of a pass.
+        """Call ``run`` with this rank's part of the data, and return its result.
 
-        If ranks are lost meanwhile, the remaining ranks repeat the whole pass. ``sharded`` may have
-        been made before a rank was lost.
+        If ranks are lost during the call, the data is divided again, and the remaining ranks repeat
+        the call with all data. ``sharded`` may have been divided before ranks were lost.
         """
         while True:
             sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
@@ -102,11 +106,12 @@ def _without_rows(share: Share) -> Share:
 
 
 class InputWait:
-    """Measures the time that training waits for its next batch, if a launcher receives reports.
+    """Measures how long training waits for its next batch.
 
-    The time is added up inside ``tf.data``, on the thread that requests the batch. With
-    ``steps_per_execution`` above 1, TensorFlow may request a batch while the previous step still
-    computes. The measured time then includes the whole request.
+    Nothing is measured if the job has no launcher that receives reports. The time is measured
+    inside ``tf.data``, on the thread that requests the batch. With ``steps_per_execution`` above 1,
+    TensorFlow may request a batch while the previous step still computes. The measured time then
+    includes time in which training did not wait.
     """
 
     def __init__(self) -> None:
@@ -120,7 +125,7 @@ class InputWait:
         self._due_s = 0.0
 
     def timed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a dataset of the same elements that measures the time to get each of them."""
+        """Return a dataset with the same elements that measures how long each element takes."""
         if not report.is_heard():
             return dataset
         if self._timed is None or dataset is not self._dataset:
@@ -147,16 +152,16 @@ class InputWait:
         return tf.data.Dataset.zip((self._clock, dataset)).map(add_wait).with_options(options)
 
     def release_dataset(self) -> None:
-        """Drop the last pass's dataset and the data that it may hold."""
+        """Release the dataset that was read last, and the memory of its data."""
         self._dataset = self._timed = None
 
     def report_if_due(self) -> None:
-        """Report the time waited, about once a second."""
+        """Report to the launcher how long training has waited. Do this about once a second."""
         if self._seconds is not None and time.monotonic() >= self._due_s:
             self.report()
 
     def report(self) -> None:
-        """Report the time waited since the last report."""
+        """Report to the launcher how long training has waited since the last report."""
         if self._seconds is None:
             return
         self._due_s = time.monotonic() + report.INTERVAL_S

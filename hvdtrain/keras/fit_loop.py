@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict`` of a distributed model, around Keras' own methods."""
+"""``fit``, ``evaluate`` and ``predict`` of a distributed model. They call Keras' own methods."""
 
 from __future__ import annotations
 
@@ -98,11 +98,13 @@ class FitLoop:
 
     Args:
         inputs: Shards the training data.
-        reducer: Averages gradients, and keeps errors that TensorFlow would hide.
-        whole: Shards the data to evaluate or predict; ``inputs`` by default.
+        reducer: Averages gradients. It also stores hvdtrain's original error if TensorFlow raises a
+            different one.
+        whole: Shards the data of ``evaluate`` and ``predict``. The default is ``inputs``.
         begin: Copies the chief's state to all ranks when training begins.
         begin_session: Function to call instead of ``saving.checkpoint_callback.begin_session``.
-        averaging: Averages the weights from time to time, if each rank trains its own weights.
+        averaging: Averages the weights periodically in ``--mode local-sgd``, where each rank trains
+            its own weights. None in other modes.
     """
 
     def __init__(
@@ -239,7 +241,10 @@ class FitLoop:
         verbose: Any,
         session: CheckpointSession | None,
     ) -> Iterator[list[Any]]:
-        """Yield the callbacks of ``fit``; handle lost ranks and signals within the block."""
+        """Yield the callbacks of ``fit``.
+
+        Lost ranks and signals are handled within the ``with`` block.
+        """
         membership = self._membership
         epochs = self._epochs = self._running = EpochIterator(
             sharded.reshard(rank=membership.rank, size=membership.size),
@@ -344,7 +349,7 @@ class FitLoop:
             return self._whole.run_whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Make a predict function that shows callbacks only the model's outputs."""
+        """Make a predict function that passes only the model's outputs to callbacks."""
         model = self._model
         if model.predict_function is None or force:
             self._make_predict_function(force)
@@ -352,7 +357,7 @@ class FitLoop:
             model.predict_function = recording_rows(model.predict_function, rows)
 
     def joint_results(self, logs: Any) -> Any:
-        """Return the metrics of all ranks at the end of an epoch or of an evaluation."""
+        """Return the metrics over the samples of all ranks, after an epoch or an evaluation."""
         model, collectives = self._model, self._collectives
         self._steps.additive.check(collectives)
         with joint_metrics(model, collectives):
@@ -373,7 +378,10 @@ class FitLoop:
         return join_logs(logs, rows, metric_results(model), results, collectives)
 
     def symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Run Keras' symbolic build, and attach to the iterator that ``fit`` passes to it."""
+        """Run Keras' symbolic build.
+
+        ``fit`` passes its iterator to this method, which attaches to it.
+        """
         self._symbolic_build(iterator=iterator, data_batch=data_batch)
         if iterator is not None and self._epochs is not None:
             epochs, self._epochs = self._epochs, None  # the next iterator is the validation's
@@ -427,7 +435,7 @@ class FitLoop:
 
     @contextmanager
     def _allowing_nan(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Accept non-finite gradients within the block, if ``TerminateOnNaN`` is a callback."""
+        """Accept NaN and infinity in gradients within the block if ``TerminateOnNaN`` is used."""
         if not stops_at_nan(callbacks):
             yield
             return
@@ -439,7 +447,7 @@ class FitLoop:
             reset_functions(self._model)
 
     def _own_callbacks(self, callbacks: Any) -> list[Any]:
-        """Return the callbacks of ``evaluate`` or ``predict`` for this rank."""
+        """Return the user's callbacks of ``evaluate`` or ``predict`` that run on this rank."""
         listed = list_callbacks(callbacks)
         chief = self._membership.is_chief
         own = [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
@@ -463,7 +471,10 @@ class FitLoop:
         self._steps.additive.reset()
 
     def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a method of Keras, and raise the original errors instead of TensorFlow's."""
+        """Call a method of Keras.
+
+        If TensorFlow raises its own error, raise hvdtrain's original error.
+        """
         try:
             return method(*args, **options)
         except tf.errors.OpError as raised:

@@ -1,8 +1,9 @@
 """Metrics, logs and predictions over the samples of all ranks.
 
-If a custom ``train_step`` returns more than the results of the metrics, Keras reports what the last
-step of the epoch returned. Usually each returned entry is either a metric's result, whose exact
-value over all ranks is known, or a value of the batch.
+A custom ``train_step`` may return other values besides the results of the model's metrics. Keras
+reports the values that the last step of the epoch returned. An entry that equals a metric's result
+is replaced by the result of this metric over all ranks, which is exact. Any other entry is taken as
+a value of the batch, and averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ __all__ = [
 
 @contextmanager
 def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
-    """Set the model's metrics to their state over all ranks within the block.
+    """Set the model's metrics to their state over all ranks within the ``with`` block.
 
-    The sums and counts in metrics are added up, which is exact. An average of the ranks' results
-    would be wrong if one rank had fewer samples.
+    Metrics contain sums and counts. These are added over the ranks, so the results are exact.
+    Averaging the results of the ranks would be wrong if one rank had fewer samples than the others.
     """
     variables = list(model.metrics_variables)
     own = [np.asarray(variable.numpy()) for variable in variables]
@@ -60,9 +61,10 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """Return the reduction for a metric's variable, or None if it is not reduced.
+    """Return how the values of a metric's variable are combined over ranks, such as ``"sum"``.
 
-    The variable's attribute ``aggregation`` decides.
+    The variable's attribute ``aggregation`` decides. The result is None if each rank keeps its
+    value.
     """
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
@@ -87,12 +89,12 @@ def join_logs(
     joint: dict[str, np.ndarray],
     collectives: Engine,
 ) -> Any:
-    """Combine the nested logs of a step over all ranks. This rank had ``rows`` samples.
+    """Combine the values that a step of each rank returned. This rank's step had ``rows`` samples.
 
     If an entry equals the result of the same metric on every rank, it is replaced by the result of
     that metric in ``joint``. ``own`` contains the results of the metrics on this rank. Any other
-    number or array becomes the mean over the samples of the step. Entries that aren't numeric, or
-    whose shapes differ between ranks, keep this rank's value.
+    number or array becomes the mean over the samples of the step. An entry that isn't numeric, or
+    whose shape differs between ranks, keeps this rank's value.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_as_float64(leaf) for leaf in leaves]
@@ -121,10 +123,10 @@ def join_logs(
 
 
 def _equal(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray]) -> list[str]:
-    """Return the names of metrics with this result. A metric named like the entry comes first.
+    """Return the names of the metrics whose result equals the value of an entry.
 
-    Results are compared with a tolerance, because sums may be rounded differently inside the graph
-    of the step.
+    A metric with the same name as the entry comes first. The comparison has a tolerance, because
+    the graph of the step may round sums differently.
     """
     names = [
         name
@@ -150,12 +152,13 @@ def _as_scalar(value: np.ndarray) -> Any:
 
 
 class Predicted(NamedTuple):
-    """The result of a prediction step on this rank's share.
+    """The result of a prediction step on this rank's share of the data.
 
     Attributes:
         outputs: The outputs of the model.
-        rows: Two numbers, int64 of shape (1, 2): the rows that count, and all rows. Either all rows
-            count, or none.
+        rows: Two numbers, int64 of shape (1, 2). The first is the number of rows that count. The
+            second is the number of rows of the batch. The first is either equal to the second, or
+            0.
     """
 
     outputs: Any
@@ -163,9 +166,10 @@ class Predicted(NamedTuple):
 
 
 def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
-    """Return a predict function that appends ``Predicted.rows`` to ``rows``, and returns outputs.
+    """Return a predict function that returns only the outputs, and records the numbers of rows.
 
-    Otherwise callbacks would see the numbers of rows, and Keras would concatenate them.
+    The function appends ``Predicted.rows`` of each step to the list ``rows``. If it returned them
+    as part of the result, Keras would pass them to callbacks and concatenate them like outputs.
     """
 
     def predict(data: Any) -> Any:
@@ -183,8 +187,9 @@ def join_predictions(
 ) -> Any:
     """Return the predictions of all ranks, as nested arrays and ragged tensors.
 
-    ``rows`` has this rank's ``Predicted.rows`` for each step. If ``interleaved``, ranks took the
-    input's batches in turn. Otherwise each rank took one contiguous part of the input.
+    ``rows`` contains ``Predicted.rows`` of each step on this rank. If ``interleaved`` is true, the
+    ranks took turns: with two ranks, rank 0 took the batches 0, 2, 4, and so on. Otherwise each
+    rank took one contiguous part of the input.
 
     Raises:
         DataError: If an output is neither an array nor a ragged tensor.

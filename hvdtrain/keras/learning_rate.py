@@ -1,9 +1,9 @@
 """Learning rates in proportion to the number of ranks, with a warmup.
 
 The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD", makes the rate
-proportional to the size of the joint batch. If a program applies this rule with
-``scale_learning_rate``, the rate is also rescaled when an elastic job loses ranks. Otherwise the
-rate is not changed.
+proportional to the number of samples in the batches of all ranks. A program applies this rule by
+calling ``scale_learning_rate``. In this case, the rate is rescaled when an elastic job loses ranks.
+If the program never calls ``scale_learning_rate``, its rate is not changed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _program_scales = False
 def scale_learning_rate(rate: float) -> float:
     """Multiply a learning rate by the number of ranks.
 
-    The joint batch grows by the same factor, so this is the linear scaling rule of Goyal et al.
-    (2017), "Accurate, Large Minibatch SGD". With parameter servers the factor is the number of
-    workers whose gradients are averaged in an update: all workers except backup workers, or one if
-    each gradient is applied separately.
+    With N ranks, each step trains on N times as many samples, so the rate grows by the same factor.
+    This is the linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD". In a
+    job with parameter servers, the factor is the number of workers whose gradients are averaged in
+    an update. Backup workers are not counted. If the servers apply each gradient separately, the
+    factor is 1.
 
     When an elastic job loses ranks, the optimizer's rate is rescaled to the number of remaining
-    ranks. This includes the rates of a schedule.
+    ranks. If the optimizer uses a learning rate schedule, the rates of the schedule are rescaled
+    too.
 
     Args:
         rate: The learning rate for one process.
@@ -58,9 +60,10 @@ def scale_learning_rate(rate: float) -> float:
 
 
 def prepare_rescaling(optimizer: Any) -> None:
-    """Multiply the rates that a schedule or function computes by a variable that is initially 1.
+    """Make it possible to rescale the rates that a schedule or a function computes.
 
-    Must be called before the step is traced. The schedule and the saved optimizer don't change.
+    Each computed rate is multiplied by a variable, which is 1 at first. This must be called before
+    the step is traced. The schedule itself and the saved optimizer don't change.
     """
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         if not isinstance(learning_rate_of(plain), keras.Variable) and not hasattr(plain, _FACTOR):
@@ -75,7 +78,10 @@ def _multiplied(rate: Callable[[], Any], factor: Any) -> Any:
 
 
 def rescale_rate(optimizer: Any, before: int, now: int) -> None:
-    """Scale the learning rate from ``before`` to ``now`` ranks, if the program scales it."""
+    """Change the learning rate from ``before`` to ``now`` ranks.
+
+    Nothing happens if the program never called ``scale_learning_rate``.
+    """
     rescale_restored_rate(optimizer, before, now)
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         factor = getattr(plain, _FACTOR, None)
@@ -84,10 +90,10 @@ def rescale_rate(optimizer: Any, before: int, now: int) -> None:
 
 
 def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
-    """Scale the learning rate that was restored from a checkpoint of ``before`` ranks.
+    """Scale a learning rate that was restored from a checkpoint of a job with ``before`` ranks.
 
-    Only rates that are plain numbers are saved in checkpoints. Rates of a schedule or function are
-    computed for the current ranks.
+    Checkpoints contain only rates that are plain numbers. Rates of a schedule or function are
+    computed for the current ranks, so they don't need this.
     """
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         rate = learning_rate_of(plain)
@@ -98,10 +104,10 @@ def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
 class WarmUp(keras.callbacks.Callback):
     """Raises the learning rate linearly over the first epochs.
 
-    With N ranks the joint batch is N times as large, and the learning rate is usually multiplied by
-    N. Training may diverge if it starts with that rate. Goyal et al. (2017), "Accurate, Large
-    Minibatch SGD", section 2.2, start with the rate of one process, and raise it linearly within
-    five epochs.
+    With N ranks, each step trains on N times as many samples, and the learning rate is usually
+    multiplied by N. Training may diverge if it starts with that rate. Goyal et al. (2017),
+    "Accurate, Large Minibatch SGD", section 2.2, start with the rate of one process, and raise it
+    linearly within five epochs.
 
     Example::
 
@@ -112,12 +118,12 @@ class WarmUp(keras.callbacks.Callback):
         initial: The learning rate at the beginning.
         epochs: The number of epochs after which the optimizer's own rate is reached. It must be
             above 0, and may be a fraction.
-        steps_per_epoch: The number of joint steps in an epoch. Only used if the length of the data
-            is unknown.
+        steps_per_epoch: The number of steps in an epoch. Only used if the length of the data is
+            unknown.
 
     Raises:
-        ModelError: If an argument is invalid. It is also raised when training begins, if the
-            optimizer uses a schedule or if the number of steps is unknown.
+        ModelError: If an argument is invalid. Also raised when training begins, if the optimizer
+            uses a schedule, or if the number of steps in an epoch is unknown.
     """
 
     def __init__(
@@ -164,12 +170,12 @@ class WarmUp(keras.callbacks.Callback):
         self._target = float(keras.ops.convert_to_tensor(optimizer.learning_rate))
 
     def on_ranks_lost(self, change: Change) -> None:
-        """Rescale the target rate, if the program scales it."""
+        """Rescale the rate that the warmup reaches, if the program uses ``scale_learning_rate``."""
         if _program_scales:
             self._target *= len(change.now) / len(change.before)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
+        """Store the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

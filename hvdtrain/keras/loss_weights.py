@@ -1,16 +1,17 @@
-"""The weight of a rank's loss in the joint batch.
+"""The weight of a rank's loss. It makes N ranks train like one process with all their batches.
 
 The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
 weight w_r = N rows_r / rows. This makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
 Keras' loss metric shows the same mean.
 
-Losses that aren't means over rows are first multiplied by a factor f_r. With this factor, the mean
-above is the loss of the joint batch. Each loss of a model has its own factor:
+A loss that isn't a mean over rows is first multiplied by a factor f_r. With this factor, the mean
+above equals the loss that one process would compute from the batches of all ranks. The factor
+depends on the kind of loss:
 
-- means over unmasked values: f_r = (values_r / values) / (rows_r / rows)
-- losses with ``reduction="mean_with_sample_weight"``: the same, with sums of sample weights instead
-  of numbers of values
-- sums: f_r = rows / rows_r
+- a mean over unmasked values: f_r = (values_r / values) / (rows_r / rows)
+- a loss with ``reduction="mean_with_sample_weight"``: the same formula, with the sums of sample
+  weights instead of the numbers of values
+- a sum: f_r = rows / rows_r
 
 With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
 
@@ -42,7 +43,7 @@ __all__ = [
 
 
 class Term(NamedTuple):
-    """A loss that is a mean over something other than rows.
+    """A loss that is a mean over unmasked values or sample weights instead of a mean over rows.
 
     Attributes:
         count: Number of unmasked values in this rank's batch, or the sum of its sample weights; 0
@@ -55,7 +56,7 @@ class Term(NamedTuple):
 
 
 def are_sums(model: keras.Model) -> bool:
-    """Return whether the gradient of each loss is the gradient of a sum over rows."""
+    """Return whether the gradient of each loss of the model is the gradient of a sum over rows."""
     reductions = _reductions(model)
     return bool(reductions) and reductions <= {"sum", "none", None}
 
@@ -76,7 +77,7 @@ def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
 
 
 class LossWeights:
-    """The weight w_r of this rank's loss in each step."""
+    """The weight w_r of this rank's loss in each step. The module's docstring explains it."""
 
     exchanges: tuple[str, ...] = ("train", "test")
     """The kinds of steps in which all ranks take part, so that they may exchange counts."""
@@ -87,21 +88,27 @@ class LossWeights:
         self._elastic = reducer.collectives.survives_losses
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the number of rows of all ranks. Ranks exchange it unless it is ``known``."""
+        """Return the total number of rows of all ranks.
+
+        If ``known`` is None, ranks exchange their numbers of rows. Otherwise ``known`` is returned.
+        """
         return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
-        """Return w_r as a float32 scalar; ``sums`` is the result of ``are_sums``."""
+        """Return the weight w_r of this rank's loss as a float32 scalar.
+
+        ``sums`` is the result of ``are_sums``.
+        """
         scale = 1.0 if self._elastic and sums else float(self._size)
         return scale * ratio(rows, joint_rows)
 
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
-        """Return how an optimizer combines the gradients of a loss with this ``weight``.
+        """Return the arguments with which an optimizer combines the gradients of a loss over ranks.
 
-        The optimizer also multiplies the gradients by ``factor``. If the model has a single loss,
-        ``only`` is the term of that loss.
+        ``weight`` is the weight of the loss. The optimizer also multiplies the gradients by
+        ``factor``. If the model has a single loss, ``only`` is the term of that loss.
         """
         if not self._elastic:
             return Weighting(factor=factor)
@@ -113,18 +120,19 @@ class LossWeights:
     def joint_loss(
         self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
     ) -> Iterator[list[Term | None]]:
-        """Multiply the losses that are computed within the block by f_r.
+        """Multiply each loss that is computed within the block by its factor f_r.
 
         Ranks may exchange counts, so all of them must compute the same losses.
 
         Args:
-            rows: Number of this rank's rows that count; None if other ranks don't run this step.
+            rows: Number of this rank's rows that count. None if only this rank runs the step; the
+                losses are then not multiplied.
             joint_rows: Number of rows of all ranks; None if unknown.
             step: ``train`` or ``test``.
 
         Yields:
-            A list that receives the term of each loss, or None for a loss that is a sum or a mean
-            over rows.
+            A list with an entry for each loss that is computed in the block: its ``Term``, or None
+            if the loss is a sum or a mean over rows.
         """
         terms: list[Term | None] = []
         if rows is None:
@@ -157,9 +165,10 @@ class LossWeights:
 
 
 class IndependentLossWeights(LossWeights):
-    """Loss weights for ranks that each train their own weights.
+    """Weights of losses in ``--mode local-sgd``, where each rank trains its own weights.
 
-    The weight of the loss is 1. ``contribution`` is the weight of the step in a later average.
+    The loss itself has weight 1. ``contribution`` is the weight of the step when the ranks later
+    average their model weights.
     """
 
     exchanges: tuple[str, ...] = ()  # ranks may be at different steps
@@ -171,7 +180,7 @@ class IndependentLossWeights(LossWeights):
         self._joint_rows = self.contribution
 
     def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the number of joint rows if it is known, otherwise the number of own rows."""
+        """Return the number of rows of all ranks if it is known, otherwise this rank's rows."""
         # Contributions are divided by the number of joint rows, so that all accumulated steps have
         # the same weight. If the joint rows are unknown, steps are weighted by this rank's rows.
         self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
@@ -185,7 +194,7 @@ class IndependentLossWeights(LossWeights):
     def weighting(
         self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
     ) -> Weighting:
-        """Return the weight of the step in accumulated gradients."""
+        """Return the weight of this step among the steps whose gradients are accumulated."""
         if only is not None:
             self.contribution = tf.cast(only.count, tf.float64)
         return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

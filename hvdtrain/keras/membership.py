@@ -1,9 +1,9 @@
-"""The ranks that take part in training, as agreed by all of them.
+"""The ranks that take part in training. All ranks agree on this list.
 
-In an elastic job the engine detects a lost rank while it runs an operation, and some ranks detect
-it in an earlier operation than others. Decisions that must be equal on all ranks, such as sharding
-the data, use the membership instead. The membership changes on all ranks at the same point of the
-program.
+In an elastic job the engine detects a lost rank while it runs a collective. Some ranks may detect
+the loss in an earlier collective than other ranks. Decisions that must be equal on all ranks, such
+as how to divide the data, therefore use ``Membership``. It changes on all ranks at the same point
+of the program.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ __all__ = ["Change", "ChangeCallback", "Membership"]
 
 
 class Change(NamedTuple):
-    """A change of membership: the members before and after it, in order, by their initial ranks."""
+    """A change of the list of ranks: the list before the change, and the list after it.
+
+    Both lists contain the numbers that the ranks had at the start of the job, in ascending order.
+    """
 
     before: tuple[int, ...]
     now: tuple[int, ...]
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The members that were lost."""
+        """The ranks that were lost."""
         return tuple(member for member in self.before if member not in self.now)
 
     @property
@@ -44,7 +47,7 @@ class Membership:
     """The ranks that take part in training.
 
     Args:
-        min_np: Smallest number of ranks to train with.
+        min_np: Training ends with an error if fewer than this number of ranks remain.
         callbacks: Called on all ranks after a rank was lost.
     """
 
@@ -61,17 +64,17 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """This rank's index among the members."""
+        """The index of this rank among the ranks that take part in training."""
         return self.members.index(self._me)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the first member."""
+        """Whether this rank is the chief, which is the first rank that takes part in training."""
         return self.rank == 0
 
     @property
     def size(self) -> int:
-        """The number of members."""
+        """The number of ranks that take part in training."""
         return len(self.members)
 
     @property
@@ -81,12 +84,15 @@ class Membership:
 
     @property
     def too_few(self) -> TooFewRanksError | None:
-        """The error to raise after a checkpoint; None if at least ``min_np`` members are left."""
+        """The error to raise after a checkpoint. None if at least ``min_np`` ranks are left."""
         return self._collectives.too_few if self.size < self._min_np else None
 
     @contextmanager
     def notifying(self, callbacks: Sequence[ChangeCallback]) -> Iterator[None]:
-        """Also call these callbacks, in order, if a rank is lost within the block."""
+        """Add callbacks.
+
+        They are called in this order if a rank is lost within the ``with`` block.
+        """
         self._callbacks += callbacks
         try:
             yield
@@ -94,7 +100,7 @@ class Membership:
             del self._callbacks[-len(callbacks) :]
 
     def renew_and_check_chief(self) -> bool:
-        """Call ``renew``, and return whether the chief was lost."""
+        """Call ``renew``, and return whether the chief was lost since the previous call."""
         chief = self.members[0]
         self.renew()
         return chief != self.members[0]

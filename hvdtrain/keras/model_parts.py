@@ -1,7 +1,7 @@
 """The parts of a model that Keras doesn't list: optimizers, layer statistics, overridden methods.
 
 For example, a GAN has an optimizer for each of its networks as an attribute, and leaves
-``model.optimizer`` unused. Such an optimizer is built when it is first applied.
+``model.optimizer`` unused. Keras builds such an optimizer when the optimizer is first applied.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def attributes_of_type(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
-    """Yield a layer's attributes of a type, including entries of lists and dicts.
+    """Yield the attributes of a layer that have the given type.
 
-    Attributes of sublayers are not included.
+    If an attribute is a list or a dict, its entries are included. Attributes of sublayers are not.
     """
     return _find(vars(layer), kind, set())
 
@@ -66,10 +66,11 @@ def _find(value: Any, kind: type[Kind], seen: set[int]) -> Iterator[Kind]:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Return the optimizers that may update the model, ``model.optimizer`` first if it is set.
+    """Return the optimizers that may update the model.
 
-    If the model overrides ``train_step``, they include optimizers that are attributes of the model,
-    or of models and layers in it.
+    If ``model.optimizer`` is set, it is the first one. If the model overrides ``train_step``, the
+    result also contains optimizers that are attributes of the model, or attributes of models and
+    layers inside it.
     """
     optimizers = [] if model.optimizer is None else [model.optimizer]
     if overrides(model, "train_step"):
@@ -82,7 +83,11 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def plain_optimizers_of(model: keras.Model) -> list[Any]:
-    """Return the ``plain_optimizers`` of all optimizers of the model."""
+    """Return the optimizers that update the model's weights.
+
+    For a ``LossScaleOptimizer`` or a ``MultiOptimizer``, the result contains the optimizers inside
+    it.
+    """
     return [leaf for outer in optimizers_of(model) for leaf in plain_optimizers(outer)]
 
 
@@ -116,7 +121,7 @@ def build_optimizers(model: keras.Model, indices: Sequence[Sequence[int]]) -> No
 def layer_statistics(model: keras.Model) -> list[Any]:
     """Return the variables that layers update themselves, such as moving means.
 
-    Frozen weights are not included, although Keras counts them as non-trainable variables.
+    Frozen weights are not included, although Keras calls both kinds non-trainable variables.
     """
     layers = flatten_layers(model)
     own = [variable for layer in layers for variable in own_non_trainable_variables(layer)]
@@ -140,7 +145,7 @@ def recurrent_states(model: keras.Model) -> list[Any]:
 
 
 def check_can_be_averaged(model: keras.Model, mode: str) -> None:
-    """Check that the weights can be averaged, because ``mode`` averages them.
+    """Check that ranks can average the weights of this model, as ``mode`` requires.
 
     Raises:
         ModelError: If a variable holds float8 scales.

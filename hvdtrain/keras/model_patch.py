@@ -44,7 +44,7 @@ _MARK = "_hvdtrain_methods"
 
 
 class ModelPatch:
-    """Replaces methods of one model object; its class is not changed."""
+    """Replaces methods of one model object. The model's class is not changed."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ModelPatch:
         reseed_by_rank(model, collectives)
 
     def install_with_checkpoint(self) -> None:
-        """Change nothing until ``fit`` receives a ``Checkpoint``, then ``install``."""
+        """Wait until ``fit`` receives a ``Checkpoint`` callback, then call ``install``."""
         self._remove_earlier()
         plain_fit = self._model.fit
 
@@ -162,7 +162,7 @@ class ModelPatch:
             rescale_rate(optimizer, len(change.before), len(change.now))
 
     def _synchronized_layers(self) -> list[Any]:
-        """Return the layers that normalize with the samples of all ranks."""
+        """Return the layers that compute mean and variance over the samples of all ranks."""
         layers = synchronized_layers(self._model)
         if layers and len(self._devices) > 1:
             self._warn_once(
@@ -173,7 +173,7 @@ class ModelPatch:
         return layers
 
     def _choose_compute(self) -> Compute:
-        """Choose the devices that compute."""
+        """Choose the devices on which this rank computes."""
         model = self._model
         if len(self._devices) > 1:
             if model.jit_compile:
@@ -193,9 +193,10 @@ class ModelPatch:
 
 
 def _without_jit(model: keras.Model, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``make`` while the model's ``jit_compile`` is off.
+    """Return a function that calls ``make`` with the model's ``jit_compile`` switched off.
 
-    Keras would compile a whole step, including the collectives.
+    With ``jit_compile``, Keras would compile a whole step, including its collectives, which XLA
+    doesn't support.
     """
 
     @functools.wraps(make)

@@ -1,7 +1,7 @@
 """The steps that Keras' loops run on each batch of a rank.
 
-``hvdtrain.keras.compute`` runs the model on this rank's devices, possibly compiled with XLA. XLA
-does not support collectives, so most of them are called here.
+Most collectives of a step are called here. ``hvdtrain.keras.compute`` runs the model itself on this
+rank's devices. That part may be compiled with XLA, which does not support collectives.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class ModelSteps:
 
     Args:
         compute: Runs the model on this rank's devices.
-        weights: Weights of this rank's loss. By default, these are the weights for gradients that
+        weights: Computes the weight of this rank's loss. The default suits gradients that
             ``reducer`` averages.
-        synchronized: Layers that normalize with the moments of the joint batch.
+        synchronized: Layers that normalize with the mean and variance over the batches of all
+            ranks.
     """
 
     def __init__(
@@ -82,7 +83,11 @@ class ModelSteps:
         return keras.Variable(0, dtype="int64", trainable=False, name=name)
 
     def train(self, data: Any) -> Any:
-        """Run ``train_step`` on an element of a sharded dataset, or on this rank's own batch."""
+        """Run ``train_step``.
+
+        ``data`` is either an element of a sharded dataset, or a batch that was passed to
+        ``train_on_batch``.
+        """
         self._check_variables()
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
@@ -102,7 +107,7 @@ class ModelSteps:
             self.step_rows = None
 
     def test(self, data: Any) -> Any:
-        """Run ``test_step``. Metrics ignore a batch without rows that count."""
+        """Run ``test_step``. If no rows of the batch count, the metrics don't change."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         within = functools.partial(_metrics_by_rows, self._model, share.rows)
@@ -113,7 +118,10 @@ class ModelSteps:
             return self._compute.test(within, share.batch, None, None)
 
     def predict(self, data: Any) -> Any:
-        """Run ``predict_step``. The result for an element of a sharded dataset is ``Predicted``."""
+        """Run ``predict_step``.
+
+        Return ``Predicted`` if ``data`` is an element of a sharded dataset.
+        """
         if not isinstance(data, Share):
             return self._compute.predict(data)
         outputs = self._compute.predict(data.batch)
@@ -122,7 +130,7 @@ class ModelSteps:
 
     @contextmanager
     def _weighting_rows(self, rows: tf.Tensor, weight: tf.Tensor) -> Iterator[None]:
-        """Weight the metrics and statistics of the block by rows."""
+        """Weight metrics and layer statistics by the number of rows within the ``with`` block."""
         with (
             _metrics_by_rows(self._model, rows),
             self.statistics.weighted_by(weight, select=self._compute.jit),
@@ -132,7 +140,7 @@ class ModelSteps:
     def _train_plain(
         self, share: Share, counts: BatchWeight, row_weight: tf.Tensor, generator: RankGenerator
     ) -> Any:
-        """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
+        """Train like ``keras.Model.train_step``, with a loss weighted by this rank's rows."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
 
@@ -169,11 +177,10 @@ class ModelSteps:
         return metrics
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        """Update the weights."""
         self._model.optimizer.apply_gradients(zip(gradients, self._model.trainable_variables))
 
     def _train_own(self, share: Share, counts: BatchWeight) -> Any:
-        """Run the model's own ``train_step``. Its gradients are weighted when they are applied."""
+        """Run a ``train_step`` that the model overrides. The optimizers weight the gradients."""
         rows, joint_rows, weight = counts
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
@@ -185,7 +192,7 @@ class ModelSteps:
             return self._plain_train_step(share.batch)
 
     def _counts(self, share: Share) -> tuple[BatchWeight, tf.Tensor]:
-        """Return the weight of the loss, and the weight of a mean over rows."""
+        """Return two weights of this rank's batch: for its loss, and for a mean over rows."""
         sums = are_sums(self._model)
         if self._elastic and sums and self._model.losses:
             raise ModelError(
@@ -207,7 +214,11 @@ class ModelSteps:
 
     @property
     def _fixed_variables(self) -> list[Any]:
-        """The variables that must stay the same; all of them if ``train_step`` is overridden."""
+        """The variables that may not be added, removed or reordered after ``distribute``.
+
+        These are the trainable variables. If the model overrides ``train_step``, they are all
+        variables.
+        """
         own = overrides(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 
@@ -229,15 +240,15 @@ def _if_rows(
     generator: RankGenerator,
     afterwards: Callable[[], Any],
 ) -> Any:
-    """Call ``compute`` if this rank has rows; otherwise only take part in its collectives.
+    """Call ``compute`` if this rank has rows. Otherwise only take part in its collectives.
 
-    Without rows ``otherwise`` is called, the collectives receive zeros, the results are zeros, and
-    the generator advances as far as it would with rows. ``afterwards`` is the function that the
-    caller will call next.
+    If this rank has no rows, ``otherwise`` is called. The collectives then receive zeros, and the
+    results are zeros. ``generator`` draws as many random numbers as ``compute`` would draw.
+    ``afterwards`` is the function that the caller will call next.
 
     Raises:
-        NoShadowError: If the step runs eagerly, if it has collectives that can't be shadowed, or if
-            ``afterwards`` uses tensors that exist only with rows.
+        NoShadowError: If the step runs eagerly. Also if it contains collectives that can't be
+            called with zeros, or if ``afterwards`` uses tensors that exist only if there are rows.
     """
     if tf.executing_eagerly():
         raise NoShadowError("the operations of a step are known in graphs only")
@@ -270,7 +281,7 @@ def _if_rows(
 
 
 def _uses_inner_tensors(function: Callable[[], Any]) -> bool:
-    """Return whether ``function`` uses tensors of graphs that don't enclose the current one."""
+    """Return whether a function uses tensors of a graph that does not enclose the current graph."""
     graph: Any = tf.compat.v1.get_default_graph()
     results = tf.nest.flatten(function())
     used = [tensor for tensor, _ in graph.captures] + results
@@ -291,7 +302,7 @@ def _parts(gradient: Any, variable: Any) -> Any:
 
 
 def _gradient(parts: Any, variable: Any) -> Any:
-    """Return the gradient with these ``_parts``."""
+    """Return the gradient from the tensors that ``_parts`` returned."""
     if isinstance(parts, tuple):
         return tf.IndexedSlices(*parts, tf.constant(list(variable.shape)))
     return parts
@@ -299,10 +310,11 @@ def _gradient(parts: Any, variable: Any) -> Any:
 
 @contextmanager
 def _metrics_by_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
-    """Weight the metrics of the step within the block by rows. Without rows they don't change.
+    """Weight the metrics of a step within the ``with`` block by the number of rows.
 
-    If Keras doesn't know the batch size, it gives each batch a weight of one in the metrics for
-    losses of single outputs. These metrics are changed to weights by rows.
+    If the batch has no rows that count, the metrics don't change. In models with several outputs,
+    each output has a metric for its loss. If Keras doesn't know the batch size, it gives each batch
+    the weight 1 in these metrics. Here, each batch gets its number of rows as weight.
     """
     variables = list(model.metrics_variables)
     before = {id(variable): tf.identity(variable.value) for variable in variables}

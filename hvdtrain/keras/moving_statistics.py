@@ -1,9 +1,9 @@
-"""Statistics that layers keep of their batches, such as BatchNormalization's, weighted by rows.
+"""Statistics that layers keep of their batches, such as the moving mean of BatchNormalization.
 
 One process would update a statistic to m = a m + (1 - a) sum(n_r x_r) / n. Here a is the momentum,
 n the number of rows in the joint batch, and x_r the moment of the n_r rows of rank r. N ranks get
-the same result if rank r updates its own statistic m_r as follows, and the joint statistic is the
-average of all m_r, weighted by c_r:
+the same result in two steps. Rank r updates its own statistic m_r with the formulas below. The
+statistic of all ranks is then the average of all m_r, weighted by c_r.
 
     w_r = N n_r / n
     c_r = a c_r + (1 - a) w_r, initially 1
@@ -40,7 +40,7 @@ class MovingStatistics:
 
     Args:
         model: A built model.
-        synchronized: Layers that compute the statistics of the joint batch themselves.
+        synchronized: Layers that already compute their statistics over the batches of all ranks.
     """
 
     def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
@@ -74,9 +74,11 @@ class MovingStatistics:
 
     @contextmanager
     def weighted_by(self, weight: tf.Tensor, *, select: bool = False) -> Iterator[None]:
-        """Use ``weight`` as the weight w_r of this rank's batch in the step within the block.
+        """Weight the statistics of the step in the ``with`` block by ``weight``.
 
-        If ``select``, no operation is conditional. XLA can't fuse others with such operations.
+        ``weight`` is w_r, the weight of this rank's batch. With ``select``, the update of the
+        statistics contains no ``tf.cond``, because XLA can't fuse other operations with a
+        ``tf.cond``.
         """
         if self._complete:
             self._steps.assign_add(tf.cast(weight > 0, tf.int64))
@@ -92,12 +94,12 @@ class MovingStatistics:
             tf.cond(even, lambda: None, lambda: self._move(before, weight))
 
     def skip(self) -> None:
-        """Count a step without rows."""
+        """Update the weights c_r for a step in which this rank has no rows."""
         if self._variables:
             self._count(tf.constant(0.0))
 
     def _count(self, weight: tf.Tensor) -> tf.Tensor:
-        """Update and return c_r - 1 for each momentum."""
+        """Update the weight c_r for each momentum, and return c_r - 1."""
         momenta = tf.constant(self._momenta, tf.float32)
         surplus = momenta * self._surplus.value + (1.0 - momenta) * (weight - 1.0)
         self._surplus.assign(surplus)
@@ -116,10 +118,10 @@ class MovingStatistics:
             variable.assign(tf.where(weight > 0, new, old))
 
     def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:
-        """Set the joint statistics, and the mean of ``more`` variables, on all ranks.
+        """Average the statistics, and the variables ``more``, over all ranks.
 
-        All ranks must call this. Integers and synchronized statistics are copied from the rank
-        that made the most steps.
+        All ranks must call this. Integers, and statistics that layers synchronize themselves, are
+        copied from the rank with the most steps.
         """
         if collectives.size == 1:
             return
@@ -154,10 +156,13 @@ class MovingStatistics:
 
 
 def row_weights_of(model: keras.Model) -> list[Any]:
-    """Return the variables that hold the weight of this rank's statistics in the average."""
+    """Return the variables that hold this rank's weight in the average of the statistics."""
     return list(getattr(model, _ROW_WEIGHTS, []))
 
 
 def steps_with_rows_of(model: keras.Model) -> list[Any]:
-    """Return the variable that counts steps with rows, in a list; empty if none is needed."""
+    """Return a list with the variable that counts the steps in which this rank had rows.
+
+    The list is empty if no such variable is needed.
+    """
     return list(getattr(model, _STEPS, []))

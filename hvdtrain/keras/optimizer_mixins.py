@@ -1,11 +1,13 @@
 """Optimizers that average gradients over all ranks just before they clip and apply them.
 
-``_clip_gradients`` is the only method of a Keras optimizer that runs after gradient accumulation
-and before clipping, weight decay and the update. If gradients are reduced there, K accumulated
-steps need only one reduction, and the average is clipped instead of each rank's gradients.
+Gradients are averaged in ``_clip_gradients``. It is the only method of a Keras optimizer that runs
+after gradient accumulation, and before clipping, weight decay and the update. K accumulated steps
+therefore need only one reduction, and clipping applies to the average instead of each rank's
+gradients.
 
-XLA can't compile the reduction. With ``jit_compile``, it therefore runs before Keras' ``apply``,
-which is compiled as a whole and receives the averages in ``_clip_gradients``.
+XLA can't compile the reduction. With ``jit_compile``, the reduction therefore runs before Keras'
+``apply``. ``apply`` is compiled as a whole, and its call of ``_clip_gradients`` returns the
+averages.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class Weighting(NamedTuple):
     """How an optimizer combines the gradients of one step with those of other ranks and steps.
 
     Attributes:
-        factor: A factor for the gradients, applied before they are accumulated. None means 1.
-        weight: The total weight that the gradients were multiplied by. If ranks are lost,
-            ``GradientReducer.average`` divides by the remaining weights.
-        op: The reduction over the ranks.
+        factor: A factor by which gradients are multiplied before they are accumulated. None means
+            1.
+        weight: The weight of this rank, by which its gradients were multiplied. If ranks are lost,
+            ``GradientReducer.average`` divides by the weights of the remaining ranks.
+        op: How gradients are combined over the ranks: ``"average"`` or ``"sum"``.
     """
 
     factor: tf.Tensor | None = None
@@ -41,7 +44,10 @@ class Weighting(NamedTuple):
 
 
 class GradientWeightMixin:
-    """Tracks the weight of gradients. ``_track_weights`` includes accumulated gradients."""
+    """Mixin with which an optimizer knows the weight of its gradients.
+
+    If the optimizer accumulates gradients, ``_track_weights`` must be called on it.
+    """
 
     _hvdtrain_weighting = Weighting()
     _hvdtrain_jit = False
@@ -54,7 +60,11 @@ class GradientWeightMixin:
         super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
 
     def _hvdtrain_take_weight(self) -> tf.Tensor | None:
-        """Return the mean weight of the gradients that are applied now, and reset the sum."""
+        """Return the mean weight of the gradients accumulated since the last update.
+
+        The weights for the next update start from zero. Without gradient accumulation, this returns
+        the weight of the current step.
+        """
         weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
         if weight is None or weight_sum is None:
             return weight
@@ -64,7 +74,10 @@ class GradientWeightMixin:
 
 
 class GradientAveragingMixin(GradientWeightMixin):
-    """Makes a plain optimizer average gradients over all ranks. It is saved as the plain class."""
+    """Mixin with which an optimizer averages its gradients over all ranks.
+
+    The optimizer is saved under its original class, without the mixin.
+    """
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
@@ -72,7 +85,11 @@ class GradientAveragingMixin(GradientWeightMixin):
     _hvdtrain_averages: Sequence[Any] | None = None  # set while XLA compiles their application
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Average and apply gradients. XLA compiles what it can before and after the average."""
+        """Average gradients over all ranks, then apply the averages.
+
+        If the model uses ``jit_compile``, the computations before and after the average are
+        compiled with XLA.
+        """
         plain = super().apply  # type: ignore[misc]
         if not self._hvdtrain_jit or not len(grads):
             plain(grads, trainable_variables)
@@ -99,7 +116,11 @@ class GradientAveragingMixin(GradientWeightMixin):
         compiled_if_possible("the optimizer's update", update, *averages)
 
     def _hvdtrain_averages_of(self, grads: Any, variables: Sequence[Any]) -> Any:
-        """Return the averages to apply; anything of their shapes in a step that accumulates."""
+        """Return the averaged gradients to apply.
+
+        In a step that only accumulates gradients, return tensors of the same shapes, which are not
+        used.
+        """
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         scale = self.loss_scale_factor  # type: ignore[attr-defined]
         if not steps:
@@ -164,7 +185,7 @@ class GradientAveragingMixin(GradientWeightMixin):
 
 
 class FiniteCheckMixin:
-    """Makes a ``LossScaleOptimizer`` skip a step on all ranks after an overflow on one of them.
+    """Mixin for a ``LossScaleOptimizer``: all ranks skip a step if one rank's gradients overflow.
 
     A rank without rows is ignored, because its gradients will be multiplied by 0.
     """
@@ -207,7 +228,11 @@ class FiniteCheckMixin:
 
 
 def _is_linear(optimizer: Any) -> bool:
-    """Return whether updates with several rows for an index equal updates with their sum."""
+    """Return whether the order of adding up rows doesn't matter to the optimizer's update.
+
+    In a sparse gradient, several rows may have the same index. The result is true if the update
+    with these rows equals the update with their sum.
+    """
     plain = getattr(type(optimizer), "_hvdtrain_plain_class", type(optimizer))
     clips = optimizer.clipnorm or optimizer.clipvalue or optimizer.global_clipnorm
     return plain is keras.optimizers.SGD and not clips

@@ -29,7 +29,7 @@ _REDRAW_S = 0.1
 
 @dataclass(frozen=True)
 class LossSum:
-    """Numbers of steps and rows on this rank, and the sum of the rows' losses.
+    """The number of steps and rows on this rank, and the sum of the losses of these rows.
 
     The values come from Keras' loss metric.
     """
@@ -40,7 +40,7 @@ class LossSum:
 
     @classmethod
     def read(cls, model: keras.Model, steps: int) -> LossSum:
-        """Read the metric after ``steps`` steps of an epoch. This waits for the device."""
+        """Read Keras' loss metric after ``steps`` steps of an epoch. This waits for the device."""
         tracker = loss_tracker(model)  # a mean weighted by rows
         if tracker is None:
             return cls(steps)
@@ -56,7 +56,10 @@ class LossSum:
         return LossSum(self.steps - other.steps, self.rows - other.rows, self.total - other.total)
 
     def mean(self, logs: Any) -> float:
-        """Return the mean loss, or the loss in ``logs`` if ``train_step`` updates no metric."""
+        """Return the mean loss.
+
+        If ``train_step`` updates no loss metric, return the loss in ``logs``.
+        """
         return (
             self.total / self.rows if self.rows > 0 else float((logs or {}).get("loss", math.nan))
         )
@@ -65,8 +68,9 @@ class LossSum:
 class ReportProgress(keras.callbacks.Callback):
     """Reports the progress of ``fit`` to the launcher, so that it can detect hanging ranks.
 
-    The chief also reports its loss, and the number of its samples times the number of ranks. It
-    does so only about once a second, because reading the loss waits for the device.
+    The chief also reports its loss and the number of samples. It counts its own samples and
+    multiplies them by the number of ranks. These reports are sent only about once a second, because
+    reading the loss waits for the device.
     """
 
     def __init__(self, epochs: EpochIterator) -> None:
@@ -82,7 +86,7 @@ class ReportProgress(keras.callbacks.Callback):
         self._last = LossSum()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Report that the first step compiles."""
+        """Report that training begins, and that the first step includes compilation."""
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -93,12 +97,12 @@ class ReportProgress(keras.callbacks.Callback):
             report.phase("training")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Exclude earlier steps of a resumed epoch."""
+        """Exclude the steps that an earlier run completed, if training resumes within an epoch."""
         if batch and not self._compiled and self._reads_loss():
             self._last = LossSum.read(self.model, batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report the step."""
+        """Report that a step has ended."""
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.planned(self._total_steps(batch + 1))
@@ -109,7 +113,7 @@ class ReportProgress(keras.callbacks.Callback):
             self._read_loss(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Report the samples of the epoch."""
+        """Report the number of samples in the epoch."""
         self._epochs.input_wait.report()
         self._report_samples()
         report.phase("end of an epoch")
@@ -129,9 +133,10 @@ class ReportProgress(keras.callbacks.Callback):
         self._report_samples()
 
     def _report_samples(self) -> None:
-        """Report the samples so far.
+        """Report the number of samples so far.
 
-        Samples since the last reading are estimated from the rows per step at that reading.
+        The loss metric, which contains this number, is read only about once a second. Samples since
+        the last time are estimated from the number of rows per step at that time.
         """
         if self._counted_step is not None:
             new_steps = self._epochs.step - self._counted_step
@@ -140,7 +145,7 @@ class ReportProgress(keras.callbacks.Callback):
             report.learned(self._samples, self._loss)
 
     def _total_steps(self, epoch_step: int) -> int | None:
-        """Return the number of the last step if ``fit`` doesn't stop early; None if unknown."""
+        """Return the number of the last step of this ``fit``, or None if it is unknown."""
         steps = self._epochs.steps_per_epoch
         if steps is None or self.params is None:
             return None
@@ -157,19 +162,19 @@ class StepLog(keras.callbacks.Callback):
         epoch 4/10: accuracy = 0.9812, loss = 0.2941, val_accuracy = 0.9745, val_loss = 0.3012
         epoch 5/10 [=====.......................] 6/32 loss = 0.29, ETA 1 s, 5610 samples/s
 
-    Only the chief prints. If an elastic job loses its chief, the next chief takes over the
-    printing after its first step as the chief.
+    Only the chief prints. If an elastic job loses its chief, the next chief takes over the printing
+    after its first step as the chief.
 
-    - Steps are counted through all epochs, and through later calls of ``fit``.
-    - A line shows the chief's average loss since the last line; the bar shows its average loss of
-      the epoch so far.
-    - The number of examples is the chief's number times the number of ranks. Time spent in
-      validation and between epochs is not measured.
-    - An epoch's results are the same as in the history. After ``hvdtrain.distribute`` they cover
-      all ranks exactly.
+    - Step numbers don't start again in a new epoch or a later call of ``fit``.
+    - A line shows the chief's average loss since the last line. The progress bar shows the chief's
+      average loss in the epoch so far.
+    - The number of examples is the chief's number times the number of ranks. The time of
+      validation, and the time between epochs, are not included.
+    - The results of an epoch are the same as in the history that ``fit`` returns. For a model that
+      was passed to ``hvdtrain.distribute``, they are the exact results over all ranks.
 
-    Pass ``verbose=0`` to ``fit`` to turn off Keras' own progress bar. Without ``hvdtrain.init()``
-    the callback works for a single process.
+    Pass ``verbose=0`` to ``fit`` to turn off Keras' own progress bar. The callback also works in a
+    single process without ``hvdtrain.init()``.
 
     Args:
         every: The number of steps between lines.
@@ -197,12 +202,12 @@ class StepLog(keras.callbacks.Callback):
         self._line = StatusLine(sys.stdout, 0)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Measure the terminal."""
+        """Find out the width of the terminal."""
         self._line = StatusLine(sys.stdout, terminal_columns(sys.stdout))
         self._resumes = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reset the average loss of the bar."""
+        """Reset the average loss that the progress bar shows."""
         self._epoch = epoch
         self._last = LossSum()
 
@@ -259,7 +264,7 @@ class StepLog(keras.callbacks.Callback):
         self._line.print(f"epoch {epoch + 1}/{self._epochs()}: {results}")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         self._line.clear()
 
     def _clear_interval(self) -> None:

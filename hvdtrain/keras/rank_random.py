@@ -1,8 +1,9 @@
-"""Random numbers of each rank.
+"""Random numbers that differ between ranks.
 
-The global seed is equal on all ranks, because they must read the data in the same order. Random
-numbers within layers and steps must differ between ranks. Otherwise all ranks would drop the same
-units, although their samples differ. The chief draws the same numbers as a single process.
+The global seed is equal on all ranks, because all ranks must read the data in the same order.
+Random numbers within layers and steps must differ between ranks. Otherwise Dropout layers would
+drop the same units on all ranks, although the ranks have different samples. The chief draws the
+same random numbers as a single process would.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def draw_seed(collectives: Engine) -> int:
-    """Return a seed that the chief draws from Python's generator. All ranks must call this.
+    """Return a seed that the chief draws from Python's random generator. All ranks must call this.
 
     The generator's state is restored, so that later draws, such as those of initializers, are the
     same as in a single process.
@@ -64,7 +65,7 @@ def reseed_by_rank(model: keras.Model, collectives: Engine) -> None:
 
 
 def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
-    """Return the state of a generator on ``rank``, given the chief's."""
+    """Return the state of a random generator on ``rank``, given its state on the chief."""
     if rank == 0:
         return state
     bits = np.random.SeedSequence([int(abs(state[0])), rank])
@@ -74,9 +75,9 @@ def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
 
 
 class RankGenerator:
-    """Draws from the process's generator behind ``keras.random``, with an offset for each rank.
+    """Draws seeds from the generator of ``keras.random``, with a different offset on each rank.
 
-    The state of the process's generator, which checkpoints save, stays equal on all ranks.
+    The state of the generator itself stays equal on all ranks. Checkpoints save this state.
     """
 
     def __init__(self, shared: Any, member: int) -> None:
@@ -99,10 +100,10 @@ class RankGenerator:
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
     def repeat(self) -> None:
-        """Make as many draws as the graphs that have been traced so far make.
+        """Draw as many seeds as the functions that have been traced so far draw.
 
-        If the first trace of a function creates the generator, the function is traced again. Then
-        only the last trace counts.
+        If tracing a function creates the generator, TensorFlow traces the function again. Only the
+        last trace counts then.
         """
         last = {graph.name: graph for graph, _ in self.draws}
         for graph, ordered in list(self.draws):
@@ -111,9 +112,9 @@ class RankGenerator:
 
 
 def draws_of_step() -> list[tuple[Any, bool]]:
-    """Return the ``draws`` of the current step, or an empty list.
+    """Return the list of seeds that the current step draws: ``RankGenerator.draws``.
 
-    The caller must delete the entries of graphs that it discards.
+    The list is empty outside of a step. A caller that discards a graph must delete its entries.
     """
     generator = global_generator()
     return generator.draws if isinstance(generator, RankGenerator) else []
@@ -121,12 +122,7 @@ def draws_of_step() -> list[tuple[Any, bool]]:
 
 @contextmanager
 def random_by_rank(member: int) -> Iterator[RankGenerator]:
-    """Make random numbers differ between members within the block.
-
-    This affects ``train_step`` and layers without a generator of their own. In a graph it also
-    affects ``tf.random``. In eager execution ``tf.random`` has one sequence of numbers for the
-    whole program, and is not changed.
-    """
+    """Make random numbers differ between ranks within the ``with`` block."""
     own = RankGenerator(global_generator(), member)
     set_global_generator(own)
     graph = None if tf.executing_eagerly() or not member else tf.compat.v1.get_default_graph()

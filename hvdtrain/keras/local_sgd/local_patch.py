@@ -1,4 +1,4 @@
-"""The model patch of a job whose ranks average weights instead of gradients."""
+"""The methods that are replaced on a model if ranks average weights instead of gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LocalModelPatch(ModelPatch):
 
 
 class _LocalSteps(ModelSteps):
-    """Runs steps in rounds."""
+    """Runs the training steps of a model. Ranks average their weights after each round of steps."""
 
     def __init__(
         self,
@@ -104,7 +104,10 @@ class _LocalSteps(ModelSteps):
 
 
 class _LocalLossWeights(IndependentLossWeights):
-    """Scales losses that are sums, so that their mean over ranks is the sum over the joint batch.
+    """Weights of losses if ranks average weights instead of gradients.
+
+    A loss that is a sum is multiplied by the number of ranks, so that its mean over the ranks is
+    the sum over the batches of all ranks.
 
     Attributes:
         ranks: The number of ranks.

@@ -1,4 +1,4 @@
-"""Averages of all ranks' weights after a number of independent steps."""
+"""The averages of all ranks' weights in local SGD. Between them, each rank trains independently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["OuterOptimizer", "WeightAveraging"]
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """SGD with Nesterov momentum, applied to the change of the weights in a round.
+    """SGD with Nesterov momentum, applied to the change of the averaged weights in a round.
 
     This is algorithm 1 of DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
     Training of Language Models", arXiv 2311.08105). With a learning rate of 1 and no momentum, it
@@ -27,7 +27,7 @@ class OuterOptimizer:
     Communicates Little", arXiv 1805.09767).
 
     Attributes:
-        learning_rate: The factor that the outer gradient is multiplied by.
+        learning_rate: The factor by which the change is multiplied.
         momentum: The fraction of the velocity that is kept in each step. It is at least 0 and below
             1.
     """
@@ -37,7 +37,7 @@ class OuterOptimizer:
 
     @property
     def is_plain_average(self) -> bool:
-        """Whether the next round starts from the average itself."""
+        """Whether this optimizer only averages: the next round starts from the averaged weights."""
         return self.learning_rate == 1.0 and not self.momentum
 
     def step(self, anchor: Any, average: Any, velocity: Any) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ class OuterOptimizer:
 
         Args:
             anchor: The weights at the start of the round; arrays or tensors of any shape.
-            average: The mean of the ranks' weights at the end.
+            average: The mean of the ranks' weights at the end of the round.
             velocity: The velocity from the previous step. It is initially zero, and unused if there
                 is no momentum.
         """
@@ -57,7 +57,7 @@ class OuterOptimizer:
 
 
 class WeightAveraging:
-    """The rounds of a model's training: independent steps of each rank, then an average.
+    """Trains a model in rounds. In a round, each rank runs a number of steps, then ranks average.
 
     A round also ends at the end of an epoch, before a validation and before a checkpoint. The next
     round starts with the next step, from the weights at that time.
@@ -92,17 +92,18 @@ class WeightAveraging:
         self.velocities = self._like_variables("outer_velocity") if outer.momentum else []
 
     def begin_step(self) -> None:
-        """Start a round if none is in progress. Must be called first in each step's graph."""
+        """Start a round if none is in progress. Must come first in the graph of each step."""
         if self._anchors:
             tf.cond(self._steps.value == 0, self._begin_round, lambda: None)
 
     def end_step(self, contribution: tf.Tensor) -> None:
         """Count a step, and average the weights after the last step of a round.
 
-        Must be called last in each step's graph.
+        Must come last in the graph of each step.
 
         Args:
-            contribution: The step's number of samples, float64.
+            contribution: The weight of this step in the average, which is its number of samples.
+                float64.
         """
         self._steps.assign_add(1)
         self._counts.assign_add(contribution)
@@ -110,14 +111,14 @@ class WeightAveraging:
 
     @property
     def joined(self) -> bool:
-        """Whether all ranks have the same weights."""
+        """Whether all ranks have the same weights at the moment."""
         return int(self._steps.numpy()) == 0
 
     def end_round(self) -> Collection[int] | None:
-        """End the round between two steps. All ranks must call this.
+        """End the current round early, between two steps. All ranks must call this.
 
         Returns:
-            The members whose steps are in the average; None if the round had no steps.
+            The ranks whose steps are in the average. None if the round had no steps.
         """
         if self.joined:
             return None
@@ -128,7 +129,7 @@ class WeightAveraging:
         return self._reducer.collectives.members if members is None else members
 
     def averages_of_weights(self) -> list[Any]:
-        """Return the moving averages of this rank's weights in optimizers with ``use_ema``."""
+        """Return the moving averages of this rank's weights from optimizers with ``use_ema``."""
         leaves = [leaf for leaf in plain_optimizers_of(self._model) if leaf.use_ema and leaf.built]
         return [v for leaf in leaves for v in moving_averages(leaf) if v is not None]
 
@@ -161,9 +162,9 @@ class WeightAveraging:
 
 
 def _averaged_variables(model: keras.Model) -> list[Any]:
-    """Return the variables that steps change differently on each rank and that have an average.
+    """Return the variables to average, which steps change differently on each rank.
 
-    The user's own ``train_step`` may change other variables, such as a target network.
+    A custom ``train_step`` may also change other variables of the model, such as a target network.
     """
     if not overrides(model, "train_step"):
         return list(model.trainable_variables)
@@ -174,9 +175,10 @@ def _averaged_variables(model: keras.Model) -> list[Any]:
 
 
 def _weight_of_rank(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
-    """Return the factor of this rank's weights in the average.
+    """Return the factor of this rank's weights in the average of all ranks' weights.
 
-    Ranks exchange their counts. The factor is 1 if all counts are equal.
+    Ranks exchange how many samples they trained on. If all ranks have the same number, the factor
+    is 1.
     """
     own = tf.stack([tf.convert_to_tensor(counts), tf.ones([], counts.dtype)])
     total, ranks = tf.unstack(reducer.reduce(own, "sum", "steps of all ranks"))
