@@ -1,4 +1,7 @@
-"""Arrays in memory. They are the same on every rank, and each rank gathers its rows by index."""
+"""Input that consists of arrays in memory.
+
+All ranks have the same arrays, and each rank gathers its rows by index.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ _SAMPLED_ROWS = 64
 
 
 class ShardedArrays(ShardedInput):
-    """One rank's share of arrays, tensors, pandas or SciPy data, which may be nested."""
+    """One rank's share of arrays.
+
+    The arrays may be NumPy arrays, tensors, pandas or SciPy data, or nested structures of them.
+    """
 
     unit = "samples"
 
@@ -59,7 +65,7 @@ class ShardedArrays(ShardedInput):
         self._epoch = 0
 
     def report(self) -> InputReport:
-        """Report the types and shapes, and digests of some rows."""
+        """Report the types and shapes of the arrays, and digests of some of their rows."""
         rows, plan = self._rows, self.plan
         if rows == 0 and not plan.presharded:
             raise DataError("The input arrays are empty; pass at least one row.")
@@ -84,7 +90,10 @@ class ShardedArrays(ShardedInput):
         )
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the number of joint steps in a pass, and forget all passes."""
+        """Set how many steps all ranks take together in one pass over the data.
+
+        Passes that were started before can't be read any more.
+        """
         super().set_steps(steps)
         # Passes of the same size share a dataset, because making a dataset takes as long as some
         # steps of a small model. The dataset reads the position when it is iterated.
@@ -93,7 +102,7 @@ class ShardedArrays(ShardedInput):
         self._pass: tf.data.Dataset | None = None
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Set the epoch that determines the order of the next pass."""
+        """Set the epoch. It determines the order of the samples in the next pass over the data."""
         self._epoch = epoch
 
     def _whole_pass(self) -> tf.data.Dataset:
@@ -122,12 +131,14 @@ class ShardedArrays(ShardedInput):
     def _make(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
     ) -> tf.data.Dataset:
-        """Make a dataset with this rank's shares of a pass.
+        """Make a dataset with this rank's share of each step in a pass over the data.
 
         Args:
-            position_of_pass: Returns the position of the pass. Called when the pass starts.
+            position_of_pass: Returns the position where the pass starts. Called when the pass
+                starts.
             rows: The number of samples that are left at that position.
-            steps: The number of joint steps. Steps after the end of this rank's data have rows = 0.
+            steps: The number of steps, which is the same on all ranks. If this rank's data ends
+                earlier, the last steps have rows = 0.
         """
 
         @tf.autograph.experimental.do_not_convert
@@ -202,7 +213,7 @@ class ShardedArrays(ShardedInput):
         return tf.data.Dataset.range(1).map(start_pass).flat_map(steps_of_pass)
 
     def _empty_steps(self, steps: int) -> tf.data.Dataset:
-        """Make a dataset of steps with rows = 0, for a rank without data."""
+        """Make a dataset of steps with rows = 0, for a rank that has no data left."""
         leaves = batch_structure.present_leaves(self._gather(tf.zeros([0], tf.int64)))
         blanks = [batch_structure.blank_value(tf.type_spec_from_value(leaf)) for leaf in leaves]
         batch = batch_structure.replace_leaves(self._batch, blanks)

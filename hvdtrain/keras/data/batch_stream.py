@@ -1,9 +1,10 @@
-"""Streams of batches: Python generators, torch ``DataLoader`` and Grain datasets.
+"""Input that is a stream of batches: a Python generator, torch ``DataLoader`` or Grain dataset.
 
-Every rank reads the whole stream and keeps one batch of each joint step. With ``presharded=True``
-each rank reads a different stream. If the lengths of the streams are unknown, the ranks find out
-before each block of steps of ``fit`` whether any rank has a batch left. Ranks without a batch
-compute with rows = 0.
+Every rank reads the whole stream, and uses one batch of it in each step. With two ranks, rank 0
+uses the batches 0, 2, 4, and so on. With ``presharded=True`` each rank reads a different stream,
+and uses all its batches. If the lengths of these streams are unknown, the ranks find out before
+each block of steps of ``fit`` whether any rank has a batch left. Ranks without a batch then compute
+with rows = 0.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _READ_ONCE = (
 
 
 def stream_kind(x: Any) -> str | None:
-    """Return the name of a kind of stream, or None if ``x`` is something else."""
+    """Return the name of the kind of stream that ``x`` is, or None if ``x`` is not a stream."""
     if isinstance(x, types.GeneratorType):
         return "generator"
     if private_keras.is_torch_dataloader(x):
@@ -54,12 +55,12 @@ def stream_kind(x: Any) -> str | None:
 
 
 class _Step(NamedTuple):
-    """A joint step as this rank reads it.
+    """A step that all ranks take together, as this rank reads it from the stream.
 
     Attributes:
-        batch: This rank's batch; None if the stream ended before this batch.
-        joint_rows: The number of rows in all batches of the step.
-        digest: The digest of the stream up to this step, uint8 of shape (8,); None if the ranks
+        batch: This rank's batch. None if the stream ended before this batch.
+        joint_rows: The number of rows in the batches of all ranks in this step.
+        digest: The digest of the stream up to this step, uint8 of shape (8,). None if the ranks
             don't compare their streams.
     """
 
@@ -69,9 +70,10 @@ class _Step(NamedTuple):
 
 
 class ShardedStream(ShardedInput):
-    """One rank's share of a stream.
+    """One rank's share of a stream of batches.
 
-    A generator is read only once, even in several passes. Other streams start again in each pass.
+    A generator is read only once: the next epoch continues where the last one stopped. Other
+    streams are read again from their start in each pass over the data.
     """
 
     def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
@@ -125,7 +127,10 @@ class ShardedStream(ShardedInput):
         )
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the joint steps in a pass, and forget all passes."""
+        """Set how many steps all ranks take together in one pass over the data.
+
+        Passes that were started before can't be read any more.
+        """
         super().set_steps(steps)
         self._queue: _Queue | None = None
         self._agreed_steps = 0  # steps of this pass that all ranks have agreed on
@@ -163,12 +168,13 @@ class ShardedStream(ShardedInput):
         limit: Callable[[], float],
         steps: int | None,
     ) -> tf.data.Dataset:
-        """Make a dataset of shares.
+        """Make a dataset with this rank's share of each step.
 
         Args:
-            start: Returns the queue from which an iterator of the dataset takes steps.
-            limit: Returns the number of elements, which may grow while they are read.
-            steps: The number of elements, if it is known.
+            start: Called when the dataset is iterated. Returns the queue from which the dataset
+                takes steps.
+            limit: Returns the maximum number of elements, which may grow while elements are read.
+            steps: The number of elements, or None if it is unknown.
         """
         # Without padding, the stream ends in the same step on all ranks.
         pads = self.plan.presharded or self.steps is not None
@@ -197,7 +203,7 @@ class ShardedStream(ShardedInput):
         return batch_structure.to_dataset(elements, self._example, self._specs, steps)
 
     def _joint_steps(self, start: int) -> Iterator[_Step]:
-        """Yield the joint steps after the first ``start`` batches of a pass."""
+        """Yield a ``_Step`` for each step, after skipping the first ``start`` batches of a pass."""
         rank, ranks = self.plan.shard, self.plan.shards
         batches = self._unread if self._read_once else self._standardized()
         own_batch, place, joint_rows = None, 0, 0
@@ -222,7 +228,7 @@ class ShardedStream(ShardedInput):
         return (batch_structure.standardize(b, class_weight, source) for b in self._batches)
 
     def agree_on_steps(self, block: int) -> int:
-        """Return the number of steps, up to ``block``, for which at least one rank has a batch.
+        """Return for how many of the next ``block`` steps at least one rank has a batch.
 
         All ranks must call this.
         """
@@ -237,7 +243,7 @@ class ShardedStream(ShardedInput):
         return int(self.plan.collectives.allreduce(np.array(count), "max", name="batches left"))
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Read and drop the batches of earlier passes.
+        """Read the batches of earlier passes over the data, and discard them.
 
         This advances the random state that determines the order of the batches.
         """
@@ -246,7 +252,7 @@ class ShardedStream(ShardedInput):
                 collections.deque(self._batches, maxlen=0)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Check that a generator has a batch left on at least one rank."""
+        """If the stream is a generator, check that at least one rank has a batch left."""
         if self._queue is None or not self._read_once:
             return
         if not self._joint_maximum(self._queue.available(1)):
@@ -256,7 +262,7 @@ class ShardedStream(ShardedInput):
             )
 
     def verify(self) -> None:
-        """Compare the batches that the ranks have read so far."""
+        """Check that all ranks have read the same batches so far."""
         if not self.plan.compares:
             return
         content = None if self._digest is None else self._digest.numpy().tobytes().hex()
@@ -265,7 +271,10 @@ class ShardedStream(ShardedInput):
         raise_if_different(gathered, remedies=REMEDIES)
 
     def on_epoch_end(self) -> None:
-        """Compare the batches, and stop reading the user's generator until the next epoch."""
+        """Check that all ranks have read the same batches in this epoch.
+
+        The user's generator is not read any more until the next epoch.
+        """
         self.verify()
         if self._queue is not None:
             self._queue.settle()
@@ -276,7 +285,7 @@ def _rows(batch: Batch) -> int:
 
 
 class _Queue:
-    """Steps that were read but not taken yet. A thread prepares the next step."""
+    """Steps that were read from the stream but not used yet. A thread reads the next step."""
 
     def __init__(self, steps: Iterator[_Step]) -> None:
         self._steps = steps
@@ -285,7 +294,7 @@ class _Queue:
         self._next: Future[_Step | None] | None = None
 
     def available(self, limit: int) -> int:
-        """Return the number of steps left, but not more than ``limit``."""
+        """Return the number of steps that are left, or ``limit`` if there are more."""
         while len(self._waiting) < limit and self._read():
             pass
         return min(len(self._waiting), limit)
@@ -300,7 +309,7 @@ class _Queue:
         return step
 
     def settle(self) -> None:
-        """Wait for the step that is being prepared."""
+        """Wait until the thread has read the next step."""
         if self._next is not None:
             self._read()
 

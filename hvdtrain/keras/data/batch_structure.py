@@ -41,12 +41,15 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch: x, y and sample_weight, or others for a custom train step."""
+    """Return the parts of a batch: x, y and sample_weight.
+
+    A model with its own ``train_step`` may use batches with other parts.
+    """
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def is_absent(leaf: Any) -> bool:
-    """Return whether a leaf, or its spec, represents None."""
+    """Return whether a leaf is None. The argument may also be the spec of a leaf."""
     # Some versions of TensorFlow don't export NoneTensorSpec.
     return (
         leaf is None
@@ -61,7 +64,7 @@ def present_leaves(batch: Any) -> list[Any]:
 
 
 def replace_leaves(batch: Any, leaves: Iterable[Any]) -> Any:
-    """Return a batch with the same structure, in which ``leaves`` replace ``present_leaves``."""
+    """Return a copy of a batch in which ``leaves`` replace the leaves that are not None."""
     rest = iter(leaves)
     return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
@@ -86,7 +89,7 @@ def count_rows(leaf: Any) -> tf.Tensor:
 
 
 def describe_row(spec: tf.TypeSpec) -> str:
-    """Describe the type and shape of one row."""
+    """Return a text that describes the type and shape of one row of a leaf."""
     kind = {tf.RaggedTensorSpec: "ragged ", tf.SparseTensorSpec: "sparse "}.get(type(spec), "")
     shape = spec.shape
     inner = "unknown" if shape.rank is None else str(tuple(shape[1:].as_list()))
@@ -103,7 +106,7 @@ def signature(batch_spec: Any) -> dict[str, str]:
 
 
 def identifying_leaves(batch: Any) -> list[Any]:
-    """Return the leaves that must be equal for two batches to be the same.
+    """Return the leaves by which ranks check that they have the same batch.
 
     These are the targets and sample weights. Inputs are compared only if a batch has neither of
     them, because random augmentation may make inputs differ between ranks.
@@ -113,7 +116,7 @@ def identifying_leaves(batch: Any) -> list[Any]:
 
 
 def fingerprint(leaves: Sequence[Any]) -> str:
-    """Return the ``digest`` of eager tensors in hexadecimal digits."""
+    """Return the ``digest`` of eager tensors as a string of hexadecimal digits."""
     with tf.device("CPU:0"):
         return str(digest(leaves).numpy().tobytes().hex())
 
@@ -125,7 +128,10 @@ def digest(leaves: Sequence[Any]) -> tf.Tensor:
 
 
 def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Return a stream's digest including one more batch, given the digests of both."""
+    """Return the digest of a stream after one more batch.
+
+    The arguments are the digest of the stream before this batch, and the digest of the batch.
+    """
     return _hash(tf.concat([stream, batch], axis=0))
 
 
@@ -162,7 +168,7 @@ def blank_value(spec: tf.TypeSpec) -> Any:
 
 
 def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | None = None) -> Any:
-    """Convert a batch from Python code into a dict or a tuple without lists, as Keras does.
+    """Convert a batch that Python code yielded to the structure that Keras uses.
 
     Args:
         batch: The batch.
@@ -196,14 +202,14 @@ def to_dataset(
     specs: Sequence[tf.TypeSpec],
     steps: int | None,
 ) -> tf.data.Dataset:
-    """Return a dataset of shares from a generator function. The dataset doesn't prefetch.
+    """Return a dataset whose elements come from a Python function. The dataset doesn't prefetch.
 
     Args:
-        elements: A function that yields a tuple for each step: the leaves of a batch, followed by
-            ``rows`` and ``joint_rows``.
+        elements: A function that yields a tuple for each step. The tuple contains the leaves of a
+            batch, followed by the numbers ``rows`` and ``joint_rows`` of a ``Share``.
         example: A batch with the right structure.
         specs: The spec of each leaf.
-        steps: The number of steps, if it is known.
+        steps: The number of steps, or None if it is unknown.
     """
 
     @tf.autograph.experimental.do_not_convert

@@ -1,4 +1,4 @@
-"""The comparison of the ranks' inputs. If they differ, every rank raises an error."""
+"""Comparison of the inputs that ranks pass to ``fit``. If they differ, all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class InputReport:
     Attributes:
         structure: Names and values that must be equal on all ranks.
         content: Names and values that must be equal if all ranks pass the same data.
-        steps: The number of joint steps in a pass over this rank's data; None if unknown or
+        steps: The number of steps in which N ranks can read this rank's data. None if unknown or
             infinite.
         endless: Whether the data is infinite.
         written_files: The files that are written while the data is read. Each rank must write
             different files.
-        error: The reason why the input can't be used; None if it can be used.
+        error: The reason why the input can't be used. None if it can be used.
     """
 
     structure: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,10 @@ class InputReport:
 
 
 def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:
-    """Exchange the reports of all ranks and ``compare`` them. All ranks must call this."""
+    """Exchange the reports of all ranks, and call ``compare`` with them.
+
+    All ranks must call this.
+    """
     gathered = collectives.allgather_object(
         dataclasses.asdict(report), name="input of the training loop"
     )
@@ -60,8 +63,8 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
     """Compare the reports of all ranks.
 
     Returns:
-        The number of joint steps in a pass over the data of the rank with the most data; None if
-        unknown or infinite.
+        The number of steps in which all ranks together read the data. If their data has different
+        lengths, this is the largest number of any rank. None if unknown or infinite.
 
     Raises:
         DataError: If the inputs differ, or if a rank can't use its input.
@@ -111,7 +114,7 @@ def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> Non
     """Raise an error that lists the differences between ranks, or return if nothing differs.
 
     Args:
-        facts: The names and values of each rank.
+        facts: For each rank, a dictionary that maps names to values.
         remedies: Advice for the user, added at the end of the message.
 
     Raises:

@@ -3,12 +3,13 @@
 For ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 
 - All ranks compute the same order of the samples from the seed and the epoch.
-- Each joint step takes the next ``batch_size * size`` samples of that order, and rank ``r`` gets
-  the ``r``-th part of them. N ranks therefore train like one process with N times the batch size.
-- The last joint step may be smaller. Its samples are divided as evenly as possible.
+- In each step, all ranks together take the next ``batch_size * size`` samples of that order, and
+  rank ``r`` gets the ``r``-th part of these samples. N ranks therefore train like one process with
+  N times the batch size.
+- The last step may have fewer samples. These are divided as evenly as possible.
 
-A position therefore doesn't depend on the number of ranks. The batches of other inputs are
-partitioned by the same rule. A rank takes one batch in each step.
+A position in the order therefore means the same for any number of ranks. Inputs other than arrays
+consist of batches. They are divided by the same rule, and a rank takes one batch in each step.
 """
 
 from __future__ import annotations
@@ -40,20 +41,24 @@ Shuffle = bool | Literal["batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A position in a pass over the data.
+    """A position in a pass over the data, from which training can resume.
 
-    A unit is a sample if the input consists of arrays, and a batch otherwise. From a position, the
-    pass first reads the ``missed`` units. Then it continues in its order from the place ``start``.
+    A unit is a sample if the input consists of arrays, and a batch otherwise. A pass reads the
+    units in some order, and the place of a unit is its index in this order. Suppose that a rank was
+    lost after 100 units, and the lost rank had taken the units at places 90 to 99. Then ``start``
+    is 100, and ``missed`` contains the numbers 90 to 99. From a position, a pass first reads the
+    ``missed`` units, and then continues at place ``start``.
 
     Attributes:
         epoch: The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is
             the number of passes that were started before.
-        start: The first place in the order that was not taken yet. All units before it are done,
-            except for the ``missed`` units.
+        start: The first place from which no rank has taken a unit yet. All units before it are
+            done, except for the ``missed`` units.
         missed: The places before ``start``, in ascending order, whose units were taken by ranks
             that were lost.
-        joint_batch: The number of units in a full joint step when the pass was started, which
-            determines the order with ``shuffle="batch"``; None before the pass starts.
+        joint_batch: The number of units that all ranks together take in a full step, when the pass
+            was started. It determines the order with ``shuffle="batch"``. None before the pass
+            starts.
 
     Raises:
         DataError: If the values are not valid.
@@ -77,17 +82,17 @@ class Position:
             )
 
     def after(self, units: int) -> Position:
-        """Return the position after the next ``units`` units."""
+        """Return the position after reading ``units`` more units."""
         done = min(units, len(self.missed))
         return dataclasses.replace(self, start=self.start + units - done, missed=self.missed[done:])
 
     def places(self, units: Iterable[int]) -> list[int]:
-        """Convert units, counted from this position, into places in the order of the pass."""
+        """Convert numbers of units, counted from this position, to places in the pass's order."""
         count = len(self.missed)
         return [self.missed[unit] if unit < count else self.start + unit - count for unit in units]
 
     def missing(self, places: Iterable[int]) -> Position:
-        """Return this position with these places added to ``missed``.
+        """Return a copy of this position that also counts these places as ``missed``.
 
         Raises:
             DataError: If a place is not below ``start``.
@@ -95,12 +100,12 @@ class Position:
         return dataclasses.replace(self, missed=tuple(sorted({*self.missed, *places})))
 
     def left_of(self, units: int) -> int:
-        """Return the number of units left at this position in a pass of ``units`` units."""
+        """Return how many units are left at this position if the whole pass has ``units`` units."""
         return bisect.bisect_left(self.missed, units) + max(0, units - self.start)
 
     @classmethod
     def from_json(cls, value: Any) -> Position:
-        """Return the position that ``dataclasses.asdict`` has converted into ``value``.
+        """Create a position from a dictionary that ``dataclasses.asdict`` returned.
 
         Raises:
             DataError: If the value is not a valid position.
@@ -123,7 +128,7 @@ def _is_count(value: Any) -> bool:
 
 
 def joint_steps(rows: int, batch_size: int, size: int) -> int:
-    """Return the number of joint steps of an epoch."""
+    """Return how many steps all ranks take together in an epoch."""
     return -(-rows // (batch_size * size))
 
 
@@ -134,9 +139,9 @@ def epoch_order(
 
     Args:
         rows: The number of samples.
-        shuffle: True to shuffle all samples; ``"batch"`` to shuffle the samples within each joint
-            batch; False to keep the given order.
-        joint_batch: The number of samples in a full joint step.
+        shuffle: True to shuffle all samples. ``"batch"`` to divide the samples into groups of
+            ``joint_batch``, and shuffle within each group. False to keep the given order.
+        joint_batch: The number of samples that all ranks together take in a full step.
         seed: A non-negative integer that is the same on all ranks.
         epoch: The number of the epoch, from 0.
 
@@ -156,18 +161,20 @@ def epoch_order(
 
 
 def remaining_units(order: np.ndarray, position: Position) -> np.ndarray:
-    """Return the missed units at ``position``, followed by the rest of the order."""
+    """Return the units that are left at ``position``: first the missed units, then the others."""
     missed = np.asarray(position.missed, np.int64)
     return np.concatenate([order[missed[missed < len(order)]], order[position.start :]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointSteps:
-    """The joint steps of the rest of a pass, and each rank's share of them.
+    """The remaining steps of a pass over the data, and each rank's share of each step.
+
+    A unit is a sample if the input consists of arrays, and a batch otherwise.
 
     Attributes:
-        units: The number of units left; None if unknown or infinite.
-        each: The number of units that a rank takes in a full step.
+        units: The number of units that are left. None if unknown or infinite.
+        each: The number of units that one rank takes in a full step.
         size: The number of ranks.
     """
 
@@ -177,18 +184,21 @@ class JointSteps:
 
     @property
     def steps(self) -> int | None:
-        """The number of joint steps, or None if it is unknown or infinite."""
+        """The number of remaining steps, or None if it is unknown or infinite."""
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
     def units_in(self, first_step: int, steps: int) -> int:
-        """Return the number of units in ``steps`` joint steps, starting with ``first_step``.
+        """Return how many units all ranks take in ``steps`` steps, starting with ``first_step``.
 
-        If the length is unknown, all steps are assumed to be full.
+        If the length of the data is unknown, all steps are assumed to be full.
         """
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:
-        """Return the units of ``rank`` in ``step``, numbered from the start of these steps."""
+        """Return the range of units that ``rank`` takes in ``step``.
+
+        Units are counted from the start of the remaining steps.
+        """
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
@@ -203,12 +213,13 @@ class JointSteps:
 def rank_share(
     order: np.ndarray, *, batch_size: int, rank: int, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return one rank's share of an epoch's order.
+    """Return the samples of one rank, in the order of an epoch.
 
     Returns:
-        The rank's samples in the full joint steps, of shape (steps, batch_size), and its samples in
-        the last, partial step. If the rank's share of the partial step is empty, the second array
-        contains one sample to compute with, whose result must be ignored.
+        Two arrays. The first contains the rank's samples in the full steps, and has the shape
+        (steps, batch_size). The second contains its samples in the last step, if that step is not
+        full. If the rank has no samples in the last step, the second array contains one sample to
+        compute with, whose result must be ignored.
     """
     joint_batch = batch_size * size
     steps, rest = divmod(len(order), joint_batch)

@@ -1,13 +1,14 @@
-"""The structure of ``tf.data`` pipelines, and passes over them in a reproducible order.
+"""Inspection of ``tf.data`` pipelines, and reading them several times in a reproducible order.
 
-Each new iterator of a pipeline with ``shuffle(seed=...)`` draws the order of its pass from a random
-generator. Drawing advances the generator, so the order depends on the number of earlier passes. A
-process that resumes with pass ``e`` first starts the ``e`` earlier passes, as cheaply as possible.
+Reading all elements of a pipeline once is called a pass. Each new iterator of a pipeline with
+``shuffle(seed=...)`` draws the order of its pass from a random generator. Drawing advances the
+generator, so the order of a pass depends on the number of earlier passes. A process that resumes
+with pass ``e`` first starts the ``e`` earlier passes, as cheaply as possible.
 
-A second iterator for the same pass would draw the next order. To be able to start a pass again, the
-state of its first iterator is saved before the first element is read. Restoring that state in a new
-iterator of the same dataset restores the order. It also restores the generator, so that the next
-pass has the right order as well.
+Starting the same pass again needs more, because a second iterator would draw the next order. The
+state of the first iterator is therefore saved before its first element is read. If a new iterator
+of the same dataset restores that state, it has the same order. Restoring also resets the random
+generator, so that the next pass has the right order too.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _graph_nodes(dataset: Any) -> Any:
 def cache_files(dataset: Any) -> list[str]:
     """Return the files that ``Dataset.cache`` would write.
 
-    Existing files are not included, because they are only read. File names that a function of the
-    pipeline computes are not included either, because they are unknown.
+    Existing files are not included, because ``Dataset.cache`` only reads them. If a function of the
+    pipeline computes a file name, that file is not included either, because its name is unknown.
     """
     names = set()
     for part in _all_parts(dataset):
@@ -103,7 +104,7 @@ def _cached_by_operations(nodes: Iterable[Any]) -> set[str]:
 
 
 def unordered_operations(dataset: Any) -> list[str]:
-    """Return the operations with ``deterministic=False``.
+    """Return the names of the pipeline's operations with the argument ``deterministic=False``.
 
     This argument takes precedence over ``tf.data.Options``.
     """
@@ -130,17 +131,16 @@ def _is_unordered(node: Any) -> bool:
 
 
 def shuffles(dataset: Any) -> bool:
-    """Return whether any of the dataset's parts that can be inspected shuffles."""
+    """Return whether the dataset contains a shuffle, as far as its parts can be inspected."""
     return any(type(part).__name__ == "_ShuffleDataset" for part in _all_parts(dataset))
 
 
 def _reshuffling_paths(dataset: Any, above: frozenset[str] = frozenset()) -> list[frozenset[str]]:
-    """Find the parts of a dataset that may change the order from pass to pass.
-
-    A part that can't be inspected is included, and "unknown" is added to its result.
+    """Find the parts of a dataset whose order may differ between two passes over the dataset.
 
     Returns:
-        For each such part, the kinds of the datasets that read from it, directly or indirectly.
+        An entry for each such part: the kinds of the datasets that read from it, directly or
+        indirectly. A part that can't be inspected also gets an entry, to which "unknown" is added.
     """
     kind = type(dataset).__name__
     through = above | {kind}
@@ -169,13 +169,14 @@ def _only_counts(dataset: Any) -> bool:
 
 
 class PipelinePasses:
-    """The passes of one training over a user's dataset.
+    """Reads a user's dataset several times during one training. Each time is called a pass.
 
     The number of passes is stored in the dataset, because its random generators advance with every
-    pass. Another ``fit`` with the same dataset continues with the next order, as in Keras.
+    pass. Another ``fit`` with the same dataset therefore continues with the next order, as in
+    Keras.
 
     Attributes:
-        changes: Whether the order may change from pass to pass.
+        changes: Whether the order of the elements may change from pass to pass.
         at_once: Whether creating an iterator is enough to draw the next order.
         at_first: Whether reading one element is enough to draw the next order. Otherwise the pass
             must be read to its end.
@@ -205,7 +206,7 @@ class PipelinePasses:
         """Advance the dataset as if ``passes`` passes over it had been started.
 
         Raises:
-            DataError: If more passes were started already, or if this state can't be reached.
+            DataError: If more passes were started already, or if earlier passes can't be repeated.
         """
         if not self.changes:
             return
@@ -232,17 +233,17 @@ class PipelinePasses:
         self._started = passes
 
     def begin(self, epoch: int, *, within: bool, repeatable: bool) -> tf.data.Dataset:
-        """Return the elements of a pass from its start. They can be iterated once.
+        """Return a dataset with all elements of one pass, which can be iterated once.
 
         Args:
-            epoch: The epoch of the pass. If it is the epoch of the latest pass, that pass is
-                started again. If it is a later epoch, the next pass is started.
-            within: Whether training continues in the middle of the pass. If it does and
-                ``catch_up`` was not called, one pass is counted for each earlier epoch.
-            repeatable: Whether it must be possible to start the pass again.
+            epoch: The epoch of the pass. If this is the epoch of the latest pass, the latest pass
+                is started again. If this is a later epoch, the next pass is started.
+            within: Whether training continues in the middle of the pass. If so, and if ``catch_up``
+                was not called before, one earlier pass is assumed for each earlier epoch.
+            repeatable: Whether it must be possible to start this pass again later.
 
         Raises:
-            DataError: If the pipeline can't return to the order of this pass.
+            DataError: If the pass must be started again, but its order can't be restored.
         """
         if not self.changes:
             return self._dataset
@@ -278,7 +279,7 @@ class PipelinePasses:
 
 
 def _remaining_elements(iterator: Any) -> tf.data.Dataset:
-    """Return a dataset with the remaining elements of an iterator."""
+    """Return a dataset with the elements that an iterator has not yielded yet."""
     ticks = tf.data.Dataset.range(1).repeat()
     elements = ticks.map(_undecorated(lambda _: iterator.get_next_as_optional()))
     elements = elements.take_while(_undecorated(lambda element: element.has_value()))

@@ -1,4 +1,7 @@
-"""``keras.utils.PyDataset``. Each rank asks the user's object for its own batches only."""
+"""Input that is a ``keras.utils.PyDataset``.
+
+Each rank asks this object only for its own batches.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +76,9 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def _read_length(self, *, limits: bool) -> None:
-        """Read the number of batches.
+        """Read the number of batches from the user's ``PyDataset``.
 
-        If ``limits``, later epochs have at most this number of batches, as in Keras.
+        If ``limits`` is true, later epochs have at most this number of batches, as in Keras.
         """
         length = self._dataset.num_batches
         if length is None and not self.plan.steps:
@@ -104,7 +107,10 @@ class ShardedPyDataset(ShardedInput):
             self._dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Call the user's hook, and agree on the number and the order of the batches."""
+        """Call the user's hook ``on_epoch_begin``.
+
+        Afterwards, the ranks agree on the number and the order of the batches.
+        """
         plan, units = self.plan, self.units
         self._epoch = epoch
         if not plan.trains:
@@ -127,7 +133,7 @@ class ShardedPyDataset(ShardedInput):
             self.set_steps(steps)
 
     def on_epoch_end(self) -> None:
-        """Call the user's hook."""
+        """Call the user's ``on_epoch_end``."""
         self._dataset.on_epoch_end()
 
     def _whole_pass(self) -> tf.data.Dataset:
@@ -152,7 +158,7 @@ class ShardedPyDataset(ShardedInput):
     def _indices(self, position: Position, steps: int | None) -> tuple[Iterable[int], float]:
         """Return the index of this rank's batch in each step, and the number of steps that count.
 
-        In later steps, the batch is only used to compute with rows = 0.
+        A step that does not count has rows = 0. Its batch is only needed to compute with.
         """
         rank, size = self.plan.shard, self.plan.shards
         if self._length is None or steps is None:
@@ -189,8 +195,8 @@ def _batch_of_worker(index: int) -> Any:
 def _fetch(dataset: keras.utils.PyDataset, indices: Iterable[int]) -> Iterator[Any]:
     """Yield the batches at ``indices``, which the dataset's workers prepare.
 
-    Each pass starts new workers, as in Keras, because worker processes must see the changes that
-    the user's hooks have made.
+    Each pass over the data starts new workers, as in Keras. Only new worker processes see the
+    changes that methods such as ``on_epoch_end`` have made to the dataset.
     """
     workers, processes = dataset.workers, dataset.use_multiprocessing
     if workers <= (0 if processes else 1):

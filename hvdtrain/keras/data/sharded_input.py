@@ -1,4 +1,4 @@
-"""The base class of all kinds of input, and classes for the plan, the shares and the passes."""
+"""The base class of all kinds of input, and the classes that it uses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class ShardPlan:
         size: The number of ranks.
         seed: A non-negative integer that determines the order of the data on all ranks.
         collectives: The connection between the ranks.
-        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``; None
-            for a whole pass.
-        batch_size: The number of rows per rank and step, for arrays only; None for Keras' default.
+        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``. None to
+            read the whole data.
+        batch_size: The number of rows that a rank takes in a step. Used only for arrays. None
+            selects Keras' default.
         shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
         class_weight: The argument of ``fit``.
-        presharded: Whether each rank passes different data and uses all of it. Ranks with less
-            data compute with rows = 0 in the last steps of an epoch.
+        presharded: Whether each rank passes different data and uses all of it. Ranks with less data
+            compute with rows = 0 in the last steps of an epoch.
         trains: Whether an ``EpochIterator`` reads the data.
     """
 
@@ -58,24 +59,25 @@ class ShardPlan:
 
     @property
     def shard(self) -> int:
-        """The part of this rank, from 0."""
+        """The index of the part that this rank uses, from 0."""
         return 0 if self.presharded else self.rank
 
     @property
     def compares(self) -> bool:
-        """Whether all ranks must read the same data."""
+        """Whether ranks check that they read the same data."""
         return self.shards > 1
 
 
 class Share(NamedTuple):
-    """A rank's share of a joint step.
+    """This rank's share of a step that all ranks take together.
 
     Attributes:
         batch: A batch as Keras passes it to a step in a single process.
-        rows: The number of rows of ``batch`` that count, as an int32 scalar. Either all rows count,
-            or none. None of them count if this rank's data has ended, and ``batch`` then only
-            provides the right structure.
-        joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar; -1 or None if unknown.
+        rows: The number of rows of ``batch`` that count, as an int32 scalar. It is either the
+            number of all rows of ``batch``, or 0. It is 0 if this rank's data has ended. ``batch``
+            then only provides the right structure.
+        joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar. -1 or None if the sum is
+            unknown.
     """
 
     batch: Any
@@ -85,13 +87,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The rest of a pass over the data.
+    """A pass over the data, from some position to the end of the data.
 
     Attributes:
-        steps: The number of joint steps left; None if unknown or infinite.
-        position: The position where this rest of the pass starts.
-        joint: The partition of the remaining units.
-        presharded: Whether each rank has different data, so that no other rank can read this rank's
+        steps: The number of steps that are left, which is the same on all ranks. None if unknown or
+            infinite.
+        position: The position where reading starts.
+        joint: The division of the remaining units among steps and ranks. A unit is a sample or a
+            batch.
+        presharded: Whether each rank has different data. Then no other rank can read this rank's
             data.
         make: A function that creates ``dataset``.
     """
@@ -104,21 +108,22 @@ class Pass:
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """The shares of the remaining steps, which can be iterated once.
+        """A dataset with this rank's share of each remaining step. It can be iterated once.
 
-        The first access to this attribute starts the pass.
+        The first access to this attribute starts to read the data.
 
         Raises:
-            DataError: If a pipeline can't repeat the order of the pass.
+            DataError: If the data must be read again in the same order, but a ``tf.data`` pipeline
+                can't do this.
         """
         return self.make()
 
     def after(self, steps: int) -> Position:
-        """Return the position after ``steps`` joint steps."""
+        """Return the position after ``steps`` more steps of all ranks."""
         return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
-        """Return the units of ``rank`` in a joint step, numbered from the start of this rest.
+        """Return the range of units that ``rank`` takes in a step, counted from ``position``.
 
         Raises:
             DataError: If the data is presharded, so that only that rank has its data.
@@ -133,25 +138,25 @@ class Pass:
 class ShardedInput:
     """One rank's share of an input. Each kind of input has a subclass.
 
-    Read either ``dataset``, or the ``dataset`` of a pass that ``begin`` returns, but not both. The
-    order of a ``tf.data`` pipeline that shuffles depends on how many passes were started before.
-    All ranks must call ``agree_on_steps``, ``on_epoch_begin``, ``verify`` and ``on_epoch_end``
-    together.
+    Read either the attribute ``dataset`` of this object, or the ``dataset`` of a ``Pass`` that
+    ``begin`` returns, but not both: if a ``tf.data`` pipeline shuffles, its order depends on how
+    often reading was started before. All ranks must call ``agree_on_steps``, ``on_epoch_begin``,
+    ``verify`` and ``on_epoch_end`` together.
 
     Attributes:
         plan: How the input is divided.
         unit: The unit of positions: "samples" or "batches".
         each: The number of units that a rank takes in a full step.
-        units: The number of units in a pass over this rank's data; None if unknown or infinite.
-        steps: The number of joint steps in a pass, which is the cardinality of ``dataset``; None if
-            unknown or infinite. With a ``PyDataset``, ``steps`` and ``dataset`` may change in each
-            epoch.
-        joint_rows_known: Whether shares contain ``joint_rows``.
-        notice: A recommendation to log once, or None.
+        units: The number of units in this rank's data. None if unknown or infinite.
+        steps: The number of steps in which all ranks together read the data once. This is the
+            number of elements of ``dataset``. None if unknown or infinite. With a ``PyDataset``,
+            ``steps`` and ``dataset`` may change in each epoch.
+        joint_rows_known: Whether each ``Share`` contains ``joint_rows``.
+        notice: A recommendation for the user, which is logged once, or None.
         presharded: Whether each rank has different data.
-        repeatable: Whether a pass can be started again. If not, reading the dataset of a repeated
-            pass raises an error.
-        follows_global_seed: Whether the order of a pass depends on TensorFlow's global seed.
+        repeatable: Whether a pass over the data can be started again in the same order. If not, an
+            attempt to do so raises an error when the dataset is read.
+        follows_global_seed: Whether the order of the data depends on TensorFlow's global seed.
     """
 
     unit = "batches"
@@ -168,7 +173,7 @@ class ShardedInput:
         self.presharded = plan.presharded
 
     def report(self) -> InputReport:
-        """Inspect the input without communication.
+        """Inspect the input without communication, and return a report.
 
         Raises:
             DataError: If the input can't be used.
@@ -176,16 +181,17 @@ class ShardedInput:
         raise NotImplementedError
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the number of joint steps in a pass, and forget all passes.
+        """Set how many steps all ranks take together in one pass over the data.
 
-        The ranks must have agreed on this number.
+        Passes that were started before can't be read any more. The ranks must have agreed on
+        ``steps``.
         """
         self.steps = steps
         self.__dict__.pop("dataset", None)
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """The shares of one pass, as a ``tf.data.Dataset`` of ``Share``."""
+        """A ``tf.data.Dataset`` that reads the data once. Its elements are of type ``Share``."""
         return self._whole_pass()
 
     def _whole_pass(self) -> tf.data.Dataset:
@@ -199,16 +205,17 @@ class ShardedInput:
     def begin(
         self, position: Position, *, ranks: int | None = None, repeatable: bool = False
     ) -> Pass:
-        """Start a pass at ``position``, without communication.
+        """Start to read the data at ``position``, without communication.
 
-        Call this after ``on_epoch_begin``. Earlier passes must not be read any more.
+        Call this after ``on_epoch_begin``. Afterwards, a ``Pass`` that an earlier call returned
+        must not be read any more.
 
         Args:
             position: The position, which must be the same on all ranks.
-            ranks: The number of ranks when the position was reached. Pass it if the number may have
+            ranks: The number of ranks when the position was reached. Needed if the number may have
                 changed since then.
-            repeatable: Whether it must be possible to start this pass again. This makes pipelines
-                that shuffle slower.
+            repeatable: Whether it must be possible to read the data again in the same order. This
+                makes pipelines that shuffle slower.
 
         Raises:
             DataError: If the data ends before ``position``, or if the data is presharded and the
@@ -270,7 +277,10 @@ class ShardedInput:
             )
 
     def agree_on_steps(self, block: int) -> int:
-        """Return how many of the next ``block`` steps exist in a pass of unknown length."""
+        """Return how many of the next ``block`` steps exist.
+
+        Called if the length of the data is unknown.
+        """
         return block
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
@@ -278,15 +288,15 @@ class ShardedInput:
 
         Args:
             epochs: The number of completed epochs.
-            passes: The number of completed passes. It is smaller than ``epochs`` if a pass takes
-                several epochs.
+            passes: The number of completed passes over the data. It is smaller than ``epochs`` if
+                reading the whole data takes several epochs.
 
         Raises:
             DataError: If the data has already been read past this point.
         """
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Set the epoch that determines the order of the next pass."""
+        """Set the epoch. It determines the order in which the data is read next."""
 
     def verify(self) -> None:
         """Check that all ranks read the same data. Called after the first step of an epoch.

@@ -1,8 +1,8 @@
-"""``tf.data`` pipelines. Every rank runs the whole pipeline and keeps every N-th batch.
+"""Input that is a ``tf.data`` pipeline. Every rank runs the pipeline and keeps every N-th batch.
 
-Joint step ``k`` of N ranks consists of the batches ``kN`` to ``kN + N - 1``. Rank ``r`` computes
-with batch ``kN + r``. This works for any pipeline. It needs no communication, because every rank
-counts the rows of all batches.
+In step ``k``, N ranks together use the batches ``kN`` to ``kN + N - 1``, and rank ``r`` uses the
+batch ``kN + r``. This works for any pipeline. It needs no communication, because every rank counts
+the rows of all batches.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _PASSES = "_hvdtrain_whole_passes"
 
 
 class _StreamRecord:
-    """Digests of the batches that a pass has read.
+    """Digests of the batches that were read in one pass over the data.
 
     Attributes:
-        first: The digest of the first joint step, or None before that step.
-        whole: The digest of the whole pass, or None before its last step.
+        first: The digest of the batches of all ranks in the first step, or None before that step.
+        whole: The digest of all batches, or None before the last step.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,10 @@ class _StreamRecord:
         self.whole: str | None = None
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
-        """Note the digest of the stream so far. Called in the first and in the last step."""
+        """Store the digest of all batches that were read so far.
+
+        Called in the first and last step.
+        """
         text = stream.tobytes().hex()
         if step == 0:
             self.first, self.whole = text, None
@@ -115,7 +118,10 @@ class ShardedPipeline(ShardedInput):
         )
 
     def set_steps(self, steps: int | None) -> None:
-        """Set the number of joint steps in a pass, and forget all passes."""
+        """Set how many steps all ranks take together in one pass over the data.
+
+        Passes that were started before can't be read any more.
+        """
         super().set_steps(steps)
         self._record = _StreamRecord()
 
@@ -149,11 +155,14 @@ class ShardedPipeline(ShardedInput):
         return self._make(dataset, left, steps, self._record)
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Advance the random order of the data past the earlier passes."""
+        """Advance the pipeline's random generators as earlier passes over the data would have."""
         self._passes.catch_up(passes)
 
     def verify(self) -> None:
-        """Compare the first joint step and, if all ranks have completed it, the whole pass."""
+        """Check that all ranks have read the same batches in the first step.
+
+        If all ranks have read their data to the end, the batches of all steps are compared.
+        """
         if not self.plan.compares:
             return
         gathered = self.plan.collectives.allgather_object(
@@ -182,13 +191,13 @@ class ShardedPipeline(ShardedInput):
         steps: int | None,
         record: _StreamRecord,
     ) -> tf.data.Dataset:
-        """Make a dataset with this rank's shares of a pass.
+        """Make a dataset with this rank's share of each step.
 
         Args:
             dataset: The user's batches.
-            batches: The number of batches; None if unknown or infinite.
-            steps: The number of joint steps, if it is known. Steps after the end of this rank's
-                data have rows = 0.
+            batches: The number of batches. None if unknown or infinite.
+            steps: The number of steps, which is the same on all ranks, or None if it is unknown. If
+                this rank's data ends earlier, the last steps have rows = 0.
             record: Receives the digests of the batches.
         """
         plan = self.plan
@@ -216,7 +225,7 @@ class ShardedPipeline(ShardedInput):
             return without_autotuning(dataset).prefetch(tf.data.AUTOTUNE)
 
     def _single_batch(self, *element: Any) -> Share:
-        """Return the share of a step if this rank uses all batches of its data."""
+        """Return the share of a step, for a rank that uses all batches of its data."""
         components, rows, _, _ = self._prepare(*element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
         return Share(self._pack(components), rows, unknown if self.plan.presharded else rows)
@@ -227,9 +236,10 @@ class ShardedPipeline(ShardedInput):
         return batch_structure.replace_leaves(self._spec, leaves)
 
     def _prepare(self, *element: Any) -> tuple[Any, ...]:
-        """Return the components, the number of rows and the digest of a batch, and True.
+        """Return a batch's components, number of rows and digest, and a flag.
 
-        True means that the element is a batch and not an end mark.
+        The flag is True here. It is False for an end mark, which ``_join_steps`` expects after the
+        batches.
         """
         # tf.data passes the entries of a tuple as arguments, even if there is a single one.
         batch = element if type(self._spec) is tuple else element[0]
@@ -273,22 +283,23 @@ def _join_steps(
     ends: int,
     padded: bool,
 ) -> tf.data.Dataset:
-    """Convert a stream of batches into joint steps that contain this rank's batch.
+    """Convert a stream of batches to a stream of steps. Each step contains this rank's batch.
 
-    Elements (components, rows, digest, True) become (True, components, rows, joint_rows, step,
-    last, digest). A joint step is emitted when the next batch or the end is read, because only then
-    it is known whether this step is the last one. Only one batch is held.
+    Input elements are tuples (components, rows, digest, True), one for each batch. Output elements
+    are tuples (True, components, rows, joint_rows, step, last, digest), one for each step of all
+    ranks. A step is emitted when the next batch or the end has been read, because ``last`` is
+    unknown before. Only one batch is kept in memory.
 
     Args:
-        dataset: A dataset with one element per batch. An element with False instead of True marks
-            the end.
+        dataset: A dataset with one element per batch. An end mark is an element with False instead
+            of True.
         rank: This rank.
         size: The number of ranks.
         blanks: The components to compute with if there are no batches.
-        ends: The number of end marks to append. The first one emits the last joint step with
-            batches. Each further end mark emits a joint step with rows = 0.
-        padded: Whether end marks emit steps even if there are no batches. In this case, the first
-            one also emits a step with rows = 0.
+        ends: The number of end marks to append. The first end mark emits the last step with
+            batches. Each further end mark emits a step with rows = 0.
+        padded: Whether end marks emit steps even if there are no batches at all. The first end mark
+            then emits a step with rows = 0.
     """
     no_digest = tf.zeros([8], tf.uint8)
     zero = tf.constant(0, tf.int32)
@@ -304,7 +315,7 @@ def _join_steps(
 
 @functools.lru_cache(maxsize=32)
 def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
-    """Return the function for ``Dataset.scan``.
+    """Return the function that ``_join_steps`` passes to ``Dataset.scan``.
 
     The function is cached because tracing it takes a tenth of a second.
     """
@@ -337,9 +348,9 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
 
 
 def _skip_done(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
-    """Return the batches that are left at ``position``.
+    """Return a dataset with the batches that are left at ``position``.
 
-    The missed batches come first, because their places are lower.
+    Batches that lost ranks had taken come first, because they come earlier in the order.
     """
     missed = tf.constant(position.missed, tf.int64)
 
@@ -351,12 +362,12 @@ def _skip_done(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
 
 
 def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
-    """Return the dense tensors of leaves, because ``Dataset.scan`` doesn't support ragged ones."""
+    """Return the leaves as dense tensors. ``Dataset.scan`` doesn't support ragged tensors."""
     return tuple(tf.nest.flatten(leaves, expand_composites=True))
 
 
 def _check_batched(spec: Any) -> None:
-    """Check that all components are batches of the same size."""
+    """Check that all components of a batch have the same number of rows."""
     sizes: dict[int, str] = {}
     for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):
         if batch_structure.is_absent(leaf):
