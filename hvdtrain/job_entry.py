@@ -51,7 +51,8 @@ class World:
 def enter_job(framework: Framework = "tensorflow") -> World:
     """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this.
 
-    Of the frameworks, only ``framework`` is loaded, in which the program computes.
+    ``framework`` is the framework in which the program computes. The other framework is not
+    imported.
     """
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
@@ -161,7 +162,7 @@ def _prepare_buckets(
     collectives: Engine,
     gpus: Sequence[Gpu | None],
 ) -> None:
-    """Let reductions of buckets overlap with computation."""
+    """Choose the size of the buckets, and let their reductions overlap with computation."""
     if all(gpus) and choice.engine == "mpi" and settings.bucket_bytes is None:
         collectives.bucket_bytes = collectives.bucket_bytes or GPU_BUCKET_BYTES
     on_devices = settings.backend == "nccl" or any(gpus)
@@ -185,7 +186,10 @@ def _connect_devices(
     collectives: Engine,
     capabilities: Sequence[DeviceCapabilities],
 ) -> tuple[EngineChoice, DeviceCollectives | None]:
-    """Make the final choice, and connect the devices if they combine gradients."""
+    """Choose the library that combines gradients, and connect the devices if it is NCCL.
+
+    ``choice`` is the choice between MPI and Horovod that was made before.
+    """
     if collectives.size == 1 or choice.engine != "mpi" or not capabilities:
         return choice, None
     choice = choose_device_engine(

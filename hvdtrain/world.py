@@ -109,7 +109,10 @@ def collectives() -> Engine:
 
 
 def device_collectives() -> DeviceCollectives | None:
-    """Return the collectives on devices' tensors, or None if the engine combines gradients."""
+    """Return the collectives on tensors that are on the devices.
+
+    None if ``collectives()`` combines the gradients instead.
+    """
     return _entered().device_collectives
 
 

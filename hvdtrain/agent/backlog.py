@@ -28,7 +28,7 @@ _Item = TypeVar("_Item")
 
 
 class Backlog(Generic[_Item]):
-    """A bounded queue between a thread that adds items and one that writes them."""
+    """A bounded queue between a thread that adds items and a thread that writes the items."""
 
     def __init__(self) -> None:
         self._added = threading.Condition()
@@ -38,7 +38,10 @@ class Backlog(Generic[_Item]):
         self._full_since: float | None = None
 
     def put(self, item: _Item, size: int, *, lines: int = 1) -> None:
-        """Add an item with ``size`` bytes and ``lines`` lines. Drops the oldest items if full."""
+        """Add an item with ``size`` bytes and ``lines`` lines.
+
+        If the queue is full, the oldest items are dropped.
+        """
         with self._added:
             self._items.append((item, size + ITEM_BYTES, lines))
             self._bytes += size + ITEM_BYTES
@@ -70,9 +73,10 @@ class Backlog(Generic[_Item]):
             return dropped, items
 
     def put_back(self, dropped: int, items: Sequence[tuple[_Item, int]]) -> None:
-        """Undo ``take`` after a failed write.
+        """Return items to the front of the queue after a failed write.
 
-        Each item must be a single line, and is given with its size.
+        ``dropped`` and ``items`` are the result of ``take``. Each item must be a single line, and
+        comes with its size in bytes.
         """
         with self._added:
             self._items.extendleft((item, size + ITEM_BYTES, 1) for item, size in reversed(items))
@@ -101,9 +105,10 @@ class BackgroundWriter:
 
     Args:
         descriptor: The file descriptor, which stays open.
-        gap: Returns the line that replaces a number of dropped lines.
-        fails: Called in the thread with a write error. Returns whether to retry. If not, all
-            further output is discarded.
+        gap: Function that receives the number of dropped lines, and returns the line to write
+            instead.
+        fails: Function that is called in the thread with each write error, and returns whether to
+            retry. If it returns False, all further output is discarded.
     """
 
     def __init__(

@@ -4,10 +4,11 @@ Messages are JSON objects, one per line, over TCP. Environment variables tell th
 connect.
 
 An agent first sends ``hello``. It then sends ``line``, ``status``, ``report``, ``usage`` and
-``failure`` as they occur, and ``told`` when mpirun or srun signals it. Finally it sends ``end``,
-with the number of out-of-memory kills if the program failed. The launcher sends ``stop`` to signal
-programs, ``kill`` to kill one, and ``bye`` after ``end``. It sends ``look`` in a hang: the agent
-then makes the program print its stacks, and answers ``looked``.
+``failure`` as they occur, and ``told`` when mpirun or srun sends the agent a signal. Finally it
+sends ``end``, with the number of out-of-memory kills if the program failed. The launcher sends
+``stop`` to signal a program, ``kill`` to kill it, and ``bye`` after ``end``, to let the agent exit.
+If the job hangs, the launcher sends ``look``. The agent then makes the program print its stacks,
+and answers ``looked``.
 
 The launcher confirms received bytes with ``taken``, and delays this confirmation while ranks should
 pause. An agent has at most ``WINDOW_BYTES`` unconfirmed bytes, which fit into the launcher's socket
@@ -62,12 +63,12 @@ _STATES = ("status", "report", "usage")
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:
-    """Return the value of ``config.LAUNCHER``."""
+    """Return addresses and a port in the format of the variable ``config.LAUNCHER``."""
     return " ".join([*hosts, str(port)])
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
-    """Parse the value of ``config.LAUNCHER`` into pairs of host and port.
+    """Parse the value of the variable ``config.LAUNCHER`` into pairs of host and port.
 
     Raises:
         LaunchError: If the value is invalid.
@@ -188,7 +189,7 @@ class LauncherLink:
 
     @property
     def is_full(self) -> bool:
-        """Whether messages wait for the launcher's confirmation of earlier ones."""
+        """Whether messages are held back until the launcher confirms earlier messages."""
         return bool(self._unsent or self._states) and not self.is_lost
 
     def send(self, kind: str, **fields: Any) -> None:

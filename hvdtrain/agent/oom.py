@@ -18,7 +18,8 @@ __all__ = ["ControlGroup", "OomWatch", "find_group", "memory_limit", "parse_coun
 
 _COUNTS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-# Without a limit, version 2 has "max", and version 1 the largest multiple of a page below 2**63.
+# If there is no limit, the file contains "max" in version 2. In version 1, it contains the largest
+# multiple of a page below 2**63.
 _NO_LIMIT = 1 << 60
 _MEMBERSHIP = re.compile(r"^\d+:([^:]*):(.*)$", re.MULTILINE)
 _MOUNT = re.compile(
@@ -85,7 +86,7 @@ def _below(root: str, path: str) -> PurePosixPath:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the ``oom_kill`` counter in a kernel file, or None if the file doesn't contain it.
+    """Return the ``oom_kill`` counter in the text of a kernel file; None if it is missing.
 
     The file is memory.events, memory.oom_control or /proc/vmstat.
     """
@@ -101,13 +102,16 @@ def _read(path: Path) -> str:
 
 
 def _count_kills(group: ControlGroup) -> int | None:
-    """Return the counter of the group, or of the nearest ancestor that has a counter."""
+    """Return the ``oom_kill`` counter of the group, or of the nearest ancestor that has one."""
     counts = (parse_count(_read(f / name)) for f in group.ancestors() for name in _COUNTS)
     return next((count for count in counts if count is not None), None)
 
 
 def memory_limit(group: ControlGroup) -> int | None:
-    """Return the lowest memory limit among the group and its ancestors in bytes, if any."""
+    """Return the lowest memory limit, in bytes, of the group and its ancestors.
+
+    The result is None if none of them has a limit.
+    """
     texts = [_read(folder / name).strip() for folder in group.ancestors() for name in _LIMITS]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)
@@ -129,7 +133,7 @@ class OomWatch:
         self.look("self")
 
     def look(self, pid: int | str) -> None:
-        """Update the control group of the program, which may move while it runs."""
+        """Look up the program's control group, which may change while the program runs."""
         memberships = _read(self._proc / str(pid) / "cgroup")
         if memberships in ("", self._memberships):
             return
@@ -141,7 +145,7 @@ class OomWatch:
             self._group, self._before = group, _count_kills(group)
 
     def kills(self) -> OomKills:
-        """Return the out-of-memory kills since the program's start."""
+        """Return the numbers of out-of-memory kills since the start, and the memory limit."""
         return OomKills(
             in_group=_increase(self._before, _count_kills(self._group) if self._group else None),
             on_host=_increase(self._before_on_host, self._count_on_host()),

@@ -37,7 +37,10 @@ class LineSplitter:
         self.status = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
-        """Yield the lines that ``data`` completes. ``final`` adds the incomplete last line."""
+        """Yield the lines that ``data`` completes.
+
+        If ``final`` is true, an incomplete last line is yielded too.
+        """
         self._rest += self._decoder.decode(data, final)
         *lines, self._rest = self._rest.split("\n")
         for line in lines:
@@ -70,8 +73,8 @@ class OutputRelay:
     """Relays the output of one program.
 
     Args:
-        selector: Calls this object when the program writes.
-        launcher: Receives every line.
+        selector: Notifies this object when the program has written output.
+        launcher: The connection to the launcher, which receives every line.
     """
 
     def __init__(self, selector: selectors.BaseSelector, launcher: LauncherLink) -> None:
@@ -125,7 +128,10 @@ class OutputRelay:
         self._pause(False)
 
     def finish(self) -> None:
-        """Relay the output that remains in the pipes, after all processes that write have ended."""
+        """Relay the output that is left in the pipes.
+
+        Call this after all processes that write to the pipes have ended.
+        """
         for pipe, (name, splitter) in list(self._splitters.items()):
             for _ in range(_MAX_READS):
                 if pipe not in self._splitters or not self._read(pipe):

@@ -35,7 +35,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(leader: int) -> list[int]:
-    """Return the descendants of ``leader``, and the processes in its session if it leads one."""
+    """Return the descendants of ``leader``.
+
+    If ``leader`` leads a session, the result includes all other processes of this session.
+    """
     pids: list[int] = []
     table = _process_table()
     while True:
@@ -51,14 +54,14 @@ def descendants(leader: int) -> list[int]:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to all of these processes that still exist."""
+    """Send SIGKILL to these processes, and skip processes that do not exist any more."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
-    """Kill all descendants of ``leader``, including those forked in the meantime."""
+    """Kill all descendants of ``leader``, including processes that are forked during this call."""
     deadline = time.monotonic() + timeout_s
     while (pids := descendants(leader)) and time.monotonic() < deadline:
         kill_all(pids)
@@ -84,7 +87,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot. 0 if it does not exist."""
+    """Return when a process started, in clock ticks since boot; 0 if the process does not exist."""
     try:
         return int(_fields(Path(f"/proc/{pid}/stat"))[19])
     except OSError:
@@ -95,7 +98,8 @@ def run_guarded(work: Callable[[int], int]) -> int:
     """Run ``work`` in a child process, pass signals on to it, and kill its descendants at the end.
 
     Args:
-        work: Receives a file descriptor that reaches its end when this process dies.
+        work: Function that receives a file descriptor. Reading from the descriptor reports the end
+            of the file once this process has died.
 
     Returns:
         The result of ``work``, or 128 + the number of the signal that ended the child.
@@ -136,7 +140,10 @@ def _lead_group() -> None:
 
 
 def die_with_parent() -> None:
-    """Lead a process group, and die with the parent. Call this in a child before its exec."""
+    """Lead a process group, and get SIGKILL when the parent process dies.
+
+    Call this in a child process before it calls exec.
+    """
     _lead_group()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -103,7 +103,8 @@ class Agent:
 
         Args:
             program: The program and its arguments.
-            lifeline: A file descriptor that reaches its end when mpirun or srun kills the guard.
+            lifeline: A file descriptor. Reading from it reports the end of the file once mpirun or
+                srun has killed the guard.
         """
         for number in (*ENDING, *PREEMPTING):
             signal.signal(number, lambda number, frame: self._signals.append(number))
@@ -217,7 +218,10 @@ class Agent:
             self._stop(number, SIGNAL_GRACE_S if number in ENDING else None)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
-        """Signal the program. If ``grace_s`` is given, SIGKILL follows after that time."""
+        """Send a signal to the program.
+
+        If ``grace_s`` is given, SIGKILL follows after ``grace_s`` seconds.
+        """
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
@@ -270,10 +274,10 @@ class Agent:
         self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
-        """Wait until the launcher says ``bye``.
+        """Wait until the launcher sends ``bye``.
 
-        If this process exited earlier, mpirun and srun would end the other ranks. The wait does not
-        last forever: if the launcher is gone, the connection is lost within seconds.
+        If this process exited earlier, mpirun and srun would end the other ranks. If the launcher
+        is gone, the wait ends within seconds, because the connection is then lost.
         """
         while not self._is_dismissed:
             self._wait(0.05)
@@ -283,16 +287,17 @@ class Agent:
         return code
 
     def _flush(self) -> None:
-        """Wait until the launcher has received everything."""
+        """Wait until the launcher has received all messages."""
         deadline = time.monotonic() + FLUSH_S
         while self._launcher.is_full and time.monotonic() < deadline:
             self._wait(0.05)
 
 
 def _bind_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
-    """Bind this process to its rank's cores, and return variables that limit threads.
+    """Bind this process to its rank's cores, and return environment variables for the program.
 
-    Without the variables, every library would start a thread for each core of the host.
+    The variables limit the threads of libraries. Without them, every library would start a thread
+    for each core of the host.
     """
     if not hasattr(os, "sched_getaffinity"):
         return {}

@@ -78,7 +78,7 @@ class FailureRecord:
 
     @property
     def kind(self) -> Literal["exception", "follows", "hang", "interrupt"]:
-        """Kind of the failure. ``"follows"`` means that another rank failed before."""
+        """Kind of the failure. It is ``"follows"`` if another rank had failed first."""
         if self.exception == "PeerFailedError":
             return "follows"
         if self.exception == "CollectiveTimeoutError":
@@ -88,7 +88,7 @@ class FailureRecord:
 
     @property
     def is_own(self) -> bool:
-        """Whether the rank itself failed, and was not stopped because of another rank or a user."""
+        """Whether the rank failed by itself. False if another rank or a user stopped it."""
         return self.kind in ("exception", "hang")
 
 
@@ -141,8 +141,9 @@ class ReportPipe:
 
     Attributes:
         variables: Environment variables that tell the program where to write its reports.
-        pid: ID of the process that prints its stacks on SIGQUIT, once it has reported that.
-        gpu_id: ID of the program's first GPU, once it has reported that.
+        pid: ID of the process that prints its stacks on SIGQUIT; None until the program has
+            reported the ID.
+        gpu_id: ID of the program's first GPU; empty until the program has reported the ID.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class UsageWatch:
         self._measured_s = time.monotonic()
 
     def look(self, pid: int) -> Usage | None:
-        """Return the usage of a process and its children.
+        """Measure the usage of a process and its children.
 
         Returns None if the last measurement is recent, or if psutil is not installed.
         """
@@ -74,10 +74,10 @@ class UsageWatch:
 
 
 def gpu_usage(gpus: Sequence[GpuState], pids: Collection[int], own: str) -> GpuUsage:
-    """Return how much some processes use the GPUs.
+    """Return how much the processes ``pids`` use the GPUs.
 
-    In a container, the driver may know the processes by different IDs. The result is then the total
-    usage of the GPU with the ID ``own``.
+    In a container, the driver may know the processes by different IDs. The result is then the usage
+    by all processes of the GPU with the ID ``own``.
     """
     used = [
         (gpu, size) for gpu in gpus for process, _, size in gpu.processes if process in pids
@@ -101,7 +101,7 @@ class GpuWatch:
         self._reader = GpuReader(faults=False)
 
     def look(self, pids: Collection[int]) -> GpuUsage:
-        """Return the GPU usage of some processes, or ``UNKNOWN`` if the driver is slow or fails."""
+        """Return how much the processes use GPUs, or ``UNKNOWN`` if the driver is slow or fails."""
         try:
             # The agent must stay responsive to requests to stop its rank.
             return gpu_usage(self._reader.read(PATIENCE_S), pids, self.own)

@@ -5,7 +5,7 @@ reduced in buckets, one after another. An allreduce takes as long as its busiest
 
 - The links carry ``2 (h - 1) / h`` times the allreduce's bytes out of each of h hosts (Patarasuk
   and Yuan 2009).
-- The memory of a host is busy while the host's ranks add up their gradients first.
+- The ranks of a host first add up their own gradients, which keeps the host's memory busy.
 - A rank's core is busy with each message and each byte between hosts.
 
 Chunks, segments and buckets have the sizes that ``hvdtrain.collectives`` chooses.
@@ -48,11 +48,12 @@ class Costs:
     The defaults were measured on two cores of an Intel Xeon.
 
     Attributes:
-        call_s: Constant seconds per call.
+        call_s: Fixed cost of a call, in seconds.
         message_s: Seconds that a core needs to send a message to another host and to receive one
             in return.
-        core_bytes_per_s: Bytes per second that a core sends, receives and adds up.
-        host_bytes_per_s: Bytes of each rank's gradients that a host's ranks add up per second.
+        core_bytes_per_s: Bytes per second that a core can send, receive and add up.
+        host_bytes_per_s: Speed at which the ranks of a host add up their gradients. It is the size
+            of one rank's gradients, divided by the seconds that the addition takes.
     """
 
     call_s: float = 800e-6
@@ -79,17 +80,17 @@ class Cluster:
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk in shared memory."""
+        """The size in bytes of the chunks into which ranks cut arrays."""
         return choose_chunk_bytes(self.hosts)
 
     @property
     def turns(self) -> int:
-        """The number of sets of a host's ranks that take turns to send chunks."""
+        """The number of groups into which a host's ranks are divided. They send chunks in turn."""
         return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property
     def carriers(self) -> int:
-        """The number of ranks on a host that send the same chunk together."""
+        """The number of ranks on a host that share the work of sending one chunk."""
         return self.ranks_per_host // self.turns
 
     @property
@@ -105,9 +106,9 @@ class Step:
     Attributes:
         compute_s: Seconds of computation.
         gradient_bytes: Bytes of the gradients.
-        backward: Share of the computation in which gradients become available. This is the last
-            part of it. The default is two thirds, because the backward pass has two matrix products
-            for each matrix product of the forward pass.
+        backward: Gradients become available during the last part of the computation. This is the
+            share of that part. The default is two thirds, because the backward pass has two matrix
+            products for each matrix product of the forward pass.
         spread: Standard deviation of ``compute_s``, divided by ``compute_s``.
     """
 
@@ -141,7 +142,7 @@ class StepTime(NamedTuple):
 
 
 def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
-    """Predict the duration of an allreduce of ``nbytes`` on each rank."""
+    """Predict the duration of an allreduce of an array of ``nbytes`` per rank."""
     if cluster.ranks == 1:
         return Allreduce(0.0, "calls")
     hosts, inside = cluster.hosts, cluster.ranks_per_host
@@ -169,7 +170,7 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
 
 
 def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
-    """Predict the duration of a step with overlapping computation and reduction."""
+    """Predict the duration of a step in which gradients are reduced while others are computed."""
     waiting_s = step.compute_s * step.spread * _expected_maximum(cluster.ranks)
     compute_s = step.compute_s + waiting_s
     limit: Limit = "computing"

@@ -1,6 +1,6 @@
-"""``hvdtrain bench allreduce``: arrays of growing size, then gradients in a graph.
+"""``hvdtrain bench allreduce``: times an allreduce of arrays of growing size, then of gradients.
 
-With ``--backend nccl`` it also measures tensors on the devices.
+With ``--backend nccl``, it also times an allreduce of tensors on the devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(options: AllreduceOptions) -> None:
 
 
 def array_sizes(max_bytes: int) -> list[int]:
-    """Return 4 bytes times powers of 4, up to ``max_bytes``."""
+    """Return the sizes of the arrays in bytes: 4, 16, 64 and so on, up to ``max_bytes``."""
     sizes = [SMALLEST_BYTES]
     while sizes[-1] * FACTOR <= max_bytes:
         sizes.append(sizes[-1] * FACTOR)
@@ -176,7 +176,10 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def _measure_gradients(
     report: BenchReport, collectives: Engine, repetitions: int, max_bytes: int
 ) -> None:
-    """Time gradients of at most ``max_bytes`` in total, and reductions of 4 bytes."""
+    """Time two kinds of reductions in a ``tf.function``, and print and record the results.
+
+    The first reduces gradients of at most ``max_bytes`` in total. The second reduces 4 bytes.
+    """
     reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)

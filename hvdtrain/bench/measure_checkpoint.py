@@ -24,7 +24,7 @@ MAX_BLOCKED_PERCENT = 25.0
 
 
 class _StepTimes(keras.callbacks.Callback):
-    """Records when each step ends, and the session that takes the checkpoints."""
+    """Records when each step ends, and keeps the ``CheckpointSession`` that saves checkpoints."""
 
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """``hvdtrain bench recovery``: how long a killed rank delays the others.
 
 All ranks but one kill themselves one after another, the chief first, each at a random moment of a
-step of ``fit``. The last rank reports the results.
+step of ``fit``. The rank that remains reports the results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS_AFTER = 3
 
 
 class StepEnd(NamedTuple):
-    """The time when a step ended, in seconds of the host's clock, and the remaining ranks."""
+    """The end time of a step, in seconds of the host's clock, and the ranks that completed it."""
 
     end_s: float
     members: tuple[int, ...]
@@ -72,20 +72,23 @@ class Loss:
 
     @property
     def beyond_s(self) -> float:
-        """How much longer the next step took than a normal step."""
+        """How much longer the next step (see ``next_step_s``) took than a normal step."""
         return self.next_step_s - self.normal_step_s
 
     @property
     def after_beyond_s(self) -> float:
-        """How much longer the second step took than a normal step.
+        """How much longer the second step after the kill took than a normal step.
 
-        The ranks begin to read new data in the second step.
+        The ranks begin to read new data in this step.
         """
         return self.step_after_s - self.normal_step_s
 
 
 class _RankKiller(keras.callbacks.Callback):
-    """Records steps, and kills this rank when it is its turn. ``killed_s`` gets that time."""
+    """Records the time of each step, and kills this rank when ``_next_victim`` returns it.
+
+    Before the kill, the rank writes the time to its entry of ``killed_s``.
+    """
 
     def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class _RankKiller(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         members = self._collectives.members
         self.steps.append(StepEnd(time.monotonic(), members))
-        # The last rank decides alone when to stop.
+        # The only rank that is left decides when to stop.
         if len(members) == 1 and len(self.steps) > STEPS_AFTER:
             self.model.stop_training = self.steps[-1 - STEPS_AFTER].members == members
 
@@ -123,7 +126,7 @@ class _RankKiller(keras.callbacks.Callback):
 
 
 def measure(options: RecoveryOptions) -> None:
-    """Run the benchmark on all ranks. The last rank prints and writes the results."""
+    """Run the benchmark on all ranks. The rank that survives prints and writes the results."""
     _check_elastic()
     os.environ[variable_name("elastic")] = "1"
     hvdtrain.init()
@@ -152,8 +155,8 @@ def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list
     Kills with too few steps before or after them are left out.
 
     Args:
-        steps: All steps that the last rank recorded.
-        killed_s: Time of the kill for each initial rank; 0 if the rank was not killed.
+        steps: All steps, as recorded by the one rank that was never killed.
+        killed_s: Maps each initial rank to the time of its kill, or to 0 if it was not killed.
     """
     losses = []
     for rank, killed in sorted(killed_s.items(), key=lambda item: item[1]):
@@ -203,9 +206,10 @@ def _check_elastic() -> None:
 
 
 def _shared_times(collectives: Engine) -> np.ndarray:
-    """Return an array in shared memory with one number per rank.
+    """Return an array with one number per rank, which all ranks of the host share.
 
-    The file is unlinked as soon as all ranks have opened it, so that killed ranks leave no file.
+    The array is in a file. The file is unlinked as soon as all ranks have opened it, so that killed
+    ranks leave no file.
     """
     name, size = "hvdtrain bench: times", collectives.size
     path = ""
@@ -231,7 +235,7 @@ def _train(options: RecoveryOptions, collectives: Engine, killed_s: np.ndarray) 
 
 
 def _next_victim(members: Sequence[int], ranks: int) -> int:
-    """Return the next rank to kill: first the chief, then always the last rank."""
+    """Return the next rank to kill: first the chief, then always the highest remaining rank."""
     return members[0] if len(members) == ranks else members[-1]
 
 

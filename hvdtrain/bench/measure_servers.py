@@ -1,8 +1,8 @@
 """``hvdtrain bench servers``: updates per second of a parameter server.
 
 The last rank is the server. The other ranks are workers: they send gradients of LeNet and receive
-weights, but compute nothing. Short runs and memory copies take turns, so that other load affects
-both equally.
+weights, but compute nothing. Each short run follows a memory copy, so that other load affects both
+equally.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Row:
 
     Attributes:
         workers: Number of workers.
-        update_s: Seconds per update, counting the updates of all workers.
+        update_s: Duration of the run in seconds, divided by the updates of all workers.
         copy_s: Seconds per memory copy of the variables, measured before each run.
         server_bytes: Private memory of the server.
         server_resident_bytes: Resident memory of the server, including shared memory.
@@ -66,7 +66,10 @@ class _Row:
     server_resident_bytes: int
 
     def speeds(self, statistic: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
-        """Return updates per second, the maximum that memory allows, and the ratio in percent."""
+        """Return updates per second, the limit of updates per second, and their ratio in percent.
+
+        The limit follows from the time that a memory copy takes.
+        """
         updates = 1 / statistic(self.update_s)
         limit = 1 / (sum(COPIES.values()) * statistic(self.copy_s))
         return updates, limit, 100 * updates / limit
@@ -117,7 +120,7 @@ class _Runs:
         self._messages = collectives.messages()
 
     def measure(self, workers: int, runs: int) -> _Row:
-        """Measure runs with the first ranks as workers, after a warm-up run.
+        """Measure ``runs`` runs, after a warm-up run. The workers are the first ranks.
 
         All ranks must call this.
         """
@@ -139,7 +142,10 @@ class _Runs:
         )
 
     def _copy(self) -> float:
-        """Return the seconds that the server needs to copy the variables while other ranks wait."""
+        """Return how many seconds the server takes to copy the variables.
+
+        The other ranks wait meanwhile.
+        """
         self._collectives.barrier(name="hvdtrain bench")
         seconds = 0.0
         if self._table is not None:
@@ -153,7 +159,7 @@ class _Runs:
         return seconds / self._updates
 
     def _run(self, workers: range) -> float:
-        """Return the seconds per update, counting the updates of all workers."""
+        """Return the duration of a run in seconds, divided by the updates of all workers."""
         seconds = 0.0
         self._collectives.barrier(name="hvdtrain bench")
         if self._table is not None:
@@ -170,7 +176,7 @@ class _Runs:
         return seconds / (self._updates * len(workers))
 
     def _work(self) -> float:
-        """Push all updates of this worker, and return how many seconds that took."""
+        """Send all gradients of this worker to the server, and return the duration in seconds."""
         client = Client(self._messages, self._specs, [self._server], [self.shard], self._memory)
         weights = [np.asarray(variable.numpy()) for variable in self._model.trainable_variables]
         states = pack_states(self._model.optimizer, [self.shard])

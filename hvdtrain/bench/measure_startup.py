@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Starts:
-    """The duration of each start of a program, and the times that the probe has measured."""
+    """The duration of each start, and the times that ``bench/start_program.py`` printed."""
 
     whole_s: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in (EMPTY, PROBE, LESS_IMPORT)}
@@ -44,7 +44,7 @@ class _Starts:
     probes: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, program: str, spent_s: float, output: str) -> None:
-        """Add one start of ``program``."""
+        """Add a start of ``program`` that took ``spent_s`` seconds and printed ``output``."""
         self.whole_s[program].append(spent_s)
         for line in output.splitlines():
             if MARK in line:
@@ -54,7 +54,10 @@ class _Starts:
 
 
 def measure(options: StartupOptions) -> None:
-    """Start both programs with both launchers in turn, and print and write the results."""
+    """Start two programs alternately with mpirun and with ``hvdtrain run``.
+
+    Print the results and write them to a file.
+    """
     report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-P", "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
@@ -73,7 +76,7 @@ def measure(options: StartupOptions) -> None:
 
 
 def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command and its environment variables.
+    """Return the mpirun command, and environment variables for it.
 
     The variables let mpirun run as root, and start more ranks than there are cores.
     """

@@ -56,7 +56,7 @@ class _Run:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Records when steps and training end, and the memory after some steps."""
+    """Records when each step and the training end, and the memory in use after some steps."""
 
     def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -102,7 +102,10 @@ def measure(options: TrainingOptions) -> None:
 def _measure_runs(
     model: keras.Model, name: str, options: TrainingOptions, collectives: Engine
 ) -> tuple[list[_Run], list[_Run]]:
-    """Alternate between runs of each rank alone, with plain Keras, and runs of all ranks."""
+    """Alternate between runs of each rank alone and runs of all ranks together.
+
+    A rank alone trains with plain Keras.
+    """
     plain = build_model(name)
     alone, joint = [], []
     for _ in range(options.runs):
@@ -131,7 +134,7 @@ def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
 
 
 def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Engine) -> int:
-    """Return the growth of the worst rank's resident memory over ``memory_steps``, in bytes."""
+    """Return by how many bytes the resident memory grew on the rank where it grew most."""
     steps = options.memory_steps
     clock = _StepClock(memory_after=(steps, 2 * steps))
     _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
@@ -245,7 +248,7 @@ _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 
 def _measure_calls(report: BenchReport, collectives: Engine) -> None:
-    """Compare short calls of ``fit`` with plain Keras, for each kind of input."""
+    """Time short calls of ``fit`` with plain Keras and on all ranks, for each kind of input."""
     rows, cells = [], []
     for name in _INPUTS:
         alone_s, together_s = _measure_call(name, collectives)
@@ -265,7 +268,7 @@ def _measure_calls(report: BenchReport, collectives: Engine) -> None:
 
 
 def _measure_call(name: str, collectives: Engine) -> list[float]:
-    """Return the slowest rank's time for a call with plain Keras, and with all ranks.
+    """Return two times of the slowest rank: a call with plain Keras, and a call on all ranks.
 
     With plain Keras, only one rank calls ``fit`` at a time.
     """

@@ -47,7 +47,7 @@ class BenchReport:
     def print_table(
         self, head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
     ) -> None:
-        """Print a table with the columns ``left`` aligned to the left."""
+        """Print a table. The columns with the indices in ``left`` are left-aligned."""
         self.print(format_table(head, rows, left=left))
 
     def add(self, **values: Any) -> None:

@@ -24,8 +24,9 @@ class Timing:
     Attributes:
         best_s: The fastest call.
         median_s: The median call.
-        cpu_best_s: Smallest processor time of a call: the total of all threads, on the rank with
-            the largest total. Other programs hardly affect this value.
+        cpu_best_s: Smallest processor time of any call. The processor time of a call is the total
+            of all threads, on the rank where this total is largest. Other programs hardly affect
+            this value.
     """
 
     best_s: float
@@ -33,7 +34,7 @@ class Timing:
     cpu_best_s: float
 
     def divided(self, parts: int) -> Timing:
-        """Return the time of one of ``parts`` equal parts of the work."""
+        """Return the times of one part, if the measured work consists of ``parts`` equal parts."""
         shares = {name: seconds / parts for name, seconds in dataclasses.asdict(self).items()}
         return Timing(**shares)
 
@@ -80,7 +81,7 @@ def time_in_turn(
 
 
 def largest(collectives: Engine, *values: float) -> list[float]:
-    """Return the maximum over all ranks for each argument. All ranks must call this."""
+    """Return the maximum over all ranks of each argument. All ranks must call this."""
     local_values = np.array(values, np.float64)
     return [
         float(value) for value in collectives.allreduce(local_values, "max", name="hvdtrain bench")

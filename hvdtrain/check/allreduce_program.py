@@ -29,7 +29,8 @@ TIMEOUT_S = 90.0
 def main() -> None:
     """Run the allreduce on all ranks.
 
-    The chief prints one line: the first argument, and the times if all sums are correct.
+    The chief prints one line that begins with the first argument of this program. If all sums are
+    correct, the times follow.
     """
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     topology = read_topology(os.environ)

@@ -156,7 +156,7 @@ def _check_hosts(
 
 
 def _hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Method, list[Host]]:
-    """Return the hosts to check, and how to reach them."""
+    """Return the method for starting programs on other hosts, and the hosts to check."""
     named = named_hosts(arguments.hosts, arguments.hostfile)
     if named is not None:
         return "ssh", named
@@ -224,7 +224,7 @@ def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
 
 
 def _conclude(problems: Sequence[Problem]) -> tuple[int, str]:
-    """Return the exit code and the last line."""
+    """Return the exit code of the command, and the last line of its output."""
     errors = [problem for problem in problems if problem.is_error]
     warnings = len(problems) - len(errors)
     note = f" ({plural(warnings, 'warning')})" if warnings else ""

@@ -132,7 +132,7 @@ def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
 
 
 def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that every host resolves all other hosts' names, and none to a loopback address."""
+    """Check that each host can resolve all other hosts' names, and gets no loopback address."""
     # If the launcher can't resolve a name either, that has been reported as a failure.
     reported = {
         answer.host
@@ -329,7 +329,7 @@ def find_problems(
         launcher: The launcher's own answer.
         answers: The answers of the hosts.
         method: How the hosts were reached.
-        python: The launcher's Python.
+        python: Path of the launcher's Python.
         use_gpus: Whether ranks would use GPUs.
     """
     checks: list[Check] = [

@@ -1,6 +1,7 @@
 """The file that ``hvdtrain check --report`` writes.
 
-It is text, because users should read it before they send it: it contains names and addresses.
+The file contains names and addresses. It is a text file, so that users can read it before they send
+it to anybody.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def probe_hosts(
     """Probe this host and all ``hosts`` at the same time.
 
     Args:
-        hosts: Number of ranks per host.
+        hosts: Maps the name of each host to its number of ranks.
         environ: Environment of the commands.
         method: How to start a program on a host.
         ssh: Options of ssh.
@@ -186,8 +186,8 @@ def _probe(
 ) -> Answer:
     """Run the probe on a host.
 
-    The probe connects to the launcher. It tries the addresses from which the launcher reaches
-    ``destinations``.
+    The probe connects to the launcher to test the connection. Of the launcher's addresses, it tries
+    those from which the launcher reaches ``destinations``.
     """
     request = dataclasses.replace(request, addresses=tuple(own_addresses(destinations)))
     text = json.dumps(dataclasses.asdict(request))

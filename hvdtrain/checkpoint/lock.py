@@ -36,7 +36,8 @@ _watches_forks = False
 def acquire(directory: Path, timeout_s: float) -> WriteLock:
     """Return the lock of a directory.
 
-    All users in this process get the same lock. It is released when none of them refers to it.
+    All callers in this process get the same lock. It is released once nothing refers to it any
+    more.
 
     Args:
         directory: An existing directory.
@@ -74,7 +75,7 @@ class WriteLock:
         self.exclusive = self._acquire(time.monotonic() + timeout_s)
 
     def is_valid(self) -> bool:
-        """Return whether the locked file is still in the directory, because users may remove it."""
+        """Return whether the locked file is still in the directory. Users may remove it."""
         try:
             return self._descriptor >= 0 and os.path.samestat(
                 os.stat(self._path), os.fstat(self._descriptor)

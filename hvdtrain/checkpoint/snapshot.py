@@ -155,7 +155,7 @@ def check_arrays(arrays: Mapping[str, np.ndarray], where: str) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a safetensors file without copying contiguous ones.
+    """Write arrays to a safetensors file. Contiguous arrays are not copied in memory.
 
     Raises:
         OSError: If the file can't be written.

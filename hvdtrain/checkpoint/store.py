@@ -1,4 +1,4 @@
-"""Writing checkpoints to a directory and reading the newest intact one."""
+"""Writes checkpoints to a directory, and reads the newest checkpoint that is intact."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Store:
 
     Args:
         directory: Path of the directory. The first ``write`` creates it and its parents.
-        keep: The number of latest steps whose checkpoints are kept.
+        keep: The checkpoints of the latest ``keep`` saved steps are kept. Earlier checkpoints are
+            removed.
         notice: Called with a message when something goes wrong that doesn't prevent reading or
             writing.
         lock_timeout_s: Seconds for which ``write`` waits for another process to release the
@@ -187,9 +188,9 @@ class Store:
         """Remove old checkpoints, but keep ``keep`` steps with a checkpoint that seems intact.
 
         Only the newest such checkpoint of a step is kept. A checkpoint seems intact if its files
-        have the right sizes and this store has not found it damaged. Checkpoints of later steps are
-        ignored and kept. This training resumed from an earlier step, so they are damaged or come
-        from another training.
+        have the right sizes and this store has not found it damaged. Checkpoints of steps after the
+        latest written step are ignored and kept. This training resumed from an earlier step, so
+        these checkpoints are damaged or belong to another training.
         """
         kept: set[int] = set()
         try:
@@ -214,7 +215,7 @@ class Store:
         return True
 
     def _first_intact(self) -> tuple[Snapshot | None, list[str]]:
-        """Return the newest intact checkpoint, and the problems of newer ones."""
+        """Return the newest intact checkpoint, and the problems of all newer checkpoints."""
         deadline = time.monotonic() + RETRY_S
         for attempt in itertools.count(1):
             snapshot: Snapshot | None = None

@@ -1,1 +1,1 @@
-"""Hosts, placement, roles and topology: pure functions and frozen values, no TensorFlow, no MPI."""
+"""Hosts, placement, roles and topology, as pure functions and frozen values."""

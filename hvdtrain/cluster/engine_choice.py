@@ -1,6 +1,6 @@
 """The choice of the library that combines the ranks' gradients: MPI, NCCL or Horovod.
 
-``choose_engine`` decides how ranks communicate. Once they do, they exchange their
+``choose_engine`` decides how ranks communicate. Once the ranks are connected, they exchange their
 ``DeviceCapabilities``, and ``choose_device_engine`` decides whether NCCL combines gradients.
 """
 
@@ -41,10 +41,11 @@ class DeviceCapabilities(NamedTuple):
     """A rank's abilities that decide whether devices can combine gradients.
 
     Attributes:
-        host: Number of the rank's host.
+        host: Index of the rank's host among the job's hosts.
         gpu: The rank's first GPU; None if the rank computes on the CPU.
         has_nccl: Whether the rank's TensorFlow contains NCCL.
-        obstacle: Why the rank's TensorFlow can't be connected to the other ranks; empty if it can.
+        obstacle: Why TensorFlow in this rank can't be connected to the other ranks; empty if it can
+            be connected.
     """
 
     host: int
@@ -57,7 +58,7 @@ def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False
     """Choose between MPI and Horovod, with the same result on all ranks.
 
     Args:
-        topology: The place of this process.
+        topology: The place of this process in the job.
         backend: The value of ``--backend``.
         has_servers: Whether some ranks are parameter servers.
 
@@ -174,7 +175,7 @@ def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -
 
 
 def _sharing(users: Iterable[Hashable]) -> list[int]:
-    """Return the ranks whose entry is not unique. Empty entries don't count."""
+    """Return the ranks whose entry also occurs on another rank. Empty entries are ignored."""
     entries = list(users)
     counts = Counter(entries)
     return [rank for rank, entry in enumerate(entries) if entry and counts[entry] > 1]

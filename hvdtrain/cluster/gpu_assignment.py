@@ -27,9 +27,9 @@ class RankGpus:
     """A rank's report on its GPUs to the other ranks.
 
     Attributes:
-        hostname: Name of its host.
-        pid: ID of its process.
-        visible: The GPUs that it sees, in TensorFlow's order; None if it needs no GPU.
+        hostname: Name of the rank's host.
+        pid: ID of the rank's process.
+        visible: The GPUs that the rank sees, in TensorFlow's order; None if the rank needs no GPU.
         suspects: The visible GPUs that have faults or are in use.
         obstacle: Why the rank can't use the GPUs of its host; empty if the host lacks GPUs.
     """
@@ -42,7 +42,7 @@ class RankGpus:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankGpus:
-        """Return the report that another rank sent as JSON, after ``dataclasses.asdict``."""
+        """Convert the JSON in which another rank sent its report back to a report."""
         visible = values["visible"]
         if visible is not None:
             visible = [Gpu(*fields) for fields in visible]
@@ -62,17 +62,17 @@ def assign_gpus(
 
     Args:
         visible: For each rank, the GPUs that it sees, or None if the rank needs no GPU.
-        share: Whether ranks may share a GPU if there are too few.
+        share: Whether ranks may share a GPU if there are too few GPUs.
         each: Number of GPUs per rank.
 
     Returns:
-        For each rank, the indices of its GPUs in its list of visible GPUs. Empty if the rank sees
-        no GPU. If all ranks of a host see the same GPUs and get one each, the index is the local
-        rank.
+        For each rank, the indices of its GPUs in its list of visible GPUs. The list is empty for a
+        rank that sees no GPU. If all ranks of a host see the same GPUs and get one each, the index
+        is the local rank.
 
     Raises:
-        LaunchError: If a rank sees fewer than ``each`` GPUs, or if ``share`` is False and other
-            ranks have taken too many of them.
+        LaunchError: If a rank sees fewer than ``each`` GPUs, or if ``share`` is False and fewer
+            than ``each`` of these GPUs are left for it.
     """
     owners: dict[str, list[int]] = collections.defaultdict(list)
     chosen: list[tuple[int, ...]] = []
@@ -129,7 +129,7 @@ def gpu_warnings(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> 
 
 
 def describe_sharing(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> str:
-    """Return which ranks share each GPU; empty if no GPU is shared."""
+    """Return a text that lists the ranks that share each GPU; empty if no GPU is shared."""
     owners: dict[str, list[int]] = {}
     for rank, gpu in _used_gpus(ranks, chosen):
         owners.setdefault(f"{gpu.id} on {ranks[rank].hostname}", []).append(rank)

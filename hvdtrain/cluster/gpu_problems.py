@@ -23,7 +23,7 @@ _MPS = "nvidia-cuda-mps"
 
 
 class GpuProblem(NamedTuple):
-    """A problem with a GPU, the expected state, and what to do."""
+    """A problem with a GPU, the state that is expected instead, and a remedy."""
 
     summary: str
     expected: str
@@ -70,7 +70,8 @@ def different_models(gpus: Iterable[tuple[str, str, int]]) -> str:
     """Return the hosts of each kind of GPU; empty if all GPUs have the same model and memory.
 
     Args:
-        gpus: Host, model and memory in bytes of each GPU. An empty model is unknown, and left out.
+        gpus: Host, model and memory in bytes of each GPU. GPUs whose model is empty, because it is
+            unknown, are left out.
     """
     groups: dict[tuple[str, int], list[str]] = {}
     for host, model, memory in gpus:

@@ -39,9 +39,10 @@ class Gpu(NamedTuple):
 
     Attributes:
         id: Unique ID. With CUDA, it is the UUID that ``nvidia-smi -L`` prints.
-        bus_id: PCI bus ID, such as ``0000:3B:00.0``. Parts of a GPU have the same. Empty if
-            unknown.
-        model: Name of the model. For a part of a GPU, it contains the profile. Empty if unknown.
+        bus_id: PCI bus ID, such as ``0000:3B:00.0``. All parts of a GPU have the same bus ID. Empty
+            if unknown.
+        model: Name of the model. For a part of a GPU, the name contains the profile, such as
+            ``1g.10gb``. Empty if unknown.
         memory_bytes: Size of its memory; 0 if unknown.
     """
 
@@ -64,7 +65,7 @@ class GpuState:
         used_bytes: Memory in use by all processes.
         busy: Utilization in the last second in percent.
         processes: ID, name and memory in bytes of each process that computes on it.
-        faults: What is wrong with it, such as ``2 uncorrectable memory errors``.
+        faults: Faults of the GPU, such as ``2 uncorrectable memory errors``.
     """
 
     number: str
@@ -81,8 +82,9 @@ class GpuState:
 def cuda_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA shows to this process, in CUDA's order.
 
-    The first use of CUDA in a process determines them, from ``CUDA_VISIBLE_DEVICES`` and
-    ``CUDA_DEVICE_ORDER``. The list is empty without a driver, or if CUDA shows none.
+    CUDA reads ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` when a process first uses CUDA.
+    Later changes of these variables have no effect. The list is empty if the host has no driver, or
+    if CUDA shows no GPU.
 
     Raises:
         LaunchError: If CUDA fails.
@@ -125,7 +127,10 @@ def _cuda_gpu(cuda: ctypes.CDLL, ordinal: int) -> Gpu | None:
 
 
 def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
-    """Return the states that another process sent as JSON, perhaps of another hvdtrain version."""
+    """Convert the JSON in which another process sent GPU states back to ``GpuState`` objects.
+
+    That process may use a different version of hvdtrain.
+    """
     known = {entry.name for entry in dataclasses.fields(GpuState)}
     return tuple(
         GpuState(**{name: _frozen(value) for name, value in row.items() if name in known})
@@ -143,7 +148,7 @@ def visible_states(states: Sequence[GpuState], environ: Mapping[str, str]) -> li
     """Return the GPUs that ranks can use, as ``CUDA_VISIBLE_DEVICES`` allows.
 
     Raises:
-        LaunchError: If CUDA fails, or shows none of the GPUs.
+        LaunchError: If CUDA fails, or shows none of the driver's GPUs.
     """
     entries = visible_entries(environ)
     if not states or entries == []:
@@ -226,7 +231,7 @@ def _states(nvml: Any, with_faults: bool) -> Iterator[GpuState]:
 
 
 def _parts(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Any]]:
-    """Return the numbers and handles of the parts of a GPU; empty if it isn't divided (MIG)."""
+    """Return the number and the handle of each part (MIG) of a GPU; empty if it has no parts."""
     parts: list[tuple[str, Any]] = []
     if _ask([0, 0], nvml, nvml.nvmlDeviceGetMigMode, gpu)[0]:
         for part in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
@@ -237,7 +242,7 @@ def _parts(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Any]]:
 
 
 def _faults(nvml: Any, gpu: Any) -> Iterator[str]:
-    """Yield what is wrong with the memory of a GPU. Many models don't have all of the counters."""
+    """Yield each fault of the memory of a GPU. Many GPU models count only some kinds of faults."""
     kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     if errors := _ask(0, nvml, nvml.nvmlDeviceGetTotalEccErrors, gpu, *kind):
         yield f"{errors} uncorrectable memory errors since the driver was loaded"
@@ -285,7 +290,7 @@ def _ask(default: Any, nvml: Any, function: Callable[..., Any], *arguments: Any)
 
 
 def _process_name(pid: int) -> str:
-    """Return the name of a process; empty for a process of another container."""
+    """Return the name of a process; empty if the process runs in another container."""
     try:
         # The kernel shortens names to 15 bytes, even within a character.
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()

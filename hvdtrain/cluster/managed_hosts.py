@@ -38,7 +38,7 @@ class ManagedHost:
     """A host that a job has or expects.
 
     Attributes:
-        name: Name or address that ranks are started with.
+        name: Name or address of the host, with which ranks are started on it.
         slots: Number of ranks that the host takes.
         state: Whether the host can run ranks.
         generation: ID that changes if a new host of the same name replaces this one; empty if the
@@ -77,7 +77,10 @@ def parse_managed_hosts(text: str) -> tuple[ManagedHost, ...]:
 def lost_hosts(
     before: Sequence[ManagedHost], now: Sequence[ManagedHost], used: Collection[str]
 ) -> Mapping[str, str]:
-    """Return the used hosts that were lost or replaced since ``before``, each with the reason."""
+    """Return the lost or replaced hosts among the hosts in ``used``, each with the reason.
+
+    ``before`` and ``now`` are the lists of hosts that are compared.
+    """
     current = {host.name: host for host in now}
     reasons = {}
     for old in before:
@@ -94,7 +97,7 @@ def lost_hosts(
 
 
 def leaving_hosts(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[str, str]:
-    """Return the used hosts that were removed or are about to end, each with the reason."""
+    """Return the hosts in ``used`` that were removed or are about to end, each with the reason."""
     if not now:
         return {}
     reasons = {host.name: host.why for host in now if host.state == "going"}

@@ -84,7 +84,7 @@ def explain(reports: Sequence[ProbeReport]) -> str:
 
 
 def _version(number: int) -> str:
-    """Return the text of a version since 2.9, such as 2.27.5 for 22705."""
+    """Return a version of NCCL since 2.9 as text: 22705 becomes 2.27.5."""
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 

@@ -75,8 +75,8 @@ def place(
             at a time, up to the ``max_slots`` of each host.
         share_gpus: Allow more ranks than GPUs on a host.
         gpus_per_rank: Number of GPUs per rank.
-        cores: Number of cores per host, if known. The shares of a host's ranks differ by at
-            most one core. If a host has more ranks than cores, ranks share cores.
+        cores: Number of cores per host, if known. The shares of a host's ranks differ by at most
+            one core. If a host has more ranks than cores, several ranks get the same core.
         gpus: Number of GPUs per host, if known.
 
     Returns:
@@ -166,7 +166,10 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 
 def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Raise an error because ranks exceed slots, unless ``oversubscribe`` makes them fit."""
+    """Raise an error for a job that has more ranks than slots.
+
+    If ``oversubscribe`` is true, raise only if the ranks exceed ``max_slots``.
+    """
     limit = max_ranks(hosts, oversubscribe=True)
     fits = limit is None or ranks <= limit
     if not oversubscribe:
@@ -217,8 +220,8 @@ def _check_gpus(
 def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
     """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` lists; None if it is not set.
 
-    Entries are numbers, UUIDs or their beginnings. As in CUDA, an invalid entry such as -1 ends
-    the list.
+    Each entry is a number, a UUID or the beginning of a UUID. As in CUDA, an invalid entry such as
+    -1 ends the list.
     """
     if (value := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return None

@@ -8,8 +8,8 @@ A process can have the variables of several launchers at once. The first match i
 3. **srun**, which sets variables for its step. A batch script has ``SLURM_PROCID=0`` and the job's
    ``SLURM_NTASKS``, but not ``SLURM_STEP_NUM_TASKS``. A shell that ``salloc`` starts has neither
    variable, or is a step with one task. ``sbatch`` inside a step passes that step's variables on to
-   the batch script. Only ``SLURM_GTIDS`` is always set anew, so it doesn't match the other
-   variables in this case.
+   the batch script. But Slurm always sets ``SLURM_GTIDS`` again, so in this case it doesn't match
+   the other variables.
 4. **No launcher.** The process runs alone.
 """
 
@@ -129,7 +129,7 @@ def _from_variables(environ: Mapping[str, str], launcher: Launcher) -> Topology:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Topology | None:
-    """Return the place of a task of srun, or None if this process is not one."""
+    """Return the place of this process if it is a task of srun, otherwise None."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     counts_name = "SLURM_STEP_TASKS_PER_NODE"

@@ -1,4 +1,4 @@
-"""Descriptions of calls, which ranks compare before an operation, and checks of arguments."""
+"""Descriptions of calls, which ranks compare before each operation, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ RAISED = "raised"
 
 
 class RanksRaised(Exception):
-    """Raised on all ranks if some ranks left the section with an error.
+    """Raised on all ranks if some ranks left an ``Engine.section`` block with an error.
 
     Args:
-        reasons: Maps each rank that left with an error to the text of this error. Ranks are
-            numbered as in the job.
+        reasons: Maps each of these ranks to the text of its error. The keys are the job's ranks,
+            even if the engine connects a subset of the job.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -55,10 +55,10 @@ class RanksRaised(Exception):
 
 
 class SomeJoined(Exception):
-    """Raised on all ranks if some ranks called ``join``, and all others made the same call.
+    """Raised on all ranks if some ranks called ``Engine.join``, and all others made the same call.
 
     Args:
-        ranks: The joined ranks.
+        ranks: The ranks that called ``join``.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:

@@ -9,8 +9,9 @@ which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorit
 ``MPI_Allreduce`` is not used, because it guarantees neither identical nor reproducible results, and
 does not support bfloat16. Here, contributions are combined in rank order.
 
-With a wire format, a rank does not convert its contribution to its own part. But it does convert
-the sums of that part to the wire format and back, so that all ranks get the same result.
+If a wire format such as float16 is used, contributions and sums are converted to it before they are
+sent. A rank does not convert its contribution to its own part. But it converts the sums of its own
+part to the wire format and back, so that all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Transfer:
     """An allreduce in progress.
 
     Attributes:
-        ranks: The divisor for ``average``.
+        ranks: The number by which ``average`` divides the sum.
         left: Number of segments that are not complete.
     """
 
@@ -166,7 +167,7 @@ class DirectAllreduce:
         return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
-        """Send contributions to the other ranks' parts, and receive theirs to this rank's part."""
+        """Send contributions to the other ranks, and receive contributions to this rank's part."""
         data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         items = stop - start

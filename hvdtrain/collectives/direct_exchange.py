@@ -30,8 +30,8 @@ class DirectExchange:
     """Exchanges bytes between the ranks of a communicator.
 
     All ranks must make the same calls. Large data is forwarded along a ring or chain of ranks. Most
-    neighbours in it are on the same host, so the data crosses each link between hosts only once.
-    ``wait`` is a function that waits for a list of requests.
+    neighbours in the ring or chain are on the same host, so the data crosses each link between
+    hosts only once. ``wait`` is a function that waits for a list of requests.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DirectExchange:
             self._swap([sends[to]], to, [receives[source]], source)
 
     def _allgather_doubling(self, blocks: Sequence[np.ndarray]) -> None:
-        """Double the number of blocks of each rank in every round (Bruck et al. 1997)."""
+        """In every round, double the number of blocks that each rank has (Bruck et al. 1997)."""
         have = 1
         while have < self._size:
             more = min(have, self._size - have)
@@ -90,15 +90,15 @@ class DirectExchange:
             have += more
 
     def _allgather_in_ring(self, blocks: Sequence[np.ndarray]) -> None:
-        """Forward the latest block to the next rank in each round."""
+        """In each round, send a block to one neighbour, and receive the next from the other."""
         to, source = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         for sent, received in itertools.pairwise(blocks):
             self._swap([sent], to, [received], source)
 
     def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
-        """Double the number of ranks that have the data in every round.
+        """In every round, double the number of ranks that have the data.
 
-        The root has ``place`` 0.
+        ``place`` is the number of ranks from the root to this rank, so it is 0 on the root.
         """
         if not buffer.size:
             return

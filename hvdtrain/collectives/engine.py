@@ -106,13 +106,13 @@ class Engine(EngineCore):
         numbers: The job's rank for each initial rank. An engine that connects a subset numbers its
             initial ranks from 0, so they may differ from the job's ranks. Error messages use the
             job's ranks.
-        contributed: Initial ranks that took part in the latest operation.
+        contributed: The ranks that took part in the latest operation, as initial ranks.
         bucket_bytes: Best size of the buckets in which gradients are reduced while other gradients
             are still being computed. 0 means a single bucket for all gradients.
         too_few: An exception once fewer than ``min_np`` ranks remain, otherwise None. Operations
             still work. The training loop checks ``too_few`` after each step, saves a checkpoint,
             and raises the exception.
-        sections: Number of sections started so far, the same on all ranks.
+        sections: Number of ``section`` blocks started so far, the same on all ranks.
         observers: Functions that are called after each operation, in the thread of the operation.
         reduced_bytes: Total bytes that this rank has passed to ``allreduce``.
         last_error: The latest error that an operation raised on this rank.
@@ -317,14 +317,14 @@ class Engine(EngineCore):
     def join(self) -> int:
         """Take part in the operations of the other ranks until all ranks have called this.
 
-        A rank calls this when it has run out of data. Until all ranks have joined, ranks that have
-        not may call ``allreduce`` and ``allgather_object``. In ``allreduce``, a joined rank
-        contributes zeros to "sum" and "average", and nothing to other operations. "average" still
-        divides by ``size``. The result of ``allgather_object`` omits joined ranks.
+        A rank calls this when it has run out of data. Until all ranks have joined, the other ranks
+        may call ``allreduce`` and ``allgather_object``. In ``allreduce``, a joined rank contributes
+        zeros to "sum" and "average", and nothing to other values of ``op``. "average" still divides
+        by ``size``. The result of ``allgather_object`` omits joined ranks.
 
         Returns:
             The last rank that joined. If several ranks joined last, at the same time, the highest
-            of them.
+            of these ranks.
 
         Raises:
             ConfigurationError: If the job is elastic.
@@ -368,8 +368,8 @@ class Engine(EngineCore):
         Returns:
             The part of each rank of this host, by initial rank. Each part is a uint8 array of
             zeros, aligned to 64 bytes, with the size that its rank has passed. Other ranks see the
-            writes of a rank in the order in which it made them. The dict is empty if the ranks
-            can't share memory.
+            writes of a rank in the order in which it made them. If the ranks can't share memory,
+            the result is empty.
         """
         host, name = self.transport.host, "shared memory"
         if host is None:
@@ -507,7 +507,7 @@ class Engine(EngineCore):
         """Check that all ranks start the same operation of another library.
 
         The arguments must be equal on all ranks, as in ``section``. From now on, this rank counts
-        as waiting for the others, until ``pause_external`` or ``end_external``.
+        as waiting for the others, until it calls ``pause_external`` or ``end_external``.
 
         Raises:
             MismatchError: If another rank made a different call.
@@ -559,7 +559,7 @@ class Engine(EngineCore):
     def end_external(self, reduced_bytes: int = 0) -> None:
         """Record the end of the external operation.
 
-        ``reduced_bytes`` is the size of this rank's arrays if the operation was an allreduce.
+        If the operation was an allreduce, ``reduced_bytes`` is the size of this rank's arrays.
         """
         with self._lock:
             external, self._external = self._external, None
@@ -627,14 +627,14 @@ class Engine(EngineCore):
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the type and message of an error, and the line of the user's program."""
+    """Return the type, the message and the location of an error as text."""
     return f"{type(error).__name__}: {error}{error_location(error.__traceback__)}"[:2000]
 
 
 def error_location(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's program in a traceback.
 
-    If the traceback contains no such line, the innermost line of any code is returned.
+    If the traceback contains no line of the user's program, return its innermost line.
     """
     frames = traceback.extract_tb(trace)
     if not frames:

@@ -94,9 +94,9 @@ class EngineCore(RankState):
         """Run an operation.
 
         If an earlier error has left the ranks out of step, that error is raised instead.
-        ``attempt`` runs the operation once with the current ranks. ``source`` is an initial rank,
-        such as the root of a broadcast: if it is lost, the operation can't be repeated. -1 if there
-        is no such rank.
+        ``attempt`` is a function that runs the operation once with the current ranks. If the
+        operation can't be repeated without a certain rank, such as the root of a broadcast,
+        ``source`` is its initial rank. Otherwise it is -1.
         """
         start_s = self._enter(call)
         waited_s, error_text = self.transport.waited_s, ""
@@ -207,7 +207,7 @@ class EngineCore(RankState):
             self._raise_mismatch(call)
 
     def _counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        """Check that all ranks made the same call, then return the counts of all ranks.
+        """Check that all ranks made the same call, then exchange ``counts`` between all ranks.
 
         The result is int64 of shape (size, len(counts)).
         """
@@ -215,7 +215,7 @@ class EngineCore(RankState):
         return self._gather_counts(counts)
 
     def _exchange_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
-        """Check that all ranks made the same call, then return the bytes of each rank."""
+        """Check that all ranks made the same call, then return the bytes that each rank passed."""
         self._agree(call)
         return self._gather_parts(data)
 
@@ -229,7 +229,8 @@ class EngineCore(RankState):
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
         """Check that all ranks made the same call, then combine arrays of one dtype.
 
-        Also return the check for NaN and infinity, or None if ``require_finite`` is false.
+        Returns the results, and the ``FiniteCheck`` of the results, which is None if
+        ``require_finite`` is false.
         """
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
         transport = self.transport

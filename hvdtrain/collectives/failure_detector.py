@@ -2,8 +2,8 @@
 
 Messages about failures use a separate communicator. A waiting rank checks for them every few
 milliseconds. No messages are sent unless a rank fails or exits. In elastic jobs, this module also
-notices dead ranks. The communicator remains in use after a death, so ranks in this module are
-initial ranks.
+notices dead ranks. The communicator remains in use after a death, so ranks in this module are not
+renumbered: they are initial ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FailureDetector:
         self._failure: tuple[int, str] | None = None
         self._this_rank_failed = False
         self._seen: set[int] = set()
-        # How many operations each rank that has exited had started.
+        # For each rank that has exited, the number of operations that it had started.
         self._left: dict[int, int] = {}
         self._positions: dict[int, str] = {}
         self._silent: set[int] = set()
@@ -117,9 +117,9 @@ class FailureDetector:
         """Process messages, and raise an error if another rank has failed or exited.
 
         Set ``needs_all`` if this rank waits for point-to-point messages instead of an operation.
-        Then an exit of any rank raises an error. A lost rank raises none, so the caller must check
-        ``lost``. If ``waits`` is false, this rank computes, and does not answer ranks that ask what
-        it waits for.
+        Then an exit of any rank raises an error. A lost rank raises no error, so the caller must
+        check ``lost``. If ``waits`` is false, this rank computes, and does not answer ranks that
+        ask what it waits for.
 
         Raises:
             PeerFailedError: If a rank has failed, or if it has exited and this rank is waiting for
@@ -195,12 +195,15 @@ class FailureDetector:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a rank of this generation has died, or has stopped because of a death."""
+        """Whether the current operation can't complete because a rank has died.
+
+        True if this rank knows of the death, or if a rank has stopped because of a death.
+        """
         return any(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     @property
     def all_stopped(self) -> bool:
-        """Whether no living rank is inside an operation of this generation."""
+        """Whether each living rank has stopped, so that none is inside an operation."""
         return all(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     def stop(self) -> None:
@@ -209,7 +212,7 @@ class FailureDetector:
         self._send_all(STOPPED, str(self._generation))
 
     def resume(self, members: Sequence[int], generation: int) -> None:
-        """Continue with the remaining ranks."""
+        """Continue with the remaining ranks after a loss."""
         self._generation = generation
         self._others = [rank for rank in members if rank != self.rank]
         self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}
@@ -255,9 +258,10 @@ class FailureDetector:
         """Wait, without a time-out, until all ranks have ended their programs.
 
         If this rank exited earlier, mpirun would end the other ranks, because it treats a rank that
-        has not finalized MPI as failed. If a rank dies in an elastic job, ``rejoin`` drops it once
-        all others have stopped. If this program exits with the error code ``failing_code``, the
-        others get only a short time to exit, because the end of this rank will end the job.
+        has not finalized MPI as failed. If a rank dies in an elastic job, ``rejoin`` is called once
+        all other ranks have stopped. It removes the dead rank from the job. If this program exits
+        with the error code ``failing_code``, the other ranks get only a short time to exit, because
+        the end of this rank will end the job.
 
         Returns:
             Whether all ranks exited normally, so that MPI may be finalized.

@@ -1,4 +1,4 @@
-"""Fusion of several arrays into one flat sequence that is cut into chunks, and its buffers."""
+"""Fusion of several arrays into one flat sequence that is cut into chunks; and reusable buffers."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class BufferPool:
 def empty_outputs(
     buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Return arrays with the layout's shapes in one buffer, and flat views of these arrays."""
+    """Return arrays with the shapes of the layout in ``buffer``, and a flat view of each array."""
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

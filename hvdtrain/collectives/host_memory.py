@@ -35,7 +35,7 @@ MAP_FIXED = 0x10  # of mmap(2) on Linux
 def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
     """Return the number of slots per rank that fit into ``RING_BYTES``, at least four.
 
-    The slots use at most half of the ``free`` shared memory, unless there are only four. ``away``
+    The slots use at most half of the ``free`` shared memory, unless four slots need more. ``away``
     is the number of chunks that should be in transfer between hosts at a time.
     """
     turn_bytes = (local_size + 1) * chunk_bytes
@@ -46,10 +46,11 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 
 
 
 class Window:
-    """Shared memory with a header of words and slots for each rank, and slots for results.
+    """Shared memory in which each rank of a host has header words and slots.
 
     A rank's ``window_rank`` is its initial local rank on the host. It never changes, so the memory
-    of a lost rank stays unused. The first rank's part of ``memory`` also contains the result slots.
+    of a lost rank stays unused. The first rank's part of ``memory`` also contains the slots for
+    results.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Window:
             self._mpi_window.Sync()
 
     def clear_words(self, window_rank: int) -> None:
-        """Set the words of a rank to 0."""
+        """Set the header words of a rank to 0."""
         self._memory[window_rank][:HEADER_BYTES] = 0
 
     def slot(self, window_rank: int, number: int, dtype: np.dtype) -> np.ndarray:
@@ -145,8 +146,8 @@ def _allocate_mpi_window(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> An
 def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
     """Create the arena of a host, or return None on all ranks if that is impossible.
 
-    All ranks of the host must call this. All parts together may grow to half of the shared memory
-    that is free now.
+    All ranks of the host must call this. The parts of all ranks together may grow to half of the
+    shared memory that is free now.
     """
     part_bytes = (free_bytes() or 0) // 2 // host.Get_size() // mmap.PAGESIZE * mmap.PAGESIZE
     # The file needs address space for its maximum size.

@@ -94,9 +94,9 @@ def combine(
     """Combine flat arrays in rank order.
 
     For ``average``, this computes only the sum, and ``finish_average`` divides it. ``out`` has the
-    accumulator dtype, and may be the first contribution. If the contributions have a different
-    dtype, ``scratch`` is needed: an array of the accumulator dtype that is at least as long as
-    ``out``.
+    accumulator dtype, and may be the same array as the first contribution. If the contributions
+    have a different dtype, ``scratch`` is needed: an array of the accumulator dtype that is at
+    least as long as ``out``.
     """
     if out.dtype.kind == "b":
         contributions = [c.view(np.uint8) for c in contributions]

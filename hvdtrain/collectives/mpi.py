@@ -60,7 +60,7 @@ class MpiTransport(Transport):
     """
 
     kind = "mpi"
-    # Ranks take turns: each exchanges messages for one in this many chunks.
+    # Ranks take turns: with n turns, each rank exchanges messages for every n-th chunk only.
     _turns = 1
 
     def __init__(

@@ -188,7 +188,10 @@ class PointToPoint:
         self._detector.record_loss(error, self._comm, self._members)
 
     def peer_lost_error(self, rank: int, doing: str) -> PeerLostError:
-        """Return the error for a rank that was ``doing`` something when another rank died."""
+        """Return the error for a rank that died while this rank needed it.
+
+        ``doing`` describes what this rank was doing, such as "exchanged messages with it".
+        """
         own = self._detector.rank
         return PeerLostError(
             f"rank {rank} died while rank {own} {doing}. Rank {own} can't continue without it. "

@@ -73,7 +73,8 @@ class RecoveryDecision(NamedTuple):
 
     Attributes:
         complete: Number of the latest operation whose result all ranks have.
-        orphaned: Number of the operation that has become impossible, or 0.
+        orphaned: Number of the operation that can't be repeated because its ``source`` was lost; 0
+            if there is no such operation.
     """
 
     complete: int
@@ -127,8 +128,8 @@ class Recovery:
     def run(self, operation: int, call: Call, attempt: Callable[[], Result], source: int) -> Result:
         """Repeat an operation until it has succeeded on all remaining ranks.
 
-        ``source`` is an initial rank, such as the root of a broadcast: if it is lost, the operation
-        can't be repeated. -1 if there is no such rank.
+        If the operation can't be repeated without a certain rank, such as the root of a broadcast,
+        ``source`` is its initial rank. Otherwise it is -1.
 
         Raises:
             RanksLostError: On all ranks, if ``source`` was lost.
@@ -241,7 +242,7 @@ class Recovery:
                 return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
-        """Return whether all ranks are done.
+        """Return whether ``done`` is true on all ranks.
 
         All ranks get the same answer, even if one dies meanwhile.
         """
@@ -273,9 +274,10 @@ class Recovery:
 
 
 def _catch_common(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
-    """Run ``attempt``. If all ranks raise the same error, return it as if it were the result.
+    """Run ``attempt``. If all ranks raise the same error, return the error instead of raising it.
 
-    Such an error must reach all ranks or none, like a result.
+    The error is then treated like a result: either all ranks raise it, or the operation is
+    repeated.
     """
     try:
         return attempt()

@@ -1,11 +1,11 @@
 """The transport that uses shared memory inside a host and MPI between hosts.
 
 Ranks of a host exchange arrays chunk by chunk, so that each rank finds the data of the others in
-the cache. They copy chunks to a shared window, in which every rank owns some slots. A chunk passes
-through these stages:
+the cache. They copy chunks to a shared window, in which every rank owns some slots. Each rank of
+the host combines one share of every chunk. A rank does the following with a chunk, in stages:
 
-    pack      copy the other ranks' shares of my chunk to my slot
-    reduce    combine my share of the chunk: my own array and the slots of the others
+    pack      copy to its slot the shares of its chunk that other ranks combine
+    reduce    combine its own share, from its own array and the slots of the other ranks
     network   (several hosts) combine the result with other hosts. A cross group has one rank per
               host. Each cross group exchanges a share of every chunk or, with many hosts, a larger
               share of some chunks. The first cross group exchanges small arrays.
@@ -117,7 +117,7 @@ class SharedMemoryTransport(MpiTransport):
         return self._least(comm, free // 2 // LEAST_SLOTS // (self._local_size + 1))
 
     def _least(self, comm: Any, number: int) -> int:
-        """Return the minimum over all ranks."""
+        """Return the minimum of ``number`` over all ranks."""
         least = np.array([number], np.int64)
         comm.Allreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
         return int(least[0])
@@ -210,7 +210,7 @@ class SharedMemoryTransport(MpiTransport):
         comm.Barrier()
 
     def start_over(self) -> None:
-        """Reset the counters, because ranks have packed different numbers of chunks.
+        """Reset the counters of chunks, which differ between ranks after an interrupted operation.
 
         All ranks must call this.
         """
@@ -484,7 +484,8 @@ class SharedMemoryTransport(MpiTransport):
     def _carried(self, total: np.ndarray, number: int) -> np.ndarray:
         """Return the share of a host's sums that this rank exchanges with the other hosts.
 
-        The share is empty if it is the turn of other cross groups. ``number`` counts the turns.
+        The cross groups take turns, and ``number`` counts the turns. If it is not the turn of this
+        rank's cross group, the share is empty.
         """
         first = number % self._turns * self._carriers
         place = self._local_rank - first

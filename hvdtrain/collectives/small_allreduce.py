@@ -59,8 +59,8 @@ class SmallAllreduce:
     def agree(self, call: Call, alike: bool = True) -> bool:
         """Return whether all ranks make the same call.
 
-        All ranks must call this. ``alike`` says whether the ranks that this rank represents make
-        the same call.
+        All ranks must call this. If this rank represents all ranks of its host, ``alike`` says
+        whether these ranks make the same call.
         """
         digest = call.digest if alike else DIFFERENT
         if self._in_tree:

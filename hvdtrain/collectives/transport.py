@@ -59,7 +59,7 @@ class RankState:
 
     @property
     def waiting_in(self) -> str:
-        """The operation in which this rank has been waiting, or "".
+        """The operation in which this rank waits; "" if it does not wait, or has only just begun.
 
         Other threads may read this.
         """
@@ -67,9 +67,10 @@ class RankState:
         return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
 
     def set_ranks(self, rank: int, size: int, numbers: Sequence[int] | None = None) -> None:
-        """Set the initial ranks.
+        """Set the initial ranks to 0, 1, ..., ``size - 1``.
 
-        For a subset, ``numbers`` are the job's ranks.
+        If the engine connects a subset of the job, ``numbers`` contains the job's rank for each of
+        these ranks.
         """
         self.rank, self.size = rank, size
         self.members = self.contributed = tuple(range(size))
@@ -105,7 +106,7 @@ class Transport:
     Attributes:
         kind: Name of the transport.
         bucket_bytes: As in ``Engine``.
-        shares: Number of ranks that divide the work on a chunk among them.
+        shares: Number of ranks among which the work on a chunk is divided.
         host: A number that is the same on all ranks that share memory with this rank. None if ranks
             can't share memory.
         recovery: Repeats operations after ranks are lost. None if a lost rank ends the job.

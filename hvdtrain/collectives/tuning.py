@@ -175,8 +175,8 @@ def most_small_bytes(ranks: int) -> int:
 def choose_one_shot_bytes(ranks: int, link: Link) -> int:
     """Return the size of the largest array for which one round is faster than two.
 
-    With n ranks, each rank sends ``n - 1`` times the array in one round, but only ``2 (n - 1) / n``
-    times the array in two rounds.
+    With n ranks and an array of s bytes, each rank sends ``(n - 1) s`` bytes if there is one round,
+    but only ``2 (n - 1) s / n`` bytes in total if there are two rounds.
     """
     more = (ranks - 1) * (1 - 2 / ranks)
     saved_bytes = link.latency_s * link.bytes_per_s

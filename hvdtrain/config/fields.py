@@ -138,7 +138,7 @@ def path_or_none(noun: str) -> Callable[[str], str | None]:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Parse a list of ranks: ``2,3`` becomes ``(2, 3)``, and ``last`` an empty tuple."""
+    """Parse a list of ranks: ``2,3`` becomes ``(2, 3)``, and ``last`` becomes an empty tuple."""
     if text in ("", "last"):
         return ()
     entries = [entry.strip() for entry in text.split(",")]

@@ -93,12 +93,15 @@ class ModeSettings:
 
     @property
     def is_local_sgd(self) -> bool:
-        """Whether ranks step independently and average their weights."""
+        """Whether ranks train independently and average their weights from time to time."""
         return self.mode == "local-sgd"
 
     @property
     def common_variables(self) -> dict[str, str]:
-        """Variables, with values, that must be the same on all ranks without parameter servers."""
+        """The settings that must be the same on all ranks, unless the job has parameter servers.
+
+        Keyed by the name of the environment variable.
+        """
         names = ("mode", *_LOCAL_SGD_SETTINGS)
         return {variable_name(name): f"{getattr(self, name)}" for name in names}
 

@@ -99,9 +99,11 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
-    """Return the words without the options of ``add_backend``, and the queue that these choose.
+    """Separate the options of ``add_backend`` from all other words.
 
-    The queue is None if no such option is given.
+    Returns:
+        The other words, and the queue that the options choose. The queue is None if none of the
+        options is given.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_backend(parser)
@@ -137,5 +139,5 @@ def make_request(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> J
 
 
 def new_job_request(directory: Path, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-    """Check the options of a new job and return the request to create it in ``directory``."""
+    """Check the options of a new job, and return the request to create the job in ``directory``."""
     return make_request(JobFolder(directory / "NAME"), spec, environ)

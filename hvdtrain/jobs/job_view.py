@@ -62,11 +62,11 @@ class JobView:
 
     @property
     def doubt(self) -> str:
-        """Why it is unknown whether the job runs; empty if that is known."""
+        """The reason if it is unknown whether the job runs; empty if it is known."""
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the main fields, also of the specification and the state, as one JSON object."""
+        """Return the main fields of the job, its specification and its state as one JSON object."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},

@@ -95,7 +95,7 @@ class LocalQueue:
         """Return None, because the log is in the job's folder."""
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Send the launcher a signal, or leave a request in the job's folder."""
+        """Send the launcher a signal. If that fails, leave a stop request in the job's folder."""
         state = job.read_state()
         number = signal.SIGUSR1 if save else signal.SIGTERM
         if state is None or not state.launcher or not send_signal(state.launcher, number):

@@ -81,7 +81,7 @@ class JobRecorder(Observer):
         self._thread.start()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """Record a line that a rank printed, or the launcher (``rank`` is ``LAUNCHER``)."""
+        """Record a line of rank ``rank``, or of the launcher if ``rank`` is ``LAUNCHER``."""
         self._lines.put(_line(rank, stream, text), len(text))
 
     @property
@@ -155,7 +155,10 @@ class JobRecorder(Observer):
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Queue a row for a file, with the current time unless it has one, and return the row."""
+        """Queue a row for a file, and return the row.
+
+        A row without a ``time`` gets the current time.
+        """
         row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:
@@ -223,7 +226,7 @@ def _line(rank: int, stream: str, text: str) -> LogLine:
 
 
 def _fields(event: Event, *names: str) -> dict[str, Any]:
-    """Return fields of an event, by default all."""
+    """Return the fields of an event that ``names`` lists, or all fields if it lists none."""
     return {name: getattr(event, name) for name in names or event.__dataclass_fields__}
 
 

@@ -106,7 +106,7 @@ class SlotQueue:
     def _first(self) -> Path | None:
         """Return the file of the first job that waits for any of this job's hosts.
 
-        Files of processes that have ended are removed.
+        The call also removes the files of jobs whose processes have ended.
         """
         for path in sorted(self._waiting.iterdir()):
             if path in self._locks:
@@ -144,8 +144,8 @@ class SlotQueue:
 def slots_by_host(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     """Return how many ranks may run at a time on each host.
 
-    This host has one slot per GPU, or one per core if it lacks GPUs. The slots of other hosts are
-    those in ``hosts``.
+    This host has one slot per GPU, or one per core if it lacks GPUs. Other hosts have the numbers
+    of slots that ``hosts`` lists.
     """
     here = gpus or available_cores()
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}

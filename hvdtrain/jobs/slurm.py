@@ -136,7 +136,10 @@ class SqueueAnswer(QueueAnswer):
     jobs: Mapping[str, Sequence[str]] | None = None
 
     def state_of(self, spec: JobSpec) -> tuple[str, str]:
-        """Return a job's state, as ``derive_status`` expects it, and the reason for it."""
+        """Return a job's state and the reason for it.
+
+        ``derive_status`` accepts the state as ``queue_state``.
+        """
         if self.jobs is None:
             return NO_ANSWER, ""
         if spec.slurm_job not in self.jobs:

@@ -151,9 +151,9 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
 
 
 def default_plugin(library: str) -> str:
-    """Return srun's plug-in for an MPI library, or "" for the cluster's default.
+    """Return the plug-in with which srun starts an MPI library, or "" for the cluster's default.
 
-    The default is right for an MPI that came with the cluster, such as HPE Cray's.
+    The cluster's default is right for an MPI that came with the cluster, such as HPE Cray's.
     """
     if library.startswith("Open MPI"):
         return "pmix"

@@ -135,12 +135,12 @@ class Console:
         stdout: Receives what ranks write to their stdout.
         stderr: Receives what ranks write to their stderr, and the launcher's messages.
         ranks: The number of ranks.
-        with_host: Whether tags name the host.
+        with_host: Whether the tag at the beginning of each line names the host of the rank.
         chief_only: Show only the chief's lines, without tags.
         timestamps: Begin each line with the local time.
         collapse: Show equal lines of several ranks once. The caller must then call ``review``
             often, and ``flush`` at the end.
-        environ: TERM and NO_COLOR describe the terminal.
+        environ: Environment variables, of which TERM and NO_COLOR are used.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class RankExit:
 
     @property
     def ended_by_mpi(self) -> bool:
-        """Whether the rank's stderr shows that MPI ended it after a loss elsewhere."""
+        """Whether the rank's stderr shows that MPI ended it because another rank was lost."""
         return any(_PMIX_EVENT in line for line in self.stderr)
 
     @property
@@ -294,14 +294,15 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
 
 
 def _missing_plugin(record: JobRecord) -> str | None:
-    """Return the value of ``--mpi`` that srun rejected, if it did."""
+    """Return the value of ``--mpi`` that srun has rejected; None if it has not rejected any."""
     return next((m[1] for m in map(_SRUN_PLUGIN.match, record.starter_output) if m), None)
 
 
 def _output(record: JobRecord) -> list[str]:
-    """Return the lines that mpirun or srun printed, without blank lines, rules and repeats.
+    """Return the lines that mpirun or srun printed.
 
-    If the output is long, only its beginning is returned.
+    Blank lines, separator lines such as "-----" and repeated lines are left out. If the output is
+    long, only its beginning is returned.
     """
     lines = list(dict.fromkeys(line for line in record.starter_output if line.strip(" -=*")))
     left = len(lines) - _STARTER_LINES
@@ -356,7 +357,10 @@ def describe_failure(first: RankExit, role: str = "") -> str:
 
 
 def describe_loss(end: RankExit, step: int | None, left: int, min_np: int) -> str:
-    """Describe a rank that was lost after ``step``, and whether the ``left`` ranks continue."""
+    """Describe the loss of a rank after ``step``, and whether the other ranks continue.
+
+    ``left`` is the number of other ranks.
+    """
     assert end.code is not None
     after = "" if step is None else f" after step {step}"
     memory = ", out of memory" if end.kills is not None and end.kills.in_group else ""

@@ -92,7 +92,8 @@ class HangWatch:
 def is_hanging(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
     """Return whether the reporting ranks should have completed a step by now.
 
-    A step may take ``timeout_s`` seconds, and the first step four times as long. 0 means no limit.
+    A step may take ``timeout_s`` seconds, and the first step may take four times as long. If
+    ``timeout_s`` is 0, steps may take any time.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]

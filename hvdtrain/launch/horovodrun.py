@@ -75,7 +75,7 @@ def explain_unneeded(names: Sequence[str]) -> list[str]:
 
 
 class _HorovodAction(argparse.Action):
-    """Handles a flag: parses the one that it stands for, records it as unneeded, or refuses it."""
+    """Handles a flag: parses the flag that replaces it, records it as unneeded, or refuses it."""
 
     def __init__(self, *, flag: HorovodFlag, **arguments: Any) -> None:
         super().__init__(**arguments)

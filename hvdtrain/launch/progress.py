@@ -61,7 +61,7 @@ class JobProgress:
             self.saved_at = now
 
     def skip(self, seconds: float, now: float) -> None:
-        """Ignore the last ``seconds``, because this process could not receive reports then."""
+        """Ignore the last ``seconds``, during which this process could not receive reports."""
         self.moved = {rank: min(now, moved + seconds) for rank, moved in self.moved.items()}
 
     @property
@@ -190,7 +190,7 @@ class TrainingWaits:
         """Add a rank's report, given the previous one.
 
         Ranks report each change of phase at once, so the wait between two reports belongs to the
-        phase of the first.
+        phase that the first report names.
         """
         if _KINDS.get(before.phase) != "training":
             return
@@ -337,7 +337,10 @@ class ProgressPublisher:
     def review(
         self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
-        """Publish what is new if the interval has passed, or if this is the ``last`` call."""
+        """Send the observer what is new, if enough time has passed since the last time.
+
+        If ``last`` is true, send it in any case.
+        """
         if now < self._due_at and not last:
             return
         self._due_at = now + INTERVAL_S

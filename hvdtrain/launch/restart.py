@@ -86,7 +86,7 @@ def describe_restart(
     hosts: Sequence[str],
     ranks: int,
 ) -> str:
-    """Describe the next attempt, and the steps and seconds that the last one lost."""
+    """Describe the next attempt, and the steps and seconds that were lost in the last attempt."""
     number = len(history) + 1
     limit = max(number, max_restarts + number - _used_attempts(history))
     last, newest = history[-1], _newest_checkpoint(history)
@@ -104,7 +104,10 @@ def describe_restart(
 
 
 def describe_losses(history: Sequence[Outcome]) -> str:
-    """Describe the steps and seconds that all attempts lost, or "" after a single attempt."""
+    """Describe the steps and seconds that were lost in all attempts together.
+
+    The text is empty if there was only one attempt.
+    """
     if len(history) < 2:
         return ""
     failed = [outcome for outcome in history if outcome.cause != "done"]

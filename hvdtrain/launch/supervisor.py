@@ -61,7 +61,10 @@ class TimeLimits:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Yield a list that collects the signals that stop a job. They don't end this process."""
+    """Catch the signals that stop a job, and yield a list of the caught signals.
+
+    Within the block, these signals don't end this process.
+    """
     received: list[int] = []
     # Signals that are ignored at the start (nohup) stay ignored.
     caught = [
@@ -272,7 +275,7 @@ class Supervisor:
             self._stop(signal.SIGUSR1, self._time_limits.preempt_grace_s, now)
 
     def _stop(self, number: int, grace_s: float, now: float) -> None:
-        """Stop all ranks within ``grace_s``."""
+        """Send signal ``number`` to all ranks, and SIGKILL after ``grace_s`` seconds."""
         self._server.stop(number, grace_s)
         give_up_at = now + grace_s + STARTER_TIMEOUT_S
         self._stop_at = self._stop_at or now

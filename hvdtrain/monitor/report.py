@@ -119,9 +119,9 @@ def watch(
     waited_s: Callable[[], float] | None = None,
     reduced_bytes: Callable[[], int] | None = None,
 ) -> None:
-    """Set functions that return waits and traffic, for reports about once a second.
+    """Set functions whose results are reported about once a second.
 
-    They are called on a separate thread. A later call of ``watch`` replaces all of them.
+    The functions are called on a separate thread. A later call of ``watch`` replaces all functions.
 
     Args:
         waiting_in: A function that returns the operation in which this rank waits, or "" if the
@@ -145,7 +145,10 @@ def failed(cause: BaseException, error: BaseException) -> None:
 
 
 class _Reporter:
-    """The newest state, and the file descriptor it is written to (None without a launcher)."""
+    """The newest state, and the file descriptor to which it is written.
+
+    The descriptor is None without a launcher.
+    """
 
     def __init__(self, file: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -256,7 +259,10 @@ class _Reporter:
 
 
 def _finite(value: float | Callable[[], float] | None) -> float | None:
-    """Return ``value``, or what it returns if it is a function; None if unknown or not finite."""
+    """Return a number, or the number that a function returns.
+
+    None if the number is unknown or not finite, or if the function fails.
+    """
     try:
         # Functions of programs may return NumPy numbers, which are not JSON.
         number = float(value()) if callable(value) else value

@@ -139,11 +139,11 @@ class ClusterApi:
         self._send("PATCH", self._job_path(name), f"Job {name}", content=content)
 
     def jobs(self) -> list[Object]:
-        """Return the Jobs of all jobs of hvdtrain in this namespace."""
+        """Return the Job objects of all hvdtrain jobs in this namespace."""
         return self._list(self._path("batch/v1", "jobs"), "jobs", ("labelSelector", JOB_LABEL))
 
     def pods(self, name: str | None = None) -> list[Object]:
-        """Return the pods of a job, or of all jobs of hvdtrain in this namespace."""
+        """Return the pods of one job, or of all hvdtrain jobs in this namespace."""
         label = JOB_LABEL if name is None else f"{JOB_LABEL}={name}"
         return self._list(self._path("v1", "pods"), "pods", ("labelSelector", label))
 
@@ -159,7 +159,10 @@ class ClusterApi:
         return self._request("GET", path, f"log of {pod}", query=query).decode(errors="replace")
 
     def creation_problems(self) -> dict[str, str]:
-        """Return why pods can't be created, by the name of their Job or StatefulSet, if known."""
+        """Return why pods can't be created, keyed by the name of their Job or StatefulSet.
+
+        The result is empty if this account may not read events.
+        """
         query = ("fieldSelector", "reason=FailedCreate")
         try:
             events = self._list(self._path("v1", "events"), "events", query)

@@ -125,7 +125,10 @@ def _text(path: str) -> str:
 
 
 def _packages() -> str:
-    """List the installed packages that affect a job, and the NCCL library outside of them."""
+    """List the installed packages that affect a job.
+
+    The list also contains the system's NCCL library, which is not part of a Python package.
+    """
     found = {
         f"{distribution.name} {distribution.version}"
         for distribution in importlib.metadata.distributions()

@@ -203,7 +203,10 @@ def explain_start_failure(
 def _ssh_causes(
     lines: Sequence[str], python: str
 ) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
-    """Yield the lines that name the hosts, the kind of failure, and the line that reports it."""
+    """Yield three things for each error that ssh reports.
+
+    These are the lines that name the hosts, the kind of failure, and the line with the error.
+    """
     others = [line for line in lines if not _LOCAL_LINE.match(line)]
     for line in lines:
         kind = ssh_failure(line) if _SSH.match(line) else None

@@ -127,7 +127,10 @@ class JobApi:
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
 
     def _ranks(self, request: Request) -> Response:
-        """Return a history of each rank's own time per step, and all current values as ``now``."""
+        """Return two things: rows with each rank's own time per step, and ``now``.
+
+        ``now`` is the newest row of ``ranks.jsonl``, with all of its columns.
+        """
         job = job_of(self._index, request)
         newest = last_json_line(job.ranks)
         ranks = max(1, len(newest.get("own_s", [])))
@@ -137,10 +140,11 @@ class JobApi:
         return JSONResponse({"rows": rows, "now": newest})
 
     def _log(self, request: Request) -> Response:
-        """Return lines of a log: those from ``begin`` on, those before ``before``, or the last.
+        """Return the lines from position ``begin`` on, or the lines before position ``before``.
 
-        To get the lines that follow, pass the response's ``next`` as ``begin``. To get the lines
-        that come earlier, pass the response's ``begin`` as ``before``.
+        Without either parameter, return the last lines of the log. To get the lines that follow,
+        pass the response's ``next`` as ``begin``. To get the lines that come earlier, pass the
+        response's ``begin`` as ``before``.
         """
         job, query = job_of(self._index, request), request.query_params
         count = min(_number(query, "count", 500), MOST_LINES)
@@ -204,7 +208,7 @@ class JobApi:
         return job, view
 
     def _options(self, body: Mapping[str, Any], folder: str) -> tuple[list[str], Mapping[str, str]]:
-        """Return the options of a request and the job's environment.
+        """Return two things: the options in a request, and the environment of the job.
 
         Option files are replaced by their contents.
         """
@@ -212,10 +216,10 @@ class JobApi:
         return options, {**self._environ, **secret_values(options)}
 
     def _new_spec(self, body: Mapping[str, Any]) -> tuple[JobSpec, Mapping[str, str]]:
-        """Return the specification of a new job, and its environment.
+        """Return two things: the specification of a new job, and the environment of the job.
 
-        The program and its options are not restricted: a request can run anything that the user of
-        this process can run.
+        The program and its options are not restricted. A request can therefore run anything that
+        the user of this process can run.
         """
         program = _words(body, "program")
         folder = body.get("folder")
@@ -236,8 +240,8 @@ class CurveCache:
     def get(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
         """Return the ``curve`` and the ``goodput`` of a job.
 
-        In the curve, ``of`` is the name of its ``values``: ``loss``, or ``rate`` (samples per
-        second) for a program that does not report its loss.
+        The curve contains ``values``, and ``of``, which names the kind of values. It is ``loss``,
+        or ``rate`` (samples per second) if the program does not report its loss.
         """
         # The end of a job may be noticed after the last change of its files.
         version, now = (size_of(job.metrics), size_of(job.events), is_over), time.monotonic()

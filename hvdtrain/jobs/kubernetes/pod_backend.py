@@ -150,7 +150,7 @@ class PodBackend:
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return the output of the launcher pods if they can't write to the job's folder."""
+        """Return the output of the launcher pods; None if they write it to the job's folder."""
         pods = read_pod_options(spec.backend.options)
         if _is_shared(job.path, pods):
             return None
@@ -221,7 +221,11 @@ class PodBackend:
         return QueueState("Kubernetes", state, reason, known)
 
     def _answer(self, pods: PodOptions) -> _NamespaceAnswer:
-        """Return the newest answer about the pods' namespace; raise an error if it has none."""
+        """Return the newest answer about the namespace of the pods.
+
+        Raises:
+            JobError: If the cluster refused the query or did not answer.
+        """
         key = (pods.context, pods.namespace)
         watcher = QueueWatcher(functools.partial(_ask, *key), self._interval_s)
         answer = self._watchers.setdefault(key, watcher).answer()
@@ -260,7 +264,10 @@ def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> boo
 
 
 def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """Derive a job's state, as ``derive_status`` expects it, and the reason from its pods."""
+    """Return a job's state, which its pods show, and the reason for it.
+
+    ``derive_status`` accepts the state as ``queue_state``.
+    """
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
     reason = "; ".join([f"{name}: {text}" for name, text in problems if text][:_MOST_PROBLEMS])
