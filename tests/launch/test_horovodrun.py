@@ -165,7 +165,7 @@ def test_an_unsupported_flag_is_refused(
         assert main(["run", "-np", "2", name, *["1"] * flag.values, "true"]) == 2
         message = capsys.readouterr().err
         assert f"argument {name}: {flag.reason.format(*['1'] * flag.values)}" in message
-        assert "Leave it out" in message or "Name the current hosts" in message
+        assert "Leave this flag out" in message or "Name the current hosts" in message
     assert not started
 
 
@@ -231,7 +231,9 @@ def test_horovods_default_does_not_disable_hang_detection(
 ) -> None:
     given = job("--stall-check-shutdown-time-seconds", "0")
     assert given.time_limits == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
-    ignored = "--stall-check-shutdown-time-seconds: Horovod's default of 0 is ignored"
+    ignored = (
+        "--stall-check-shutdown-time-seconds: the value 0, which is Horovod's default, is ignored"
+    )
     assert ignored in capsys.readouterr().err
 
 
