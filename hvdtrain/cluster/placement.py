@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ __all__ = [
     "format_places",
     "max_ranks",
     "place",
+    "select_part",
     "share_of_cores",
     "visible_entries",
 ]
@@ -231,6 +232,16 @@ def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
             break
         entries.append(entry)
     return entries
+
+
+def select_part(environ: MutableMapping[str, str], local_rank: int) -> None:
+    """Reduce a list of parts of GPUs (MIG) in ``CUDA_VISIBLE_DEVICES`` to the part of one rank.
+
+    CUDA shows only the first part of a list.
+    """
+    entries = visible_entries(environ) or []
+    if len(entries) > 1 and entries[0].startswith("MIG-"):
+        environ["CUDA_VISIBLE_DEVICES"] = entries[local_rank % len(entries)]
 
 
 def available_cores() -> int:

@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, gpu_warnings
 from hvdtrain.cluster.gpus import Gpu, cuda_gpus
+from hvdtrain.cluster.placement import select_part
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError, LaunchError
@@ -54,10 +55,14 @@ def set_up(settings: Settings) -> None:
 def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
-    """Return the GPUs that PyTorch sees, without using one."""
+    """Return the GPUs that PyTorch sees, without using one.
+
+    If ``environ`` lists several parts of GPUs (MIG), it is changed to this rank's part.
+    """
     host = socket.gethostname()
     visible: list[Gpu] | None = None
     if needed:
+        select_part(environ, topology.local_rank)
         count = torch.cuda.device_count()
         visible = [Gpu(f"{host} GPU {number}") for number in range(count)]
         with contextlib.suppress(LaunchError):

@@ -19,7 +19,7 @@ from hvdtrain.cluster.gpu_assignment import (
 )
 from hvdtrain.cluster.gpu_problems import gpu_problems
 from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus
-from hvdtrain.cluster.placement import available_cores, visible_entries
+from hvdtrain.cluster.placement import available_cores, select_part, visible_entries
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
@@ -48,8 +48,7 @@ def find_gpus(
 ) -> RankGpus:
     """Find the GPUs that this process sees, before any rank of the job uses one.
 
-    If ``environ`` lists several parts of GPUs (MIG), it is changed to this rank's part, because
-    CUDA shows only the first of a list.
+    If ``environ`` lists several parts of GPUs (MIG), it is changed to this rank's part.
 
     Args:
         topology: Rank of this process on its host.
@@ -59,9 +58,7 @@ def find_gpus(
     rank = RankGpus(hostname=socket.gethostname(), pid=os.getpid(), visible=None)
     if not needed:
         return rank
-    entries = visible_entries(environ) or []
-    if len(entries) > 1 and entries[0].startswith("MIG-"):
-        environ["CUDA_VISIBLE_DEVICES"] = entries[topology.local_rank % len(entries)]
+    select_part(environ, topology.local_rank)
     visible = _visible_gpus(rank.hostname, environ)
     if not visible:
         is_hidden = visible_entries(environ) == []

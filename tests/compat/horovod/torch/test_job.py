@@ -38,6 +38,16 @@ def restart():
         hvd.allreduce(torch.ones(1))
 
 
+def own_part_of_a_gpu():
+    import os
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == f"MIG-{'ab'[rank]}"
+
+
+def test_each_rank_gets_a_part_of_a_gpu(on_ranks):
+    on_ranks(2, own_part_of_a_gpu, CUDA_VISIBLE_DEVICES="MIG-a,MIG-b")
+
+
 def test_torch_is_loaded_without_tensorflow(on_ranks):
     on_ranks(2, no_tensorflow, every_name, restart)
 
