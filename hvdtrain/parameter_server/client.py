@@ -1,4 +1,4 @@
-"""A worker's side: sends gradients to all servers, and receives weights."""
+"""The worker's side of parameter servers. It sends gradients to all servers, and gets weights."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _Blocks = Sequence[Sequence[np.ndarray]]
 class Client:
     """One worker's connection to the servers of one ``fit``.
 
-    Weights are returned as arrays of all trainable variables. The arrays stay unchanged while the
-    caller holds a reference to one of them.
+    Weights are returned as a list with an array for each trainable variable. All arrays of this
+    list stay unchanged as long as the caller holds a reference to one of them.
 
     Attributes:
         pushed: Number of gradients that were sent.
         stopped: Whether another worker stopped the training.
-        own_signal: A signal that this worker received, sent with each request; 0 if none.
-        signal: The signal in the servers' replies; 0 if none.
-        training: Number of workers that may still send gradients; set by any reply.
+        own_signal: The number of a signal that this worker received, or 0. It is sent with each
+            request.
+        signal: The number of the signal in the servers' replies, or 0.
+        training: Number of workers that may still send gradients. Each reply updates it.
         last_reply_s: When the last reply arrived, in seconds on the monotonic clock.
     """
 
@@ -76,7 +77,7 @@ class Client:
         self._closed = Event()
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        """Send the initial weights and each server's flat optimizer state.
+        """Send the initial weights to the servers, and the state of the optimizer as flat arrays.
 
         Only the chief calls this.
         """
@@ -88,7 +89,7 @@ class Client:
         self._request(Kind.LOAD, data)
 
     def pull(self) -> list[np.ndarray]:
-        """Return the newest weights; the first call waits for the chief's ``load``."""
+        """Return the newest weights. The first call waits until the chief has called ``load``."""
         return self._request(Kind.PULL)
 
     def push(
@@ -102,21 +103,22 @@ class Client:
     ) -> list[np.ndarray] | None:
         """Send gradients, and return the weights for the next step.
 
-        With ``overlap`` the worker computes its next gradient while this one is in flight. For that
-        it uses the weights that the servers sent in reply to the previous gradient. Any other
-        request first waits for the reply in flight, and therefore returns newer weights.
+        With ``overlap``, this returns before the servers have replied. The worker computes its next
+        gradient meanwhile, with the weights that the servers sent in reply to the previous
+        gradient. Any other request first waits for the missing reply, and therefore returns newer
+        weights.
 
         Args:
             gradients: Gradients of all variables, or None for a step without samples. They may be
                 overwritten once this method returns.
             weight: The weight of the gradient when servers average gradients of several workers.
-            learning_rate: The chief's learning rate; NaN on other workers.
+            learning_rate: The learning rate on the chief, and NaN on other workers.
             position: This worker's position in its data once the gradient is applied.
             overlap: Whether to return without waiting for the reply.
 
         Returns:
-            The weights. With ``overlap``, None if no gradient was in flight, because the worker
-            then already has the newest weights.
+            The weights. With ``overlap``, None if no reply was missing, because the worker then
+            already has the newest weights.
 
         Raises:
             MismatchError: If a server can't use the gradient or, with ``overlap``, the previous
@@ -152,11 +154,11 @@ class Client:
 
     @property
     def has_newer_weights(self) -> bool:
-        """Whether the weights of an overlapping push have not been returned yet."""
+        """Whether a call of ``push`` with ``overlap`` has not returned the newest weights yet."""
         return self._in_flight is not None or self._unused is not None
 
     def close(self) -> None:
-        """Abandon the request in flight, for example after an error."""
+        """Abandon a request whose replies have not arrived, for example after an error."""
         self._closed.set()
         self._thread.shutdown()
         # MPI may still write its reply into the buffers.
@@ -174,18 +176,18 @@ class Client:
         return self._request(Kind.END, extra=[[state] for state in states or ()], stop=stop)
 
     def update_status(self) -> None:
-        """Get ``signal``, ``training`` and ``stopped`` from the servers."""
+        """Request ``signal``, ``training`` and ``stopped`` from the servers."""
         self._request(Kind.STATUS)
 
     def leave(self, *, stop: bool) -> None:
-        """Announce that no more gradients will come; ``end`` must still be called."""
+        """Announce that this worker will send no more gradients. ``end`` must still be called."""
         self._request(Kind.LEAVE, stop=stop)
 
     def averages(self, averages: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the newest weights, and receive their moving averages in ``averages``.
+        """Return the newest weights, and copy their moving averages to ``averages``.
 
-        Only the chief calls this. As with ``pull``, a server may have applied gradients that
-        another server has not applied yet.
+        Only the chief calls this. As with ``pull``, the servers may be at different steps: one
+        server may have applied gradients that another server has not applied yet.
         """
         return self._request(Kind.AVERAGES, extra=[[buffer] for buffer in averages])
 
@@ -194,11 +196,11 @@ class Client:
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
         """Take a snapshot in which all servers have applied the same gradients.
 
-        Only the chief calls this.
+        Only the chief calls this. The optimizers' state is copied to the buffers ``states``.
 
         Returns:
-            The weights, and the position that each worker sent with its last gradient in the
-            snapshot. ``states`` receives the optimizers' state.
+            Two values. The first are the weights. The second contains, for each worker, the
+            position that the worker sent with its last gradient in the snapshot.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
         self._request(Kind.FREEZE, extra=[[entry] for entry in progress])
@@ -227,7 +229,7 @@ class Client:
     def _start(
         self, requests: Sequence[Request], data: _Blocks | None, extra: _Blocks = ()
     ) -> PendingRequest:
-        """Wait for the reply in flight, if any, then send requests."""
+        """Wait for the replies to the previous request, if any are missing, then send requests."""
         if self._in_flight is not None:
             pending, waiting = self._in_flight
             waiting.result()
@@ -250,7 +252,10 @@ class Client:
         return self._use(pending)
 
     def _check(self, request: PendingRequest) -> None:
-        """Update the status from the replies, and raise an error if a server has refused."""
+        """Update the status from the replies.
+
+        Raise an error if a server has refused the request.
+        """
         self.last_reply_s = request.replied_s
         for reply in request.replies:
             self.stopped = self.stopped or reply.stop
@@ -263,7 +268,10 @@ class Client:
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
     def _use(self, request: PendingRequest) -> list[np.ndarray]:
-        """Return the weights of a request. The next gradient is computed with them."""
+        """Return the weights that the servers sent.
+
+        The next gradient is computed with these weights.
+        """
         self._take_versions(request)
         return assemble(self._specs, self._shards, request.buffers)
 

@@ -1,9 +1,10 @@
-"""Consistency models and worker liveness: the bookkeeping of one server, without I/O.
+"""Rules by which a server decides when to apply gradients and when workers may proceed.
 
-``Asynchronous`` applies each gradient when it arrives; with a bound it is stale synchronous
+``Asynchronous`` applies each gradient when it arrives. With a bound, it is called stale synchronous
 parallel (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
-server"). ``Synchronous`` averages the gradients of a step. With backup workers it takes only the
-gradients that arrive first (Chen et al. 2016, arXiv 1604.00981).
+server"). ``Synchronous`` averages the gradients of a step. With backup workers, it uses only the
+gradients that arrive first (Chen et al. 2016, arXiv 1604.00981). ``WorkerLiveness`` tracks which
+workers still send requests. The classes of this module do no I/O.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ __all__ = ["Asynchronous", "Consistency", "ConsistentSnapshot", "Synchronous", "
 
 
 class Asynchronous:
-    """Lets workers proceed up to ``bound`` steps ahead of the slowest one; None means no limit.
+    """Applies each gradient when it arrives.
+
+    A worker may be at most ``bound`` steps ahead of the slowest worker. None means no limit.
 
     Attributes:
         gathers: Whether gradients of several workers are averaged and applied together.
-        active: The workers that others wait for.
+        active: The workers that other workers wait for.
     """
 
     gathers = False
@@ -33,21 +36,21 @@ class Asynchronous:
         self._bound = bound
 
     def push(self, worker: int, step: int) -> bool:
-        """Record a worker's gradient, and return whether it is in time."""
+        """Record that a worker sent a gradient, and return whether the gradient is to be used."""
         self._pushed[worker] += 1
         self._clocks[worker] += 1
         return True
 
     def complete(self) -> bool:
-        """Return whether to apply the gathered gradients now; if so, the next step starts."""
+        """Return whether to apply the gathered gradients now. If so, the next step starts."""
         return False
 
     def may_proceed(self, worker: int) -> bool:
-        """Return whether a worker may have weights for its next step."""
+        """Return whether a worker may receive weights for its next step."""
         return self._bound is None or self._clocks[worker] - self._slowest <= self._bound
 
     def next_step(self, worker: int) -> int:
-        """Return the number of a worker's next step."""
+        """Return the number of the next step of a worker."""
         return self._pushed[worker]
 
     def leave(self, worker: int) -> None:
@@ -64,9 +67,10 @@ class Asynchronous:
         return min((self._clocks[worker] for worker in self.active), default=0)
 
     def progress(self) -> list[int]:
-        """Return this server's progress: for each worker, a number that never decreases.
+        """Return this server's progress as one number for each worker.
 
-        If two servers return equal numbers, they have applied the same gradients.
+        The numbers never decrease. If two servers return equal numbers, they have applied the same
+        gradients.
         """
         return list(self._pushed.values())
 
@@ -76,10 +80,11 @@ class Asynchronous:
 
 
 class Synchronous:
-    """Makes workers complete each step together.
+    """Makes all workers complete a step before the next step starts.
 
-    A step uses the gradients of the ``wanted`` workers whose gradients arrive first, or of all
-    workers if ``wanted`` is None. The methods are those of ``Asynchronous``.
+    ``wanted`` is the number of gradients to average in a step. The gradients that arrive first are
+    used. If ``wanted`` is None, the gradients of all workers are used. The methods are those of
+    ``Asynchronous``.
     """
 
     gathers = True
@@ -99,7 +104,7 @@ class Synchronous:
         return True
 
     def complete(self) -> bool:
-        """Return whether all gradients of the step have arrived; if so, the next step starts."""
+        """Return whether all gradients of the step have arrived. If so, the next step starts."""
         # A worker that left after its push still counts.
         waited_for = len(self.active | self._taken)
         if not self._taken or len(self._taken) < min(self._wanted, waited_for):
@@ -109,7 +114,10 @@ class Synchronous:
         return True
 
     def may_proceed(self, worker: int) -> bool:
-        """Return whether the step of a worker's gradient is complete."""
+        """Return whether a worker may receive weights for its next step.
+
+        This is true once the step that contains the worker's last gradient is complete.
+        """
         return worker not in self._taken
 
     def next_step(self, worker: int) -> int:
@@ -125,7 +133,10 @@ class Synchronous:
         self.active.add(worker)
 
     def progress(self) -> list[int]:
-        """Return the number of the current step for each worker, or zeros with backup workers."""
+        """Return the number of the current step, once for each worker.
+
+        If the job has backup workers, return zeros.
+        """
         # With backup workers, each server takes the gradients that arrive at it first. Servers
         # can't wait for equal gradients then, so they report equal progress.
         return [0 if self._wanted < self._size else self._step] * self._size
@@ -141,10 +152,10 @@ Consistency = Asynchronous | Synchronous
 class WorkerLiveness:
     """Tracks which workers may still send requests, and which are silent.
 
-    A worker that doesn't send a request within ``silence_s`` after a reply is silent until it sends
-    one. The chief never becomes silent, because it validates and saves checkpoints between steps,
-    and because training can't continue without it anyway. A worker is not silent before its first
-    step, because that step includes the compilation of the model.
+    A worker that doesn't send a request within ``silence_s`` after a reply counts as silent until
+    its next request. The chief never becomes silent, because it validates and saves checkpoints
+    between steps, and because training can't continue without it anyway. A worker is not silent
+    before its first step, because that step includes the compilation of the model.
 
     Attributes:
         connected: The workers that are neither done nor lost.
@@ -161,13 +172,13 @@ class WorkerLiveness:
         self._replied: dict[int, float] = {}  # time of the last reply; infinity once silent
 
     def note_request(self, worker: int) -> bool:
-        """Record a request, and return whether the worker was silent before it."""
+        """Record that a worker sent a request, and return whether the worker was silent before."""
         return self._replied.pop(worker, 0.0) == math.inf
 
     def note_reply(self, worker: int, now: float) -> None:
-        """Record a reply to a worker at ``now``, on the monotonic clock.
+        """Record that a worker received a reply at the time ``now``, on the monotonic clock.
 
-        The worker's next request is then expected.
+        From then on, the worker's next request is expected.
         """
         if worker in self.stepped and worker in self.training and worker != self._chief:
             self._replied[worker] = now
@@ -184,7 +195,7 @@ class WorkerLiveness:
 
     @property
     def next_silence_s(self) -> float:
-        """The time at which the next worker becomes silent; infinity if none can."""
+        """The time at which the next worker will count as silent. Infinity if no worker can."""
         return min(self._replied.values(), default=math.inf) + self._silence_s
 
     def mark_silent(self, now: float) -> list[int]:
@@ -198,10 +209,11 @@ class ConsistentSnapshot:
     """One server's part in a snapshot in which all servers have applied the same gradients.
 
     A worker sends each gradient to all servers, but one server may have applied it before another.
-    The chief therefore first makes all servers stop applying gradients, and gets their progress.
-    For each worker, the target is the largest progress of any server. Every server can reach the
-    target, because the gradients that it lacks are already on their way. Requests that exceed the
-    target are held back until the snapshot is taken.
+    The chief therefore first makes all servers stop applying gradients, and gets their progress:
+    for each worker, the number of its gradients that the server has applied. The largest number of
+    any server is the target. Every server then applies gradients until it reaches the target, which
+    is possible because the missing gradients are already on their way. Later requests wait until
+    the snapshot is taken.
     """
 
     def __init__(self, consistency: Consistency, workers: Sequence[int]) -> None:
@@ -218,17 +230,17 @@ class ConsistentSnapshot:
         self._held = [entry for entry in self._held if entry[0] != worker]
 
     def freeze(self) -> list[int]:
-        """Apply no more gradients until ``resume_to``, and return this server's progress."""
+        """Stop applying gradients until ``resume_to``, and return this server's progress."""
         self._frozen = True
         return self._consistency.progress()
 
     def resume_to(self, target: Sequence[int]) -> None:
-        """Apply gradients until the progress is ``target``."""
+        """Allow this server to apply gradients until its progress is ``target``."""
         self._target = target
 
     @property
     def reached(self) -> bool:
-        """Whether the progress has reached the target."""
+        """Whether this server's progress has reached the target."""
         target = self._target
         if target is None:
             return False
@@ -241,18 +253,18 @@ class ConsistentSnapshot:
 
     @property
     def may_advance(self) -> bool:
-        """Whether a step may be completed."""
+        """Whether the server may apply gradients and start the next step."""
         return not self._frozen or (self._target is not None and not self.reached)
 
     def finish(self) -> None:
-        """Release the requests that were held back."""
+        """End the snapshot. Requests that were held back may be handled now."""
         self._frozen = False
         self._target = None
 
     def hold(self, worker: int, request: Request) -> bool:
-        """Hold a request back if it must wait, and return whether it must.
+        """Return whether a request must wait until the snapshot is taken.
 
-        ``next_held`` returns the request later.
+        If so, the request is stored, and ``next_held`` returns it later.
         """
         waits = self._must_wait(worker, request)
         if waits:
@@ -260,7 +272,7 @@ class ConsistentSnapshot:
         return waits
 
     def next_held(self) -> tuple[int, Request] | None:
-        """Return the oldest held request that need not wait any more, or None."""
+        """Return the oldest stored request that needn't wait any more, or None."""
         for number, (worker, request) in enumerate(self._held):
             if not self._must_wait(worker, request):
                 return self._held.pop(number)

@@ -1,8 +1,10 @@
-"""Gradients of a shard: packed by workers, received and averaged by servers.
+"""Gradients of a server's shard of the variables.
 
-Dense gradients have the layout of the shard's buffer. Sparse gradients consist of rows. A header
-with one number for each of the shard's pieces comes first. Neighbouring dense gradients are sent in
-one block. If worker and server share memory, dense gradients stay there and are not sent.
+Workers pack these gradients. Servers receive and average them. Dense gradients have the layout of
+the shard's buffer. Sparse gradients consist of rows. A message starts with a header, which has one
+number for each piece of a variable in the shard. Dense gradients that are next to each other in the
+buffer are sent in one block. If worker and server share memory, dense gradients stay there and are
+not sent.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ CHECKED_ITEMS = 128 << 10
 class Rows(NamedTuple):
     """A sparse gradient.
 
-    ``indices`` has the numbers of rows, int64 of shape (n,). A row may occur several times.
-    ``values`` has the gradient of each of these rows, and its shape is (n, ...).
+    ``indices`` holds the row indices, int64 of shape (n,). An index may occur several times.
+    ``values`` holds the gradient of each of these rows, and its shape is (n, ...).
     """
 
     indices: np.ndarray
@@ -52,14 +54,15 @@ Gradient = np.ndarray | Rows | None
 
 @dataclass(frozen=True, kw_only=True)
 class ShardGradients:
-    """The gradients of a shard's pieces.
+    """The gradients of a shard. A shard consists of pieces, which are parts of variables.
 
     Attributes:
         shard: The shard, which determines the layout.
         flat: A buffer with the shard's layout that contains the dense gradients.
-        rows: The sparse gradients, with the pieces' numbers as keys.
-        missing: The numbers of the pieces without a gradient.
-        slot: The slot of shared memory that ``flat`` is in, or SENT.
+        rows: The sparse gradients. A key is the index of a piece.
+        missing: The indices of the pieces without a gradient.
+        slot: The slot of shared memory that contains ``flat``. ``SENT`` if ``flat`` is sent in a
+            message.
     """
 
     shard: Shard
@@ -72,10 +75,10 @@ class ShardGradients:
     def from_header(
         cls, shard: Shard, header: np.ndarray, flat: np.ndarray, slots: Sequence[np.ndarray] = ()
     ) -> ShardGradients:
-        """Return empty gradients to receive ``blocks`` into.
+        """Create gradients that are still empty, and whose ``blocks`` can receive a message.
 
-        Dense gradients are received in ``flat``, or are already in one of the ``slots`` in shared
-        memory.
+        Dense gradients are received in ``flat``. If they are in shared memory, they are already in
+        one of the ``slots``.
 
         Raises:
             MismatchError: If the header does not fit the shard.
@@ -98,7 +101,7 @@ class ShardGradients:
 
     @property
     def header(self) -> np.ndarray:
-        """The slot and the kind of each piece's gradient; int64 of shape (1 + pieces,)."""
+        """The slot, followed by the kind of each piece's gradient. int64 of shape (1 + pieces,)."""
         sparse = {number: len(rows.indices) for number, rows in self.rows.items()}
         kinds = {**sparse, **dict.fromkeys(self.missing, _NONE)}
         return np.array(
@@ -119,14 +122,14 @@ class ShardGradients:
                 yield from rows
 
     def by_piece(self) -> list[Gradient]:
-        """Return the gradient of each piece; dense ones are views of ``flat``."""
+        """Return the gradient of each piece. Dense gradients are views of ``flat``."""
         return [
             None if number in self.missing else self.rows.get(number, view)
             for number, view in enumerate(self.shard.views(self.flat))
         ]
 
     def check(self) -> None:
-        """Raise MismatchError if a row of a sparse gradient is out of range."""
+        """Raise ``MismatchError`` if a row index of a sparse gradient is out of range."""
         for number, rows in self.rows.items():
             limit = self.shard.pieces[number].shape[0]
             if len(rows.indices) and not 0 <= rows.indices.min() <= rows.indices.max() < limit:
@@ -136,7 +139,7 @@ class ShardGradients:
                 )
 
     def non_finite(self) -> list[int]:
-        """Return the numbers of the pieces whose gradient has NaN or infinity."""
+        """Return the indices of the pieces whose gradients contain NaN or infinity."""
         return [n for n, gradient in enumerate(self.by_piece()) if not _all_finite(gradient)]
 
 
@@ -147,10 +150,10 @@ def pack_gradients(
     flat: np.ndarray,
     slot: int = SENT,
 ) -> ShardGradients:
-    """Return a shard's part of the gradients of whole variables.
+    """Return the part of a model's gradients that belongs to a shard.
 
     Dense gradients are copied to ``flat``, a buffer with the shard's layout. ``slot`` is the slot
-    in shared memory that contains ``flat``, or SENT.
+    of shared memory that contains ``flat``, or ``SENT``.
     """
     rows, missing = {}, set()
     for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
@@ -168,9 +171,9 @@ def pack_gradients(
 
 
 class GradientMean:
-    """The weighted mean of the gradients of several workers, in constant memory.
+    """The weighted mean of the gradients of several workers.
 
-    float16 and bfloat16 are summed in float32.
+    Its memory does not grow with the number of workers. float16 and bfloat16 are summed in float32.
     """
 
     def __init__(self) -> None:
@@ -179,7 +182,7 @@ class GradientMean:
         self._weight = 0.0
 
     def add(self, gradients: ShardGradients, weight: float) -> None:
-        """Add one worker's gradients. They are overwritten.
+        """Add the gradients of one worker. Their arrays may be overwritten.
 
         Raises:
             MismatchError: If earlier gradients are for different variables.
@@ -199,9 +202,9 @@ class GradientMean:
         self._weight += weight
 
     def take(self) -> ShardGradients | None:
-        """Return the weighted mean, or None if no gradients were added, and start a new mean.
+        """Return the weighted mean, or None if no gradients were added. Then start a new mean.
 
-        The mean is in the buffer of the gradients that were added first.
+        The result is in the buffer of the gradients that were added first.
         """
         first, self._first = self._first, None
         sums, self._sums = self._sums, []
@@ -221,10 +224,11 @@ class GradientMean:
 def take_rows(
     piece: VariableSlice, spec: Spec, indices: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of a sparse gradient that are in ``piece``, counted from its first row.
+    """Return the rows of a sparse gradient that belong to ``piece``.
 
-    ``piece`` must consist of whole rows. ``indices`` are rows of the variable, of shape ``(n,)``,
-    and ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
+    The row indices in the result are counted from the first row of ``piece``, which must consist of
+    whole rows. ``indices`` are row indices in the variable, of shape ``(n,)``, and ``values`` are
+    the gradients of these rows, of shape ``(n, *spec.shape[1:])``.
     """
     first, last = piece.start // spec.row, piece.stop // spec.row
     inside = (indices >= first) & (indices < last)
@@ -232,7 +236,10 @@ def take_rows(
 
 
 def _add(total: Gradient, gradient: np.ndarray | Rows, weight: float) -> Gradient:
-    """Return ``total + weight * gradient``, with unique and sorted rows. May overwrite both."""
+    """Return ``total + weight * gradient``, with unique and sorted row indices.
+
+    Both arguments may be overwritten.
+    """
     if isinstance(gradient, Rows):
         indices, values = gradient.indices, _weighted(gradient.values, weight)
         if isinstance(total, Rows):

@@ -80,13 +80,14 @@ class Request(NamedTuple):
 
     Attributes:
         step: For a gradient, the step number from the server's last reply.
-        version: For a gradient, the version of the weights that it was computed with.
+        version: For a gradient, the version of the weights with which the gradient was computed.
         weight: The weight of the gradient relative to other workers' gradients.
-        learning_rate: The chief's learning rate; NaN leaves the server's unchanged.
+        learning_rate: The chief's learning rate. NaN leaves the server's learning rate unchanged.
         stop: Whether this worker stops the training of all workers.
-        signal: A signal that this worker received, or 0. A signal from the chief ends the training.
-        position: The worker's position in its data after this gradient, kept by servers for
-            snapshots. ``NO_POSITION`` leaves the last one unchanged.
+        signal: The number of a signal that this worker received, or 0. A signal from the chief ends
+            the training.
+        position: The worker's position in its data after this gradient. Servers store it for
+            snapshots. ``NO_POSITION`` leaves the stored position unchanged.
     """
 
     kind: Kind
@@ -105,7 +106,7 @@ class Request(NamedTuple):
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Request:
-        """Return the request from the bytes that ``pack`` returned."""
+        """Create a request from the bytes that ``pack`` returned."""
         kind, *values = _REQUEST.unpack(data.tobytes())
         fields, position = values[:-POSITION_NUMBERS], tuple(values[-POSITION_NUMBERS:])
         return cls._make((Kind(kind), *fields, position))
@@ -120,11 +121,13 @@ class Reply(NamedTuple):
     """A server's reply.
 
     Attributes:
-        step: The number of the worker's next step.
-        version: The version of the weights, which is the number of updates that went into them.
+        step: The number of the next step of the worker.
+        version: The version of the weights, which is the number of updates that were applied to
+            them.
         stop: Whether the worker must stop training.
-        signal: For the chief, a signal that some rank received; for other workers, the signal with
-            which the chief ended the training. It is 0 if there is no signal.
+        signal: In a reply to the chief, the number of a signal that some rank received. In a reply
+            to another worker, the signal with which the chief ended the training. 0 if there is no
+            signal.
         training: How many workers may still send gradients.
         error: The index in ``REFUSALS`` of the error with which the request was refused.
         refusal: Why the request was refused, or "" if it was not. The weights in the reply to a
@@ -145,7 +148,7 @@ class Reply(NamedTuple):
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
-        """Return the reply from the bytes that ``pack`` returned."""
+        """Create a reply from the bytes that ``pack`` returned."""
         *values, text = _REPLY.unpack(data.tobytes())
         # A text that was too long may end within a character.
         return cls._make((*values, text.rstrip(b"\0").decode(errors="replace")))
@@ -174,16 +177,16 @@ class ServerHandle:
 
 
 class PendingRequest:
-    """Requests of one kind to all servers, and their replies.
+    """A request that was sent to all servers, and whose replies are being received.
 
-    All replies are received concurrently. A server may block until a worker has taken its reply, so
-    a worker that received one reply after another could deadlock with another worker.
+    All replies are received concurrently. A server may block until a worker has received its reply,
+    so two workers that received one reply after another could deadlock.
 
     Args:
         servers: All servers. The other sequences have an entry for each server.
         buffers: Buffers that receive the weights.
         data: Arrays to send after the request. They must not change until ``wait`` returns.
-        extra: Arrays that receive what follows the weights.
+        extra: Arrays that receive the data that follows the weights in the replies.
     """
 
     def __init__(
@@ -244,9 +247,9 @@ class PendingRequest:
 class ReplySender:
     """Sends replies to workers in the background.
 
-    Data are copied, and are sent while the server receives the next gradient, so that both
-    directions of the server's link are busy. Replies to a worker that died are dropped without an
-    error, because the server checks for lost ranks itself.
+    Data is copied, and sent while the server receives the next gradient, so that both directions of
+    the server's network link are busy. Replies to a worker that died are dropped without an error,
+    because the server checks for lost ranks itself.
     """
 
     def __init__(self, messages: PointToPoint) -> None:
@@ -257,9 +260,10 @@ class ReplySender:
         self._pool = BufferPool(max_idle=MAX_IN_FLIGHT)
 
     def send(self, worker: int, reply: Reply, data: Sequence[np.ndarray]) -> None:
-        """Send a reply followed by ``data``, without waiting for the worker to take it.
+        """Send a reply followed by ``data``, without waiting until the worker has received it.
 
-        With data, wait until at most ``MAX_IN_FLIGHT`` replies with data are in flight.
+        If ``data`` is not empty, this may wait: at most ``MAX_IN_FLIGHT`` replies with data are
+        sent at the same time.
         """
         # The worker took its last reply long ago, but MPI uses the reply's memory until the message
         # has been waited for.
@@ -276,7 +280,7 @@ class ReplySender:
             self._in_flight[worker] = parts, pending
 
     def finish(self) -> None:
-        """Wait until every reply is taken."""
+        """Wait until workers have received all replies."""
         for worker in tuple(self._in_flight):
             self._wait(worker)
 

@@ -40,9 +40,10 @@ def published_bytes(nbytes: int, slots: int = WEIGHT_SLOTS) -> int:
 
 
 class PublishedWeights:
-    """One server's weights of ``nbytes`` in memory that readers share.
+    """The weights of one server, in memory that workers on the same host can read.
 
-    ``memory`` is an aligned array of ``published_bytes(nbytes, slots)`` uint8, initially zero.
+    ``nbytes`` is the size of the weights. ``memory`` is an aligned array of
+    ``published_bytes(nbytes, slots)`` uint8, initially zero.
     """
 
     def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:
@@ -68,7 +69,7 @@ class PublishedWeights:
 
     @property
     def newest(self) -> np.ndarray:
-        """The newest weights, for the writer."""
+        """The newest weights. Only the server, which writes them, may use this."""
         return self._slots[self._words[COUNT] % len(self._slots)]
 
     def read(self, buffer: np.ndarray) -> int:
@@ -95,10 +96,11 @@ class SharedMemory(NamedTuple):
     """The memory that this rank shares with other ranks on its host.
 
     Attributes:
-        published: The weights of each server on this host, and this rank's own if it is a server.
+        published: The weights of each server on this host. If this rank is a server, its own
+            weights are included.
         readers: The ranks that can read this rank's weights.
-        slots: Buffers for dense gradients. On a worker the keys are servers; on a server they
-            are workers.
+        slots: Buffers for dense gradients. On a worker, a key is a server. On a server, a key is a
+            worker.
     """
 
     published: Mapping[int, PublishedWeights]
@@ -125,7 +127,7 @@ def share_memory(
 def _share_slots(
     collectives: Engine, sizes: Mapping[int, int], near: Mapping[int, int]
 ) -> Mapping[int, Sequence[np.ndarray]]:
-    """Allocate slots for gradients. All ranks must call this.
+    """Allocate shared memory for gradients. All ranks must call this.
 
     ``sizes`` maps every server to the size of its shard in bytes. ``near`` contains only the
     servers on this host.

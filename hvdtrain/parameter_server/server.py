@@ -36,12 +36,12 @@ WAITING = "parameter server, for workers"
 class Server:
     """Serves one ``fit``.
 
-    Each request is handled completely before the next one, so that the memory for receive buffers
-    does not depend on the number of workers.
+    A server handles one request completely before it receives the next one. The memory for receive
+    buffers therefore does not depend on the number of workers.
 
-    If the job survives lost ranks, training continues without workers that die. Other workers don't
-    wait for a silent worker until it sends its next request. If the chief or another server dies,
-    ``serve`` raises.
+    In an elastic job, training continues without workers that die. A worker that sends no requests
+    is called silent. Other workers don't wait for a silent worker until it sends a request again.
+    If the chief or another server dies, ``serve`` raises an error.
 
     Attributes:
         messages: The connection to the workers.
@@ -51,11 +51,12 @@ class Server:
         workers: The ranks that train; the first one is the chief.
         consistency: Decides when workers may proceed.
         require_finite: Whether to refuse gradients with NaN or infinity.
-        received_signal: Function that returns a signal that this rank received, or 0. The server
-            forwards the signal to the chief.
+        received_signal: Function that returns the number of a signal that this rank received, or 0.
+            The server forwards the signal to the chief.
         silence_s: Seconds without a request after which a worker is considered silent.
         least_workers: Minimum number of workers. Training ends when fewer are left.
-        warn: Called with a line when a worker becomes silent or is back.
+        warn: Called with a line of text when a worker becomes silent, and when it sends a request
+            again.
         ended_by: The signal with which the chief ended the training, or 0.
     """
 
@@ -146,7 +147,7 @@ class Server:
                 self._reply_with_weights(worker, [averages], exact=True)
 
     def _receive_request(self) -> tuple[int, Request] | None:
-        """Return the next request, or None if a worker was lost or has become silent."""
+        """Return the next request, or None if a worker was lost or has become silent meanwhile."""
         buffer, messages = Request.buffer(), self.messages
         silence_at_s = self._liveness.next_silence_s
 
@@ -224,7 +225,7 @@ class Server:
         self._complete_step()
 
     def _complete_step(self) -> None:
-        """Apply the mean of the gathered gradients if the step is complete."""
+        """If the step is complete, apply the mean of its gradients."""
         if self._snapshot.may_advance and self.consistency.complete():
             self._positions.update(self._gathered_positions)
             self._gathered_positions = {}
@@ -253,8 +254,9 @@ class Server:
     ) -> None:
         """Reply with the weights, followed by ``extra``.
 
-        Weights are sent unless the worker reads them from shared memory. With ``exact`` they are
-        always sent, because the weights in shared memory may be newer.
+        A worker that shares memory with this server reads the weights there, so they are not sent.
+        With ``exact`` they are sent to every worker, because the weights in shared memory may be
+        newer.
         """
         weights = self.updates.publish()
         reads = worker in self.memory.readers and not exact
@@ -286,8 +288,8 @@ class Server:
         """Receive a worker's gradients.
 
         Raises:
-            MismatchError: If they belong to a different model.
-            NonFiniteError: If they have NaN or infinity.
+            MismatchError: If the gradients belong to a different model.
+            NonFiniteError: If the gradients contain NaN or infinity.
         """
         header = np.empty(1 + len(self._shard.pieces), np.int64)
         self._receive(worker, [header])

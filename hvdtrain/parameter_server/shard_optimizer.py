@@ -1,4 +1,8 @@
-"""The optimizer of a shard: whether a model's optimizer can be sharded, its copy, and its state."""
+"""The optimizer that a parameter server uses for its shard of the variables.
+
+Functions check whether a model's optimizer can be divided among servers, copy the optimizer for a
+shard, and read and assign its state.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +53,10 @@ _Entries = dict[str, tuple[keras.Variable, VariableSlice | None]]
 
 
 class _ShardOptimizer:
-    """A mixin whose learning rate schedule counts the workers' steps.
+    """Mixin for an optimizer on a server. Its learning rate schedule counts the workers' steps.
 
-    It also skips the code with which Keras wraps gradients for tf.distribute, because TensorFlow
-    would keep every traced step and its variables forever.
+    The mixin also skips the code with which Keras wraps gradients for tf.distribute. This code
+    would make TensorFlow keep every traced step and its variables forever.
     """
 
     _hvdtrain_steps = 1
@@ -103,21 +107,25 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 
 def _accumulated_steps(optimizer: Any) -> int:
-    """Return how many steps of a worker make one update."""
+    """Return how many steps of a worker lead to one update."""
     return int(plain_optimizer(optimizer).gradient_accumulation_steps or 1)
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether each element is updated independently of others and of older gradients."""
+    """Return whether the optimizer updates each element on its own.
+
+    This means that the update of an element depends neither on other elements nor on older
+    gradients.
+    """
     kind = type(plain_optimizer(optimizer))
     return kind in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
 
 
 def unsplittable_variables(optimizer: Any, variables: Sequence[Any]) -> set[int]:
-    """Return the numbers of the variables that must be on one server as a whole.
+    """Return the indices of the variables that must be on one server as a whole.
 
-    The update of such a variable uses more than one element, because the optimizer is not
-    elementwise or has a ``clipnorm``, or because the variable has a constraint.
+    The update of such a variable mixes several elements of it. This is the case if the optimizer is
+    not elementwise, if it has a ``clipnorm``, or if the variable has a constraint.
     """
     if not is_elementwise(optimizer) or plain_optimizer(optimizer).clipnorm:
         return set(range(len(variables)))
@@ -125,9 +133,10 @@ def unsplittable_variables(optimizer: Any, variables: Sequence[Any]) -> set[int]
 
 
 def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
-    """Return a copy of ``optimizer``, built on ``pieces`` of the variables ``wholes``.
+    """Return a copy of ``optimizer`` for a shard.
 
-    The copy expects gradients that are already accumulated and unscaled.
+    The copy is built on ``pieces``, which are parts of the variables ``wholes``. It expects
+    gradients that are already accumulated and unscaled.
 
     Raises:
         ModelError: If the optimizer can't be created from its configuration.
@@ -166,7 +175,7 @@ def read_state(
 ) -> dict[str, np.ndarray]:
     """Return copies of the state of an optimizer that is built on the pieces of ``shard``.
 
-    Keys, order, shapes and dtypes are the same as in ``split_state``.
+    The result has the same keys, order, shapes and dtypes as the result of ``split_state``.
     """
     entries = _entries(optimizer, shard, range(len(shard.pieces)), averages_only=averages_only)
     return {
@@ -176,7 +185,7 @@ def read_state(
 
 
 def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
-    """Assign a state from ``read_state`` or ``split_state``."""
+    """Assign a state, which ``read_state`` or ``split_state`` returned, to an optimizer."""
     for key, (variable, _) in _entries(optimizer, shard, range(len(shard.pieces))).items():
         variable.assign(values[key])
 
@@ -184,7 +193,7 @@ def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray])
 def split_state(
     model_optimizer: Any, shard: Shard, *, averages_only: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return a shard's part of the state of the whole model's optimizer.
+    """Return the part of the state of a model's optimizer that belongs to a shard.
 
     Raises:
         ModelError: If the optimizer is not built, or if its state can't be split.
@@ -202,9 +211,10 @@ def split_state(
 def pack_states(
     model_optimizer: Any, shards: Sequence[Shard], *, averages_only: bool = False
 ) -> list[np.ndarray]:
-    """Return the state of the whole model's optimizer as a flat buffer for each shard.
+    """Return the state of a model's optimizer, as a flat buffer for each shard.
 
-    With ``averages_only`` this is only the moving averages of the weights (``use_ema``).
+    With ``averages_only``, the buffers contain only the moving averages of the weights
+    (``use_ema``).
     """
     return [
         join_bytes(split_state(model_optimizer, shard, averages_only=averages_only))
@@ -219,10 +229,10 @@ def unpack_states(
     *,
     averages_only: bool = False,
 ) -> None:
-    """Assign the flat states of all shards to the whole model's optimizer.
+    """Assign the states of all shards, which are flat buffers, to the model's optimizer.
 
-    State that belongs to no variable is taken from the first shard. A learning rate that can be set
-    is not changed, because the servers have an older value of it.
+    State that belongs to no variable is taken from the first shard. If the learning rate can be
+    set, it is not changed, because the servers' learning rate is older.
     """
     plain, variables = _built(model_optimizer)
     parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
@@ -254,14 +264,16 @@ def _entries_of_model(plain: Any, shard: Shard, averages_only: bool) -> _Entries
 def _entries(
     optimizer: Any, shard: Shard, numbers: Sequence[int], *, averages_only: bool = False
 ) -> _Entries:
-    """Return the variables of a plain optimizer for a shard, in the same order on all ranks.
+    """Return the variables of an optimizer that belong to a shard, in the same order on all ranks.
 
-    The key of a scalar is its attribute's name without leading underscores, such as ``iterations``.
-    The key of a slot also has the piece's variable and start, such as ``momentums/0003/0``.
-    ``numbers`` has, for each piece, the number of its variable in the optimizer.
+    The key of a scalar is the name of its attribute without leading underscores, such as
+    ``iterations``. Other variables contain a value for each element of a variable of the model.
+    Their keys also contain the index of this variable and the start of the shard's piece, as in
+    ``momentums/0003/0``. ``numbers`` contains, for each piece, the index of its variable in the
+    optimizer.
 
     Raises:
-        ModelError: If the optimizer has variables that are neither scalars nor slots.
+        ModelError: If the optimizer has other kinds of variables.
     """
     count = len(own_trainable_variables(optimizer))
     all_ids = {id(variable) for variable in optimizer.variables}
@@ -294,7 +306,7 @@ def _entries(
 
 
 def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the optimizer without loss scaling, and its trainable variables."""
+    """Return the optimizer without loss scaling, and the optimizer's trainable variables."""
     plain = plain_optimizer(optimizer)
     if not plain.built:
         raise ModelError(
@@ -316,6 +328,6 @@ def _value(variable: Any) -> np.ndarray:
 
 
 def _scalar(variable: Any) -> np.ndarray:
-    """Return a copy as int64 or float64, so that the dtype is the same for all shards."""
+    """Return a copy of a scalar as int64 or float64, so that all shards use the same dtype."""
     value = _value(variable)
     return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)

@@ -1,8 +1,8 @@
 """The sharding of a model's variables among parameter servers.
 
-The concatenated variables are cut into one range for each server, of nearly equal size in bytes. A
-shard consists of the pieces of variables in one range. They are stored in one flat buffer, which is
-sent without conversion.
+The concatenated variables are cut into ranges of nearly equal size in bytes, one for each server. A
+shard consists of the pieces of variables in one range. All pieces of a shard are stored in one flat
+buffer, which is sent without conversion.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class VariableSlice:
     """Elements ``[start, stop)`` of a flattened variable.
 
     Attributes:
-        variable: The variable's number.
+        variable: The index of the variable.
         shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if the
             slice is the complete variable, and ``(stop - start,)`` otherwise.
         offset: Position in the shard's buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
@@ -88,9 +88,10 @@ class VariableSlice:
 
 @dataclass(frozen=True)
 class Shard:
-    """The pieces of variables that one server holds, in a buffer of ``nbytes`` bytes.
+    """The pieces of variables that one server holds.
 
-    Variables without elements are in no shard.
+    The pieces are stored in a buffer of ``nbytes`` bytes. Variables without elements are in no
+    shard.
     """
 
     pieces: tuple[VariableSlice, ...]
@@ -119,12 +120,13 @@ def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:
 def shard_variables(
     specs: Sequence[Spec], servers: int, whole: Collection[int] = ()
 ) -> tuple[Shard, ...]:
-    """Return a shard for each server, of nearly equal size in bytes.
+    """Divide variables into a shard for each server, of nearly equal size in bytes.
 
-    Variables are cut between rows, so that each row is on one server, unless rows are so large that
-    the shards would be unbalanced. Variables whose numbers are in ``whole`` are not cut. They are
-    assigned first, from the largest to the smallest, each to the server with the fewest bytes so
-    far. Then the other variables balance the shards.
+    Variables are cut between rows, so that each row is on one server. If rows are so large that the
+    shards would be unbalanced, variables are also cut within rows. Variables whose indices are in
+    ``whole`` are not cut. They are assigned first, from the largest to the smallest, each to the
+    server with the fewest bytes so far. The other variables are then divided so that the shards
+    become equally large.
 
     Raises:
         ConfigurationError: If there are too many servers for the variables.
@@ -148,7 +150,7 @@ def shard_variables(
 def assemble(
     specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return all variables from the buffers of all shards.
+    """Return all variables, which are assembled from the buffers of all shards.
 
     Variables that were not cut are views of the buffers.
     """
@@ -171,7 +173,10 @@ def assemble(
 
 
 class _Sequence:
-    """The concatenated elements of the variables ``members``."""
+    """The elements of several variables, one variable after another.
+
+    ``members`` contains the indices of the variables.
+    """
 
     def __init__(self, specs: Sequence[Spec], members: Sequence[int], shard_bytes: float) -> None:
         self._specs = specs
@@ -182,7 +187,7 @@ class _Sequence:
         self.items, self.nbytes = self._items[-1], self._bytes[-1]
 
     def nearest(self, byte: float) -> int:
-        """Return the element closest to ``byte`` before which the sequence may be cut."""
+        """Return the index of the element at which to cut, with about ``byte`` bytes before it."""
         at = bisect.bisect_right(self._bytes, byte) - 1
         if at >= len(self._members):
             return self.items
@@ -193,7 +198,11 @@ class _Sequence:
         return self._items[at] + min(units * unit, spec.size)
 
     def between(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield variable, start and stop for each part of the elements ``[first, last)``."""
+        """Yield the pieces of variables in the range of elements ``[first, last)``.
+
+        A piece consists of three numbers: the index of the variable, and the first and last
+        element.
+        """
         at = bisect.bisect_right(self._items, first) - 1
         while first < last:
             stop = min(last, self._items[at + 1])
@@ -203,7 +212,10 @@ class _Sequence:
 
 
 def _ranges(sequence: _Sequence, loads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield a range of elements for each server, which already has ``loads`` bytes."""
+    """Yield a range of elements for each server, so that the servers become equally full.
+
+    ``loads`` contains the bytes that each server already has.
+    """
     # A server without any load gets at least one element.
     needs = [0 if load else 1 for load in loads]
     # Bytes to which the servers with the smallest loads can be filled.

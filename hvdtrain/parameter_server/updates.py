@@ -1,4 +1,7 @@
-"""The updates of one shard: from the gradients of workers to the published weights."""
+"""The updates of one shard of the variables with the gradients of workers.
+
+After each update, the new weights are published to the workers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["Origin", "ShardUpdates", "StalenessStats"]
 
 
 class Origin(NamedTuple):
-    """The origin of a gradient."""
+    """The worker and the weights from which a gradient comes."""
 
     worker: int
     step: int  # the number of the worker's push, from 0; the same on all servers
@@ -33,10 +36,11 @@ class StalenessStats:
 
     Attributes:
         pushed: Number of gradients received, per worker.
-        taken: Number of gradients that went into an update.
+        taken: Number of gradients that were applied.
         late: Number of gradients that were dropped because their step had already ended.
-        staleness: Number of updates, per staleness. Staleness is the number of updates between the
-            weights that a gradient was computed with and the weights that it was applied to.
+        staleness: Maps each staleness to the number of updates with this staleness. The staleness
+            of an update is the number of earlier updates that were made after the worker received
+            the weights for its gradient.
     """
 
     pushed: Counter[int] = field(default_factory=Counter)
@@ -55,7 +59,7 @@ class StalenessStats:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StalenessStats:
-        """Return the statistics from the value that ``to_json`` returned."""
+        """Create statistics from the value that ``to_json`` returned."""
         # JSON turns keys into strings.
         counters = {
             name: Counter({int(key): count for key, count in value[name].items()})
@@ -69,10 +73,10 @@ class ShardUpdates:
 
     Args:
         table: The variables, with their optimizer.
-        published: Where the weights are published.
-        log: Receives a line of JSON for each update: which gradients went into it, and the version
-            of the weights that each gradient was computed with. A single process can replay the
-            updates from the log.
+        published: The memory in which the weights are published to workers on this host.
+        log: Receives a line of JSON for each update. The line lists the gradients that were
+            applied, and the version of the weights with which each gradient was computed. A single
+            process can replay the updates from the log.
 
     Attributes:
         version: How many times the weights have changed.
@@ -92,7 +96,10 @@ class ShardUpdates:
         self._origins: list[Origin] = []  # of the gradients in the mean
 
     def state_buffer(self, *, averages_only: bool = False) -> np.ndarray:
-        """Return the optimizer's state, or only the moving averages, as a flat buffer."""
+        """Return the optimizer's state as a flat buffer.
+
+        The buffer can also be limited to the moving averages of the weights.
+        """
         return join_bytes(self.table.state(averages_only=averages_only))
 
     def load(self, weights: np.ndarray, state: np.ndarray) -> None:
@@ -115,7 +122,9 @@ class ShardUpdates:
         self.counts.taken += 1
 
     def gather(self, gradients: ShardGradients, origin: Origin) -> None:
-        """Add one worker's gradients to the mean that the next ``apply_mean`` will apply.
+        """Add one worker's gradients to the mean.
+
+        The next call of ``apply_mean`` applies the mean.
 
         Raises:
             MismatchError: If earlier gradients are for different variables.
@@ -133,7 +142,7 @@ class ShardUpdates:
             self._update(mean, 0, origins)
 
     def drop(self, origin: Origin) -> None:
-        """Count a gradient that came too late."""
+        """Count a gradient that arrived too late and is not applied."""
         self.counts.pushed[origin.worker] += 1
         self.counts.late += 1
         if self._log is not None:

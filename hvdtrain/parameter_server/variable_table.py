@@ -32,14 +32,15 @@ class VariableTable:
     """The variables of one shard and their optimizer. Only one thread may use it at a time.
 
     Buffers are uint8 arrays of shape ``(shard.nbytes,)`` with the layout of ``shard``. ``apply``
-    needs one copy less if its buffer is aligned to ``ALIGNMENT_BYTES``.
+    avoids a copy if its buffer is aligned to ``ALIGNMENT_BYTES``.
 
     Args:
         optimizer: The model's optimizer. The table uses a copy of it, which expects gradients that
             are already unscaled and accumulated.
         shard: The parts of the variables.
-        variables: All trainable variables of the model. Their names, constraints and exclusions
-            from weight decay are used. ``load`` sets the values.
+        variables: All trainable variables of the model. The table uses their names and constraints,
+            and whether weight decay applies to them. It does not use their values, which ``load``
+            sets.
 
     Attributes:
         paths: The path of each piece's variable in the model.
@@ -67,7 +68,10 @@ class VariableTable:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next update. Setting it raises TypeError if there is a schedule."""
+        """The learning rate of the next update.
+
+        If it follows a schedule, it can't be set (TypeError).
+        """
         return float(keras.ops.convert_to_tensor(self._optimizer.learning_rate))
 
     @learning_rate.setter
@@ -87,7 +91,7 @@ class VariableTable:
             np.copyto(place, np.asarray(memoryview(tensor)))
 
     def apply(self, gradients: ShardGradients) -> None:
-        """Update the weights once; variables without a gradient stay unchanged."""
+        """Update the weights once. Variables without a gradient don't change."""
         rows = gradients.rows
         key = frozenset(rows), frozenset(gradients.missing)
         if key not in self._steps:
@@ -109,10 +113,10 @@ class VariableTable:
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
-        """Return a traced update for gradients of these kinds.
+        """Return a traced function that applies gradients of these kinds.
 
-        The update also returns the weights, because reading them in a second call would cost as
-        much as copying a megabyte.
+        The function also returns the new weights. Reading them in a second call would cost as much
+        as copying a megabyte.
         """
         signature = [self._flat]
         for number in sorted(sparse):
@@ -139,7 +143,7 @@ class VariableTable:
         return _trace(step, signature)
 
     def _count_update(self) -> None:
-        """Do what Keras does in an update besides applying gradients."""
+        """Do the other work that Keras does in an update besides applying gradients."""
         optimizer = self._optimizer
         update_moving_averages(optimizer, self._variables)
         iterations_of(optimizer).assign_add(1)
@@ -162,7 +166,7 @@ class VariableTable:
             return [tf.reshape(tf.bitcast(value, tf.uint8), [-1]) for value in values]
 
     def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
-        """Return a tensor in the memory of ``buffer``."""
+        """Return a tensor that shares the memory of ``buffer``."""
         # TensorFlow aborts the process if memory isn't aligned.
         if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
             if self._aligned is None:
@@ -178,7 +182,7 @@ def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> 
 
 
 def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
-    """Return a variable for a piece of the model's variable ``whole``, with the same path."""
+    """Create a variable for a piece of the model's variable ``whole``. Both have the same path."""
     if whole.constraint is not None and tuple(whole.shape) != piece.shape:
         raise ModelError(
             f"{whole.path} has the constraint {type(whole.constraint).__name__}, which needs the "
@@ -198,8 +202,8 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
     """Return the value of ``piece`` in a flat buffer.
 
-    Set ``copied`` if a variable may keep a reference to the value. The buffer is reused, so its
-    content changes.
+    With ``copied``, the result is a copy. This is needed if a variable may keep a reference to the
+    value, because the buffer is reused and its content changes.
     """
     part = tf.slice(flat, [piece.offset], [piece.nbytes])
     if copied:

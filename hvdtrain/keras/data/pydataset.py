@@ -101,7 +101,7 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Call the user's hooks as often as the earlier epochs did."""
+        """Call the user's ``on_epoch_begin`` and ``on_epoch_end`` once for each earlier epoch."""
         for _ in range(epochs):
             self._dataset.on_epoch_begin()
             self._dataset.on_epoch_end()

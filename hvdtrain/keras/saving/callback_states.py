@@ -1,4 +1,4 @@
-"""The state that callbacks keep between epochs."""
+"""The state of callbacks, such as the best loss that ``EarlyStopping`` has seen."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def callback_states(
     The values of the state may be numbers, strings, None, arrays or lists of arrays.
 
     Returns:
-        A dictionary of each callback's plain values, and copies of all arrays. The keys are class
-        names. Further callbacks of the same class get a number, as in ``EarlyStopping 2``.
+        Two values. The first is a dictionary that maps each callback to its plain values. The
+        second contains copies of all arrays. A callback's key is its class name. A second callback
+        of the same class gets a number, as in ``EarlyStopping 2``.
     """
     plain: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -89,7 +90,7 @@ def restore_callbacks(
 
 
 def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
-    """Return whether EarlyStopping ended training after ``epochs`` and would do so again."""
+    """Return whether ``EarlyStopping`` ended training after ``epochs`` and would do so again."""
     return any(
         isinstance(callback, keras.callbacks.EarlyStopping)
         and 0 < callback.stopped_epoch == epochs - 1
@@ -99,7 +100,7 @@ def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
 
 
 def callback_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Select the arrays of callbacks from the arrays of a checkpoint."""
+    """Return those arrays of a checkpoint that belong to callbacks."""
     return {key: array for key, array in arrays.items() if key.startswith(f"{_ARRAYS}/")}
 
 

@@ -52,8 +52,8 @@ class Checkpoint(keras.callbacks.Callback):
             checkpoint is saved at the end of every epoch. A checkpoint is always saved at the end
             of the training.
         keep: Number of steps whose checkpoints are kept.
-        export: Path of a ``.keras`` file to which the model is also saved. It is saved with every
-            checkpoint at the end of an epoch, and when training resumes from such a checkpoint.
+        export: Path of a ``.keras`` file. The model is saved to this file with every checkpoint at
+            the end of an epoch, and when training resumes from such a checkpoint.
         on_error: ``"warn"`` to log disk errors once and continue, or ``"raise"`` to raise them on
             every rank.
 
@@ -113,7 +113,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._active_session.on_epoch_end(epoch, logs or {}, last=epoch + 1 >= self._epochs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Copy the state that the validation changes."""
+        """Copy the values that the validation will change, such as metrics."""
         if self.session is not None:
             self.session.on_test_begin()
 
@@ -123,7 +123,7 @@ class Checkpoint(keras.callbacks.Callback):
             self.session.on_test_batch_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint has been written to the disk."""
         self._active_session.on_train_end()
 
 
@@ -155,9 +155,10 @@ def begin_session(
     feedback: ErrorFeedback | None,
     join: Callable[[], None],
 ) -> CheckpointSession:
-    """Create the checkpoint session of a ``fit`` in which all ranks make the same steps.
+    """Create the checkpoint session of a ``fit``. All ranks must call this.
 
-    All ranks must call this. ``TrainingState`` and ``CheckpointSession`` describe the arguments.
+    It is used if all ranks are always at the same step, as opposed to workers of parameter servers.
+    ``TrainingState`` and ``CheckpointSession`` describe the arguments.
 
     Raises:
         CheckpointError: If all checkpoints are damaged, or the newest one belongs to a different

@@ -1,9 +1,9 @@
-"""When to take a checkpoint: after steps, after seconds, and after signals.
+"""The schedule of checkpoints: after a number of steps or seconds, and after signals.
 
-All ranks know the number of steps. But only the chief's clock decides whether enough seconds have
-passed, and a signal may reach any rank. The ranks therefore synchronize, but not after every step.
-Each time they do, the chief chooses the number of steps until the next synchronization, so that
-these steps take about ``LOOK_S`` seconds.
+All ranks count the same steps. But only the chief's clock decides whether enough seconds have
+passed, and a signal may reach any rank. The ranks therefore synchronize from time to time, but not
+after every step. Each time, the chief chooses the number of steps until the next synchronization,
+so that these steps take about ``LOOK_S`` seconds.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class CheckpointSchedule:
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, step: int, before: int) -> bool:
-        """Return whether ``every_steps`` makes a checkpoint due after ``step``.
+        """Return whether a checkpoint is due after ``step`` because of ``every_steps``.
 
-        The result is also true if the checkpoint became due after an earlier step, as long as that
-        step comes after ``before``. With ``every_steps=10``, for example, step 20 makes a
-        checkpoint due, so the result for ``step=21`` and ``before=18`` is true.
+        The result is also true if the checkpoint became due at an earlier step that comes after
+        ``before``. For example, with ``every_steps=10`` a checkpoint becomes due at step 20. The
+        result for ``step=21`` and ``before=18`` is therefore true.
         """
         every = self.every_steps
         return every is not None and step // every > before // every
@@ -123,8 +123,9 @@ class CheckpointSchedule:
     def steps_ahead(self, step: int, now_s: float) -> int:
         """Return the number of steps until the next synchronization. Only the chief calls this.
 
-        The steps are expected to take as long as the latest ones. The number is chosen so that they
-        take about ``LOOK_S`` seconds, or end when the next checkpoint is due if this is earlier.
+        The chief assumes that the next steps take as long as the latest steps. It chooses a number
+        of steps that takes about ``LOOK_S`` seconds, or fewer if the next checkpoint is due
+        earlier.
         """
         step_s = (now_s - self._synchronized_s) / max(1, step - self._synchronized_step)
         self._synchronized_step, self._synchronized_s = step, now_s
@@ -134,16 +135,16 @@ class CheckpointSchedule:
         return int(min(max(look_s / max(step_s, 1e-6), 1), MOST_STEPS))
 
     def note_taken(self, now_s: float) -> None:
-        """Note that a checkpoint was taken. Only the chief calls this."""
+        """Record that a checkpoint was taken. Only the chief calls this."""
         self._taken_s = now_s
         self._overdue = False
 
 
 class PreemptionSignals:
-    """Records signals instead of ending the process, so that a step can be finished and saved.
+    """Records signals instead of ending the process, so that a step can end and be saved.
 
-    Signals are recorded between ``catch`` and ``release``. In threads other than the main thread,
-    nothing is recorded, because Python doesn't allow them to set signal handlers.
+    Signals are recorded between ``catch`` and ``release``. Python allows only the main thread to
+    set signal handlers, so nothing is recorded if another thread calls ``catch``.
     """
 
     def __init__(self) -> None:
@@ -152,16 +153,16 @@ class PreemptionSignals:
         """The number of the first signal received; 0 before that."""
 
     def catch(self) -> None:
-        """Replace the signal handlers."""
+        """Replace the signal handlers by handlers that record signals."""
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
 
     def release(self, *, handled: bool) -> None:
-        """Restore the signal handlers. If the received signal was not handled, send it again.
+        """Restore the signal handlers. If a recorded signal was not handled, send it again.
 
-        If it was handled, the program is about to exit. A second SIGUSR1 or SIGUSR2 must not kill
-        the program before it has reported its exit. There may be a second one because both Slurm
-        and the launcher send them.
+        If the signal was handled, the program is about to exit. Slurm and the launcher may both
+        send a signal, so a second SIGUSR1 or SIGUSR2 may follow. It must not kill the program
+        before the program has reported its exit.
         """
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if previous is None else previous

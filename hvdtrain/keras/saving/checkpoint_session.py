@@ -1,4 +1,4 @@
-"""Taking the checkpoints of one ``fit``, and resuming from one."""
+"""``CheckpointSession``, which takes the checkpoints of a ``fit`` and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ class CheckpointSession:
 
     Args:
         options: The arguments of the ``Checkpoint`` callback.
-        state: The state of the model. Its collectives connect the ranks that decide together.
+        state: The state of the model. Its collectives connect the ranks, which decide together when
+            to save.
         membership: The current ranks.
         store: The checkpoint directory. Only the chief uses it.
-        checkpoint: The checkpoint to resume from, or None to start from the beginning. All ranks
-            pass its progress, and the chief also passes the whole checkpoint.
-        averaging: Averages the weights, if they may differ between ranks. If possible, a checkpoint
-            is delayed until the weights are equal, so that it doesn't change the training.
-        join: Makes the weights of all ranks equal. All ranks call it together.
+        checkpoint: The checkpoint to resume from, or None to start from the beginning. It consists
+            of the saved progress and, on the chief only, the complete checkpoint.
+        averaging: Averages the weights if they may differ between ranks, otherwise None. If
+            possible, a checkpoint is delayed until the weights are equal anyway, so that saving
+            doesn't need an additional average.
+        join: Function that makes the weights of all ranks equal. All ranks call it together.
     """
 
     # Set by ``running``.
@@ -100,7 +102,10 @@ class CheckpointSession:
         self._validation_schedule = CheckpointSchedule(None, None)
 
     def seed(self, fresh: int) -> int:
-        """Return the seed of the data orders: the checkpoint's seed, or else ``fresh``."""
+        """Return the seed that determines the order of the data.
+
+        This is the seed in the checkpoint. If training starts from the beginning, it is ``fresh``.
+        """
         return fresh if self._saved is None else self._saved.seed
 
     @contextmanager
@@ -111,7 +116,7 @@ class CheckpointSession:
 
         Args:
             epochs: The iterator over the data, which is moved to the position of the checkpoint.
-            seed: The seed of the data orders.
+            seed: The seed that determines the order of the data.
 
         Raises:
             CheckpointError: If the checkpoint belongs to a different kind of data.
@@ -133,11 +138,11 @@ class CheckpointSession:
     def on_train_begin(self, epochs: int) -> None:
         """Set the first epoch if training resumes from a checkpoint.
 
-        If training resumes at the beginning of an epoch, the state is also restored. Otherwise
-        ``on_epoch_begin`` restores it.
+        If training resumes at the beginning of an epoch, this method also restores the model. If
+        training resumes within an epoch, ``on_epoch_begin`` restores it.
 
         Args:
-            epochs: The argument of ``fit``.
+            epochs: The argument ``epochs`` of ``fit``.
         """
         saved = self._saved
         if saved is None:
@@ -169,10 +174,10 @@ class CheckpointSession:
             self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Restore the state if training resumes within this epoch.
+        """Restore the model and the callbacks if training resumes within this epoch.
 
-        If the state were restored earlier, Keras and the callbacks would overwrite it when they are
-        set up.
+        An earlier restore would be overwritten, because Keras and the callbacks initialize their
+        state when training begins.
         """
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
@@ -211,7 +216,7 @@ class CheckpointSession:
             self._end(number)
 
     def on_test_begin(self) -> None:
-        """Copy this rank's own values, because a validation overwrites the metrics."""
+        """Copy this rank's own values before a validation, which overwrites the metrics."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._state.callbacks)
         # SwapEMAWeights replaces the weights by averages, so no checkpoint can be taken.
         if self._before_validation is None and not swaps:
@@ -243,14 +248,14 @@ class CheckpointSession:
             self._end(int(number))
 
     def on_train_end(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint has been written to the disk."""
         if self._saved is not None:
             self._end_resuming(self._saved)
         self._save_together(self.writer.wait)
         self._synchronize()
 
     def _end_resuming(self, saved: TrainingProgress) -> None:
-        """Restore the history that ``fit`` returns. Keras has cleared it when training began."""
+        """Restore the history that ``fit`` returns, which Keras has cleared when training began."""
         report.resumed(saved.step)
         history, logs = self._state.model.history, saved.history["logs"]
         history.history = {name: list(values) for name, values in logs.items()}
@@ -276,11 +281,11 @@ class CheckpointSession:
             self._end(number)
 
     def _synchronize(self, *, due: bool = False) -> tuple[int, bool]:
-        """Agree with the other ranks on signals and checkpoints.
+        """Decide together with the other ranks whether to take a checkpoint and whether to exit.
 
         Returns:
-            The number of a signal that a rank has received, or 0, and whether to take a checkpoint
-            now.
+            Two values. The first is the number of a signal that any rank has received, or 0. The
+            second is whether to take a checkpoint now.
         """
         step = self._epochs.step
         message = np.zeros(4, np.int64)
@@ -309,7 +314,7 @@ class CheckpointSession:
         return int(number), take
 
     def _end(self, number: int) -> None:
-        """Wait until the checkpoint is on the disk, then exit because of a signal.
+        """Wait until the checkpoint has been written to the disk, then exit because of a signal.
 
         All ranks must call this.
         """
@@ -329,14 +334,15 @@ class CheckpointSession:
 
     @property
     def _joined(self) -> bool:
-        """Whether all ranks have the same weights now."""
+        """Whether all ranks have the same weights at the moment."""
         return self._averaging is None or self._averaging.joined
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
-        """Copy the state and start writing it. All ranks must call this.
+        """Copy the model's state, and start to write it to the disk. All ranks must call this.
 
         Args:
-            earlier: Values from ``TrainingState.copy_own`` to save instead of the current ones.
+            earlier: This rank's own values from ``TrainingState.copy_own``, to save instead of the
+                current values.
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
@@ -364,9 +370,9 @@ class CheckpointSession:
             self._schedule.note_taken(now_s)
 
     def _save_for_good(self) -> None:
-        """Take a checkpoint and wait until it is on the disk.
+        """Take a checkpoint, and wait until it has been written to the disk.
 
-        If the chief is lost meanwhile, start again.
+        If the chief is lost before the checkpoint is written, take another checkpoint.
         """
         while True:
             self._take()
@@ -411,7 +417,6 @@ class CheckpointSession:
     # A subclass for modes in which each rank makes its own steps overrides these methods.
 
     def _save(self, save: Callable[[], object]) -> None:
-        """Run ``save``. Only the chief calls this."""
         save()
 
     def _restore(self, saved: TrainingProgress) -> None:
@@ -428,11 +433,17 @@ class CheckpointSession:
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """Return the positions of the other ranks. The chief calls this just before a snapshot."""
+        """Return how far each other rank has read its data, if ranks are at different steps.
+
+        Only the chief calls this, just before it takes a checkpoint.
+        """
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints until the other ranks have ended. With ``stop``, make them end now."""
+        """Wait until the other ranks have ended, and take the checkpoints that are due meanwhile.
+
+        With ``stop``, the other ranks are asked to end now.
+        """
 
     def _warn(self, text: str) -> None:
         self._log(text, logging.WARNING)
@@ -443,7 +454,7 @@ class CheckpointSession:
 
 
 def _export_model(model: keras.Model, path: str) -> None:
-    """Save the model. An existing file is replaced atomically."""
+    """Save the model to a ``.keras`` file. An existing file is replaced atomically."""
     target = Path(path)
     temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
     try:

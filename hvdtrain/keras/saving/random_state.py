@@ -59,7 +59,10 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 
 def _pack_python(state: Any) -> np.ndarray:
-    """Return the version, the words and the spare Gaussian number in an array of uint64."""
+    """Return the state of Python's random generator as an array of uint64.
+
+    The array contains the version, the words of the state, and the spare Gaussian number.
+    """
     version, words, gauss = state
     bits = np.array([np.nan if gauss is None else gauss], np.float64).view(np.uint64)
     return np.concatenate([np.array([version, *words], np.uint64), bits])
@@ -72,9 +75,10 @@ def _unpack_python(packed: np.ndarray) -> Any:
 
 
 def _pack_numpy(state: Any) -> np.ndarray:
-    """Return the key, the position and the spare Gaussian number in an array of uint64.
+    """Return the state of NumPy's global random generator as an array of uint64.
 
-    Only the bit generator MT19937 is supported. For other generators, the array contains zeros.
+    The array contains the key, the position and the spare Gaussian number. Only the bit generator
+    MT19937 is supported. For other generators, the array contains zeros.
     """
     if state["bit_generator"] != "MT19937":
         return np.zeros(627, np.uint64)

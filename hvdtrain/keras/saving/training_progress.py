@@ -1,4 +1,4 @@
-"""The progress of a training, and functions to take snapshots and to resume from one."""
+"""The progress of a training that checkpoints contain, and functions that save and restore it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _CHIEF_LOST = "The rank that read the checkpoint was lost. Start the job again."
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """The position of a rank, used if not all ranks are at the same step.
+    """How far one rank has read its data. Used if ranks are at different steps.
 
     Attributes:
         epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
-        place: The place in the data.
+        place: The position in the data.
         samples: The number of samples that the rank has trained on.
     """
 
@@ -57,7 +57,7 @@ class WorkerPosition:
     samples: int
 
     def to_numbers(self) -> tuple[int, ...]:
-        """Return nine numbers for ``from_numbers``."""
+        """Return this position as nine numbers, from which ``from_numbers`` creates it again."""
         place, position = self.place, self.place.position
         counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
         if position is None:
@@ -69,14 +69,15 @@ class WorkerPosition:
     def from_numbers(
         cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
     ) -> WorkerPosition:
-        """Return the position that ``to_numbers`` converted.
+        """Create a position from the result of ``to_numbers``.
 
         Args:
             numbers: The result of ``to_numbers``.
             ranks: The number of ranks.
-            begins: For each epoch, the position where its pass started on this rank. The position
-                contains missed places. ``numbers`` only contains the number of places that are
-                still missed, which are always the last ones.
+            begins: For each epoch, the position where the rank's pass over the data started. This
+                position lists the units of data that lost ranks had taken, as ``missed``.
+                ``numbers`` contains only how many of these units are still missed. They are always
+                the last ones.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None
@@ -95,33 +96,33 @@ class WorkerPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """Return the position that ``dataclasses.asdict`` converted."""
+        """Create a position from a dictionary that ``dataclasses.asdict`` returned."""
         place = EpochPlace.from_json(value["place"])
         return cls(int(value["epoch"]), place, int(value["samples"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The JSON part of a checkpoint: the state of a training without its arrays.
+    """The state of a training without its arrays, which a checkpoint contains as JSON.
 
     Attributes:
         step: The number of completed steps of the training.
         epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
-        place: The place in the data.
+        place: The position in the data.
         unit: The unit of positions: "samples" or "batches".
-        seed: The seed of the data orders that hvdtrain chooses.
+        seed: The seed that determines the order of data that hvdtrain shuffles, such as arrays.
         tensorflow_seed: TensorFlow's global seed, which determines the order of ``tf.data``.
         presharded: Whether each rank has different data.
         samples: The number of samples that all ranks have trained on.
         callbacks: The state of each callback, by its class name.
         history: The history that ``fit`` returns, so far. "epoch" is a list of epochs, and "logs"
             maps each name to a list of values.
-        others: The positions of the ranks after the chief, or an empty sequence if they are at the
-            chief's position.
-        begins: The positions where passes started, except for passes that started at the beginning
-            of the data. They are needed to interpret ``others``.
-        each: The number of units that a rank takes in a step; 0 if unknown.
-        built: For each optimizer, the indices of the variables that it was built with.
+        others: The positions of all ranks except the chief. Empty if all ranks are at the chief's
+            position.
+        begins: The positions where passes over the data started, except for passes that started at
+            the beginning of the data. They are needed to interpret ``others``.
+        each: The number of units that a rank takes in a step. 0 if unknown.
+        built: For each optimizer, the indices of the model's variables for which it was built.
     """
 
     step: int
@@ -150,7 +151,7 @@ class TrainingProgress:
 
     @classmethod
     def from_json(cls, values: Any) -> TrainingProgress:
-        """Return the progress that ``to_json`` converted.
+        """Create a ``TrainingProgress`` from the result of ``to_json``.
 
         Raises:
             CheckpointError: If an entry is missing or not valid.
@@ -174,7 +175,7 @@ class TrainingProgress:
 
     @property
     def within_epoch(self) -> bool:
-        """Whether some steps of the epoch are done."""
+        """Whether training stopped within an epoch, so that some of its steps are done."""
         return self.place.epoch_step > 0
 
 
@@ -194,12 +195,12 @@ def take_snapshot(
     Args:
         state: The state of the model.
         epochs: The iterator over the data.
-        ranks: The result of ``TrainingState.gather_own``.
+        ranks: The own values of all ranks, as ``TrainingState.gather_own`` returns them.
         others: The positions of the other ranks, as in ``TrainingProgress``.
         epoch: The current or next epoch, as in ``TrainingProgress``.
         epoch_step: The number of completed steps of this epoch.
         logs: The logs of an epoch that has just ended, or None.
-        seed: The seed of the data orders.
+        seed: The seed that determines the order of the data.
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
@@ -226,7 +227,7 @@ def take_snapshot(
 
 
 def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the history including the ``logs`` of this epoch, because Keras adds them later."""
+    """Return the history with the ``logs`` of this epoch, which Keras adds only later."""
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:
         epochs.append(epoch)
@@ -246,7 +247,7 @@ def find_checkpoint(
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
     """Return the newest checkpoint in the chief's store. All ranks must call this.
 
-    From now on, no other job can write to the store.
+    After this call, no other job can write to the store.
 
     Args:
         store: The store on the chief, or None on other ranks.
@@ -254,7 +255,8 @@ def find_checkpoint(
         collectives: The connection between the ranks.
 
     Returns:
-        The progress and, on the chief only, the whole checkpoint. None if the store is empty.
+        Two values: the progress, and the whole checkpoint. The second is None on all ranks except
+        the chief. If the store is empty, the function returns None.
 
     Raises:
         CheckpointError: If another job writes to the store, all checkpoints are damaged, or the
@@ -291,10 +293,11 @@ def find_checkpoint(
 def move_data(
     epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]
 ) -> None:
-    """Move the data to the position of a checkpoint.
+    """Make training continue at the checkpoint's position in the data.
 
     Raises:
-        CheckpointError: If the checkpoint was taken within an epoch of a different kind of data.
+        CheckpointError: If the checkpoint was taken within an epoch, and with a different kind of
+            data.
     """
     data = epochs.sharded
     if progress.place.position is not None and progress.unit != data.unit:

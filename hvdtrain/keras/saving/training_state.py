@@ -1,16 +1,17 @@
 """The state of a training as arrays: values that all ranks share, and each rank's own values.
 
 The weights and the optimizer are shared values, which are equal on all ranks, so only the chief's
-are saved. Own values are saved for every rank: random states, layer statistics of the rank's
-batches (equal only at the end of an epoch), metrics, accumulated gradients, states of recurrent
-layers, the number of samples, and residuals of compressed gradients. With ``--mode local-sgd`` the
-own values include the rank's optimizer. The chief's optimizer is then also saved as a shared value,
-so that training can resume in a different mode.
+are saved. Own values are saved for every rank. These are random states, statistics that layers keep
+of the rank's batches, metrics, accumulated gradients, states of recurrent layers, the number of
+samples, and residuals of compressed gradients. With ``--mode local-sgd`` the own values include the
+rank's optimizer. The chief's optimizer is then also saved as a shared value, so that training can
+resume in a different mode.
 
-If the number of ranks changes, each kind of own values has a rule. Counts such as the number of
-samples are summed, and the chief gets the sum. Gradients and statistics are averaged, and all ranks
-get the average. Each rank keeps its own random state if it had one. Recurrent states are reset,
-because their samples are now on other ranks.
+If a checkpoint is restored on a different number of ranks, each kind of own values has a rule.
+Counts, such as the number of samples, are added up, and the chief gets the sum. Gradients and
+statistics are averaged, and all ranks get the average. A rank keeps its own random state if the
+checkpoint contains one for it. Recurrent states are reset, because their samples are now on other
+ranks.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ _REMEDY = "Resume with the model that was saved, or start over in another direct
 
 
 class TrainingState:
-    """Everything that ``fit`` changes in a model, as arrays.
+    """All values of a model that ``fit`` changes, as arrays.
 
     Args:
         model: The model, distributed and built.
         collectives: The connection between the ranks.
         samples: A variable with the number of samples that this rank has trained on.
         callbacks: The callbacks of ``fit``.
-        own_optimizers: Whether each rank updates its own weights.
+        own_optimizers: Whether each rank updates its own weights, as in ``--mode local-sgd``.
         outer: The variables of local SGD's outer optimizer, which are equal on all ranks.
         feedback: The residuals of compressed gradients, or None if gradients aren't compressed.
     """
@@ -109,18 +110,19 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Return copies of this rank's own values, except for values that only updates change.
+        """Return copies of this rank's own values, as they are before a validation.
 
-        ``gather_own`` accepts the result as ``earlier``.
+        Values that only updates of the weights change are left out. The result can be passed to
+        ``gather_own`` as ``earlier``.
         """
         values = self._own_values(accumulated=False, optimizers=False)
         return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Return all ranks' own values on the chief, as ``rank/<r>/<name>``.
+        """Return the own values of all ranks on the chief, with keys ``rank/<r>/<name>``.
 
-        All ranks must call this before the metrics are reset. If a rank is lost meanwhile, its
-        values are missing. The result is empty on all ranks except the chief.
+        All ranks must call this before the metrics are reset. If a rank is lost during the call,
+        its values are missing. The result is empty on all ranks except the chief.
 
         Args:
             earlier: Values from ``copy_own`` to use instead of the current ones.
@@ -137,10 +139,11 @@ class TrainingState:
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Check that a result of ``shared`` belongs to this model and optimizer.
+        """Check that saved values, which ``shared`` returned, belong to this model and optimizer.
 
         Raises:
-            CheckpointError: If a variable is missing or additional, or its dtype or shape differs.
+            CheckpointError: If a variable is missing, or was saved but does not exist in this
+                model. Also if its dtype or shape differs.
         """
         remaining = self._by_place(saved)
         for place, variable in self._shared_variables().items():
@@ -161,14 +164,17 @@ class TrainingState:
             )
 
     def allocate_residuals(self, variables: Sequence[int]) -> None:
-        """Allocate residuals for the variables with these indices, before ``restore_own``."""
+        """Allocate residuals for the variables with these indices.
+
+        Call this before ``restore_own``.
+        """
         if self._feedback is not None:
             for number in variables:
                 self._feedback.keep(self.model.trainable_variables[number])
 
     @property
     def keeps_unsent(self) -> bool:
-        """Whether residuals of gradients are kept for the next step."""
+        """Whether the unsent parts of compressed gradients are kept for the next step."""
         return self._feedback is not None
 
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
@@ -212,7 +218,7 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Restore this rank's own values from all ranks' values, without communication.
+        """Restore this rank's own values from the own values of all ranks, without communication.
 
         Args:
             saved: A result of ``gather_own``.
@@ -240,9 +246,9 @@ class TrainingState:
             restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
-        """Return the shared variables with keys such as ``weights/0003``.
+        """Return the variables that are equal on all ranks, with keys such as ``weights/0003``.
 
-        The keys contain numbers, because the names of variables may change.
+        The keys contain numbers instead of names, because the names of variables may change.
         """
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = optimizer_variables(self.model)
@@ -250,7 +256,7 @@ class TrainingState:
         return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select the arrays that this mode uses, with the keys of ``_shared_variables``."""
+        """Return the saved arrays that this mode uses, with the keys of ``_shared_variables``."""
         kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
         return {
             "/".join(key.split("/")[:2]): array
@@ -263,8 +269,9 @@ class TrainingState:
 
         Args:
             accumulated: Whether to include accumulated gradients.
-            optimizers: Whether to include variables that only updates change. These are the
-                residuals and, if each rank updates its own weights, the optimizers.
+            optimizers: Whether to include variables that change only when weights are updated.
+                These are the residuals of compressed gradients. If each rank updates its own
+                weights, they also include the variables of the optimizers.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -291,7 +298,7 @@ class TrainingState:
         return variables
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
-        """Return this rank's own values. ``_own_variables`` describes the arguments."""
+        """Return this rank's own values. The arguments are the same as for ``_own_variables``."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
@@ -305,9 +312,14 @@ class TrainingState:
         rank: int,
         size: int,
     ) -> dict[str, np.ndarray]:
-        """Return the values of rank ``rank`` among ``size``, from those saved by ``ranks`` ranks.
+        """Return the own values for one rank, from the values that other ranks have saved.
 
-        The result has the keys of ``template``, which contains this rank's current values.
+        Args:
+            saved: The own values of all ranks in the checkpoint.
+            template: The current own values of this rank, whose keys and sizes the result has.
+            ranks: The number of ranks that saved values.
+            rank: The rank to return values for.
+            size: The current number of ranks.
         """
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
@@ -331,7 +343,7 @@ class TrainingState:
 
 
 def unsent_of(saved: Collection[str]) -> list[int]:
-    """Return the indices of the variables with saved residuals."""
+    """Return the indices of the variables for which a checkpoint contains residuals."""
     prefix = "rank/0/unsent/"
     return [int(key.removeprefix(prefix)) for key in saved if key.startswith(prefix)]
 
@@ -357,7 +369,7 @@ def _rule(key: str, variable: Any) -> _Rule:
 
 
 def _share(values: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """Return the value for ``rank`` from the values of a different number of ranks."""
+    """Return the value of ``rank``, from values that were saved by a different number of ranks."""
     first = values[0]
     if rule == "sum":
         total = np.sum(values, axis=0, dtype=first.dtype)

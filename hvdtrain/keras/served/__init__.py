@@ -1,1 +1,1 @@
-"""Training with parameter servers: ``fit`` on workers and on servers."""
+"""``fit`` in jobs with parameter servers, on the workers and on the servers."""

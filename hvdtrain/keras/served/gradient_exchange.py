@@ -1,7 +1,8 @@
-"""A worker's exchange with the servers, which replaces the update of a Keras optimizer.
+"""The exchange of gradients and weights with parameter servers.
 
-The exchange comes after gradient accumulation. The servers' optimizers then clip the gradients, and
-decay and update the weights.
+On a worker, it replaces the update of a Keras optimizer. It comes after gradient accumulation. The
+servers' copies of the optimizer then clip the gradients, apply weight decay, and update the
+weights.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
 class WorkerLossWeights(IndependentLossWeights):
-    """A worker's loss weights. ``gathers`` is whether servers average the gradients of workers."""
+    """The weights of a worker's loss.
+
+    ``gathers`` says whether the servers average the gradients of several workers.
+    """
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
@@ -46,7 +50,7 @@ class WorkerLossWeights(IndependentLossWeights):
         """Return the weight of this worker's loss.
 
         Raises:
-            ModelError: If the losses are sums, and servers would average them.
+            ModelError: If the losses are sums, and the servers average gradients.
         """
         if sums and self._gathers:
             raise ModelError(
@@ -58,7 +62,10 @@ class WorkerLossWeights(IndependentLossWeights):
 
 
 class _ServedOptimizerMixin(WeightedStepsMixin):
-    """Leaves updates and moving averages to the servers. Saved as the plain class."""
+    """Mixin with which a worker's optimizer sends its gradients to the servers.
+
+    The optimizer is saved under its original class, without the mixin.
+    """
 
     _hvdtrain_reducer: GradientExchange
 
@@ -88,7 +95,10 @@ class _ServedOptimizerMixin(WeightedStepsMixin):
 
 
 class _OverflowMixin:
-    """Reports a step to the servers if gradients of a ``LossScaleOptimizer`` overflow."""
+    """Mixin for a worker's ``LossScaleOptimizer``.
+
+    If its gradients overflow, it reports the step to the servers without gradients.
+    """
 
     _hvdtrain_reducer: GradientExchange
 
@@ -99,11 +109,11 @@ class _OverflowMixin:
 
 
 class GradientExchange:
-    """Replaces the optimizer's update on a worker.
+    """Sends a worker's gradients to the servers, and assigns the weights that they send back.
 
-    With ``--overlap`` the gradients of a step are in flight while the next step is computed, so the
-    next step's weights don't include their update yet. Nothing is in flight between epochs, during
-    validations and during checkpoints.
+    With ``--overlap`` the worker computes the next step while the gradients of a step are sent. The
+    weights of the next step don't include the update with these gradients yet. Between epochs,
+    during validations and during checkpoints, no gradients are on their way.
 
     Attributes:
         position: Function that returns this worker's position in its data, given ``ModelSteps.ran``
@@ -130,7 +140,7 @@ class GradientExchange:
 
     @contextmanager
     def connected(self, client: Client) -> Iterator[None]:
-        """Train through ``client`` within the block."""
+        """Use the connection ``client`` for training within the ``with`` block."""
         self._client = client
         try:
             yield
@@ -150,16 +160,16 @@ class GradientExchange:
         return self._client
 
     def pull(self) -> None:
-        """Assign the newest weights to the model."""
+        """Request the newest weights from the servers, and assign them to the model."""
         self.assign(self.client.pull())
 
     def assign(self, weights: Sequence[np.ndarray]) -> None:
-        """Assign weights to all trainable variables."""
+        """Assign arrays to all trainable variables of the model."""
         for variable, value in zip(self._variables, weights):
             variable.assign(value)
 
     def begin_epoch(self) -> None:
-        """Prepare the first step of an epoch."""
+        """Load the newest weights before the first step of an epoch."""
         # After a validation the weights of the last step are outdated.
         self.pull()
         self._epoch_begins = True
@@ -172,7 +182,7 @@ class GradientExchange:
         self._epoch_begins = False
 
     def load_newest(self) -> None:
-        """Assign the servers' newest weights and averages for validation."""
+        """Assign the servers' newest weights, and their moving averages, before a validation."""
         if self._has_averages:
             averages = self._job.pack_state(averages_only=True)
             self.assign(self.client.averages(averages))
@@ -189,16 +199,15 @@ class GradientExchange:
         learning_rate: Any,
         ends: bool = True,
     ) -> None:
-        """Send gradients, and assign the weights that come back to all variables.
+        """Send gradients to the servers, and assign the weights that the servers send back.
 
         Args:
             gradients: A tensor or ``IndexedSlices`` for each of ``variables``.
             variables: Keras variables.
             weight: The weight of the gradients relative to other workers' gradients. If it is 0, no
                 gradients are sent.
-            learning_rate: The optimizer's learning rate; None if it follows a schedule.
-            ends: Whether this sends the gradients of all steps so far, so that none are still
-                accumulated.
+            learning_rate: The optimizer's learning rate. None if the optimizer uses a schedule.
+            ends: Whether no accumulated gradients are left after this call.
         """
         numbers = [self._numbers[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
@@ -258,7 +267,7 @@ class GradientExchange:
     def _unflatten(
         self, numbers: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
     ) -> list[Gradient]:
-        """Return the gradients of all variables; None for a variable without a gradient."""
+        """Return a gradient for each variable, or None for a variable without a gradient."""
         gradients: list[Gradient] = [None] * len(self._variables)
         left = iter(arrays)
         for number, is_sparse in zip(numbers, sparse):

@@ -1,4 +1,4 @@
-"""``fit`` in a job with parameter servers: the part that all ranks share, and the servers' part."""
+"""``fit`` in a job with parameter servers: what all ranks do, and what only servers do."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ logger = logging.getLogger(__package__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServedJob:
-    """A model in a job of workers and servers, on one rank.
+    """One rank's view of a model in a job with workers and parameter servers.
 
     Attributes:
         collectives: Communication between all ranks.
         messages: Communication between workers and servers.
-        reducer: Reduces within this rank only, and keeps errors that TensorFlow would hide.
+        reducer: Reduces tensors within this rank only. It also stores hvdtrain's original error if
+            TensorFlow raises a different one.
         specs: The specs of all trainable variables.
         shards: The shard of each server.
         memory: Memory shared with other ranks on this host.
@@ -80,7 +81,7 @@ class ServedJob:
         return self.collectives.rank == 0
 
     def remaining_workers(self) -> tuple[int, ...]:
-        """Return the workers that are left. All ranks must call this.
+        """Return the workers that were not lost. All ranks must call this.
 
         Raises:
             PeerFailedError: If the chief or a server was lost, or if too few ranks are left.
@@ -119,7 +120,10 @@ class ServedJob:
                     variable.assign(average)
 
     def end_if_preempted(self, number: int) -> None:
-        """Raise Preempted on all ranks if ``number`` is a signal. All ranks must call this."""
+        """Raise ``Preempted`` on all ranks unless ``number`` is 0. All ranks must call this.
+
+        ``number`` is the number of a signal.
+        """
         if number:
             self.collectives.barrier(name="checkpoint is saved")
             raise Preempted(number)
@@ -127,11 +131,11 @@ class ServedJob:
     def end(self, pushed: int, stats: StalenessStats | None, history: Any) -> None:
         """Check that no gradient was lost, and give all ranks the same weights.
 
-        All ranks must call this.
+        All ranks must call this at the end of ``fit``.
 
         Args:
             pushed: Number of gradients that this rank sent.
-            stats: Statistics of the gradients that this server received; None on a worker.
+            stats: Statistics of the gradients that this server received. None on a worker.
             history: The ``History`` callback of this rank's ``fit``. On a server it receives the
                 chief's history.
         """
@@ -193,7 +197,7 @@ def find_for_all(
 
 
 def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
-    """Serve until all workers are done. A server calls this instead of ``fit``.
+    """Serve workers until all of them are done. A server calls this instead of ``fit``.
 
     Raises:
         Preempted: If a rank received a signal. A checkpoint has been saved.

@@ -1,4 +1,4 @@
-"""The model patch of a job with parameter servers."""
+"""The methods that are replaced on a model in a job with parameter servers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,10 @@ class ServedModelPatch(ModelPatch):
         fit: Callable[[inspect.BoundArguments], Any],
         current: Callable[[], FitLoop],
     ) -> None:
-        """Replace the model's methods; ``current`` returns the loop that this rank is in."""
+        """Replace the model's methods.
+
+        ``current`` is a function that returns the ``FitLoop`` in which this rank is at the moment.
+        """
         signature = inspect.signature(joint.fit)
         detail = (f"model {self._collectives.sections}",)
 

@@ -40,10 +40,11 @@ _FIRST_POLL_S = 0.01
 
 
 class WorkerSession(CheckpointSession):
-    """The checkpoints of one worker's ``fit``. Servers know the positions of the other workers.
+    """Takes and restores the checkpoints of one worker's ``fit``.
 
-    Every worker gets the whole checkpoint that training resumes from. All workers must create a
-    session while servers call ``find_for_all``.
+    The chief saves the positions of all workers in their data, which it gets from the servers. When
+    training resumes, every worker gets the whole checkpoint. All workers must create a session
+    while the servers call ``find_for_all``.
 
     Raises:
         CheckpointError: If no checkpoint can be used. All ranks raise this error.
@@ -69,7 +70,7 @@ class WorkerSession(CheckpointSession):
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
-        """Resume from this worker's part of the checkpoint within the block."""
+        """Resume this worker from the checkpoint, and handle signals within the ``with`` block."""
         if self._saved is not None:
             self._saved = self._own_progress(self._saved, epochs)
         with super().running(epochs, seed):
@@ -84,7 +85,7 @@ class WorkerSession(CheckpointSession):
         return WorkerPosition(epoch, place, samples).to_numbers()
 
     def restore_shared(self) -> None:
-        """Restore the weights and the optimizer."""
+        """Restore the weights and the optimizer from the checkpoint."""
         if self._saved is None or self._snapshot is None:
             return
         self._state.restore_shared(self._snapshot.model)
@@ -93,7 +94,10 @@ class WorkerSession(CheckpointSession):
         rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Start an epoch. If there is no checkpoint, all workers start in the first epoch."""
+        """Restore the worker's state if training resumes in this epoch.
+
+        If there is no checkpoint, all workers start in the first epoch.
+        """
         super().on_epoch_begin(epoch)
         if not self._starts:
             size = self._membership.size
@@ -108,7 +112,7 @@ class WorkerSession(CheckpointSession):
             super().on_batch_end(batch)
 
     def finish(self) -> None:
-        """Save the other workers' last epochs, if the chief finished before them."""
+        """If the chief finishes first, take checkpoints until the other workers have finished."""
         saved = self._saved
         if saved is None:
             return
@@ -120,7 +124,10 @@ class WorkerSession(CheckpointSession):
             self._export()
 
     def _own_progress(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """Return the progress that this worker resumes from, and set where its passes begin."""
+        """Return the progress from which this worker resumes.
+
+        Also set the positions at which later passes of this worker over its data begin.
+        """
         size, rank = self._membership.size, self._membership.rank
         self._starts, epochs.begins = _starting_positions(saved, epochs, size)
         start = self._starts[rank]
@@ -204,10 +211,10 @@ class WorkerSession(CheckpointSession):
 def _starting_positions(
     saved: TrainingProgress, epochs: EpochIterator, size: int
 ) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
-    """Return the position that each of ``size`` workers resumes from, and where passes begin.
+    """Return two values: the positions from which workers resume, and where later passes begin.
 
-    The second result maps an epoch to the position where its pass begins, for passes that don't
-    begin at the start of the data.
+    The first result has a position for each of ``size`` workers. The second result maps an epoch to
+    the position where its pass over the data begins, if that is not the start of the data.
     """
     data, place = epochs.sharded, saved.place
     begins = {position.epoch: position for position in saved.begins}
@@ -242,16 +249,19 @@ def remaining_positions(
     units: int | None,
     begins: Mapping[int, Position],
 ) -> list[Position]:
-    """Return the ranks' joint position in each pass, from the slowest rank's pass to the fastest's.
+    """Return what is left of each pass over the data, if ranks are at different positions.
+
+    The result has one position for each pass, from the slowest rank's pass to the fastest rank's
+    pass. From these positions, any number of ranks can train on exactly the data that is left.
 
     Args:
-        positions: The position of each rank. The rank has taken its share of every joint step
-            before that position.
-        each: Number of units that a rank takes in a full step.
-        units: Length of a pass in units; None if unknown or endless. If it is unknown and a rank
-            has finished a pass, the units that this rank took after all others are repeated.
-        begins: Maps an epoch to the position where its pass begins, for passes that don't begin at
-            the start of the data.
+        positions: The position of each rank. The rank has taken its share of each step before that
+            position.
+        each: Number of units that a rank takes in a full step. A unit is a sample or a batch.
+        units: Number of units in a pass. None if unknown or endless. If it is unknown and a rank
+            has finished a pass, units that only this rank has reached are repeated.
+        begins: Maps an epoch to the position where its pass begins, if that is not the start of the
+            data.
     """
     size = len(positions)
     remaining = []
@@ -282,7 +292,10 @@ def remaining_positions(
 
 
 def _places_below(start: int, position: Position, joint: JointSteps, rank: int) -> Iterator[int]:
-    """Yield the places before ``start`` that are left for ``rank``."""
+    """Yield the places below ``start`` whose units ``rank`` has not taken yet.
+
+    ``position`` is the rank's position, and ``joint`` divides the units from there among the ranks.
+    """
     for step in itertools.count() if joint.steps is None else range(joint.steps):
         places = position.places(joint.share(step, rank))
         yield from (place for place in places if place < start)
@@ -292,7 +305,7 @@ def _places_below(start: int, position: Position, joint: JointSteps, rank: int) 
 
 
 def _reset_accumulation(optimizer: Any) -> None:
-    """Discard accumulated gradients, because only the chief restores its own."""
+    """Discard accumulated gradients. Only the chief restores its accumulated gradients."""
     for leaf in plain_optimizers(optimizer):
         for variable in accumulator_variables(leaf):
             variable.assign(np.zeros(variable.shape))

@@ -33,7 +33,10 @@ _CHIEF_DECIDES = (
 
 
 class _WorkerMembership(Membership):
-    """A worker's rank among workers that never synchronize. It is constant during a ``fit``."""
+    """The rank of a worker among all workers, which doesn't change during a ``fit``.
+
+    Workers don't synchronize with each other, so their ranks stay the same when a worker is lost.
+    """
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
         super().__init__(single_engine(), min_np=1)
@@ -42,10 +45,10 @@ class _WorkerMembership(Membership):
 
 
 class WorkerFit(keras.callbacks.Callback):
-    """Runs ``fit`` on a worker, and is the first callback of that ``fit``.
+    """Runs ``fit`` on a worker. It is also the first callback of that ``fit``.
 
-    Because it comes first, it loads weights before the user's callbacks read them, and does not
-    overwrite weights that the user's callbacks assign when training ends.
+    Because it is the first callback, it loads weights from the servers before the user's callbacks
+    read them. When training ends, it doesn't overwrite weights that the user's callbacks assign.
 
     Attributes:
         membership: This worker's rank among all workers.
@@ -93,7 +96,10 @@ class WorkerFit(keras.callbacks.Callback):
         return history
 
     def begin(self) -> None:
-        """Send the weights to the servers if this is the chief, and load them on every worker."""
+        """Load the weights from the servers.
+
+        The chief sends its weights to the servers before this.
+        """
         if self._job.is_chief:
             if self._session is not None:
                 self._session.restore_shared()
@@ -107,23 +113,23 @@ class WorkerFit(keras.callbacks.Callback):
         return self._session
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Load the newest weights."""
+        """Load the newest weights from the servers."""
         self._exchange.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Load the newest weights if callbacks may have replaced them."""
+        """Load the newest weights from the servers if a callback may have replaced the weights."""
         self._exchange.begin_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Load the newest weights and their averages."""
+        """Load the newest weights and their moving averages from the servers."""
         self._exchange.load_newest()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Load the newest weights and their averages."""
+        """Load the newest weights and their moving averages from the servers."""
         self._exchange.load_newest()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop after another worker has stopped the training."""
+        """Stop training if another worker has stopped it."""
         if self._exchange.client.stopped:
             self.model.stop_training = True
 
@@ -149,7 +155,10 @@ class WorkerFit(keras.callbacks.Callback):
 
 
 def _remove_validation(given: dict[str, Any]) -> None:
-    """Remove validation and its part of the data from the arguments of ``fit``."""
+    """Remove the arguments of ``fit`` that concern validation.
+
+    With ``validation_split``, the part of the data for validation is also removed.
+    """
     part = given.pop("validation_split", 0.0)
     if part and given.pop("validation_data", None) is None:
         names = ("x", "y", "sample_weight")
