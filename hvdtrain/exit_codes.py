@@ -8,7 +8,7 @@ __all__ = ["ENDING", "PREEMPTING", "ExitCode", "signal_name"]
 
 
 class ExitCode:
-    """Exit codes of ``hvdtrain run``, in addition to the program's own codes and 128 + signal."""
+    """Exit codes of ``hvdtrain run`` besides those of the program and 128 + a signal's number."""
 
     PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a retry may succeed
     HANG = 124  # like timeout(1)

@@ -240,6 +240,6 @@ def _log_choice(choice: EngineChoice, collectives: Engine, settings: Settings) -
 
 
 def _host_indices(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of each rank's host. Hosts are numbered by their lowest ranks."""
+    """Return the index of each rank's host. Hosts are in the order of their lowest ranks."""
     indices = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
     return tuple(indices[host] for host in hosts)

@@ -151,7 +151,7 @@ def node_rank() -> int:
 
 
 def hosts() -> tuple[int, ...]:
-    """Return the index of each rank's host. Hosts are numbered by their lowest ranks."""
+    """Return the index of each rank's host. Hosts are in the order of their lowest ranks."""
     return _entered().hosts
 
 

@@ -84,7 +84,7 @@ class Backlog(Generic[_Item]):
             self._dropped += dropped
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for an item."""
+        """Wait until the queue contains an item, for at most ``timeout_s`` seconds."""
         with self._added:
             self._added.wait_for(lambda: self._items, timeout_s)
 

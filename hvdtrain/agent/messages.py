@@ -85,7 +85,7 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 class Decoder:
-    """An incremental decoder of messages.
+    """Decodes messages whose bytes arrive in pieces.
 
     Attributes:
         max_bytes: Maximum size of a message.
@@ -193,7 +193,7 @@ class LauncherLink:
         return bool(self._unsent or self._states) and not self.is_lost
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send or queue a message."""
+        """Send a message, or queue it if it can't be sent yet."""
         if self.is_lost:
             return
         if self._unsent and kind in _STATES:

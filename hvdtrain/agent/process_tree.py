@@ -69,7 +69,7 @@ def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
 
 
 def shell_code(code: int) -> int:
-    """Convert ``subprocess``'s exit code to a shell's: -9 (SIGKILL) becomes 128 + 9."""
+    """Convert an exit code of ``subprocess`` to one of a shell: -9 (SIGKILL) becomes 137."""
     return 128 - code if code < 0 else code
 
 
@@ -82,7 +82,7 @@ def process_state(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, by a signal or a debugger."""
+    """Return whether a signal or a debugger has stopped a process."""
     return process_state(pid) in ("t", "T")
 
 
@@ -140,7 +140,7 @@ def _lead_group() -> None:
 
 
 def die_with_parent() -> None:
-    """Lead a process group, and get SIGKILL when the parent process dies.
+    """Make this process lead a process group, and get SIGKILL when its parent dies.
 
     Call this in a child process before it calls exec.
     """
@@ -157,7 +157,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Return the parent and session of each process except zombies. Empty on other systems."""
+    """Return the parent and the session of each process except zombies. Empty outside Linux."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

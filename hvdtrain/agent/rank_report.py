@@ -160,7 +160,7 @@ class ReportPipe:
         return self._reader
 
     def close_writer(self) -> None:
-        """Close the program's end in this process, after the program has been started."""
+        """Close the writing end of the pipe in this process, once the program has inherited it."""
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:

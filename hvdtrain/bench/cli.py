@@ -1,4 +1,4 @@
-"""The command ``hvdtrain bench``: arguments, and the start of the ranks."""
+"""The command ``hvdtrain bench``: parses its arguments, and starts the ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def measure_here(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that belong to the benchmark, with absolute paths."""
+    """Return the benchmark's options on the command line, with absolute paths."""
     fields = dataclasses.fields(BENCHMARKS[arguments.benchmark])
     values = vars(arguments)
     options = {field.name: values[field.name] for field in fields if field.name in values}

@@ -74,7 +74,7 @@ def _memory_of_this_process(key: str) -> int:
 
 
 def _value_in(path: str, key: str) -> str:
-    """Return the value of the first line "key: value" of a file, or an empty string."""
+    """Return the value of ``key`` in a file with lines "key: value"; empty if it is missing."""
     if Path(path).exists():
         for line in Path(path).read_text().splitlines():
             name, _, value = line.partition(":")

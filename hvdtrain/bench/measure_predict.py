@@ -1,4 +1,4 @@
-"""``hvdtrain bench predict``: a cost model applied to more hosts."""
+"""``hvdtrain bench predict``: predicts the duration of a training step on more hosts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def measure(options: PredictOptions) -> None:
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """Yield the powers of two below ``most``, then ``most``: 5 -> 1, 2, 4, 5."""
+    """Yield the powers of two below ``most``, then ``most``. For example, 5 gives 1, 2, 4, 5."""
     hosts = 1
     while hosts < most:
         yield hosts

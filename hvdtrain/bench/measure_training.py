@@ -1,4 +1,4 @@
-"""``hvdtrain bench training``: training of each rank alone, compared with all ranks together."""
+"""``hvdtrain bench training``: compares the training of single ranks with that of all ranks."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
 
 
 class _Batches(keras.utils.PyDataset):
-    """Batches of arrays."""
+    """A dataset that divides arrays into batches."""
 
     def __init__(self, x: Any, y: Any) -> None:
         super().__init__()

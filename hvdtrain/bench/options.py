@@ -27,7 +27,7 @@ _MODELS = ("lenet", "mlp")
 
 
 def bytes_per_s(text: str) -> float:
-    """Convert a speed in bits to bytes per second: ``200mbit`` -> 25e6."""
+    """Convert a speed in bits to bytes per second: ``200mbit`` becomes 25e6."""
     units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
     number, unit = text[:-4], text[-4:].lower()
     try:

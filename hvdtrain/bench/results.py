@@ -62,7 +62,7 @@ class BenchReport:
         limit: float,
         unit: str,
     ) -> None:
-        """Compare a figure with its target for an idle machine."""
+        """Compare a measured value with its target. Targets are for an idle machine."""
         held = measured <= limit if bound == "at most" else measured >= limit
         entry = {"what": what, "measured": measured, "limit": limit, "unit": unit, "bound": bound}
         self._limits.append({**entry, "held": held})

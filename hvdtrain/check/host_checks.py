@@ -70,7 +70,7 @@ def _groups_text(groups: dict[str, list[str]]) -> str:
 
 
 def _check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that Python and the libraries match the launcher's."""
+    """Check that the hosts have the launcher's versions of Python and of the libraries."""
     assert launcher.facts is not None
     for title, version in VERSIONS.items():
         expected = version(launcher.facts)

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class EngineChoice(NamedTuple):
-    """The chosen library and the reason, for the log.
+    """The chosen library, and the reason for the choice, which is logged.
 
     Attributes:
         engine: The library.

@@ -42,7 +42,7 @@ class RankGpus:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankGpus:
-        """Convert the JSON in which another rank sent its report back to a report."""
+        """Decode a report that another rank sent as JSON."""
         visible = values["visible"]
         if visible is not None:
             visible = [Gpu(*fields) for fields in visible]
@@ -143,7 +143,7 @@ def describe_sharing(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]])
 def _used_gpus(
     ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Gpu]]:
-    """Yield each rank with each of its GPUs."""
+    """Yield pairs of a rank and a GPU, one for each GPU that a rank uses."""
     for rank, (one, indices) in enumerate(zip(ranks, chosen)):
         for index in indices:
             assert one.visible is not None

@@ -31,7 +31,7 @@ class GpuProblem(NamedTuple):
 
 
 def gpu_problems(state: GpuState, own_pids: Collection[int] = ()) -> Iterator[GpuProblem]:
-    """Yield the problems of a GPU. ``own_pids`` are processes that may use it."""
+    """Yield the problems of a GPU. ``own_pids`` are the IDs of processes that may use the GPU."""
     name = f"GPU {state.number}"
     if details := ", ".join(filter(None, (state.model, state.id))):
         name += f" ({details})"

@@ -127,7 +127,7 @@ def _cuda_gpu(cuda: ctypes.CDLL, ordinal: int) -> Gpu | None:
 
 
 def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
-    """Convert the JSON in which another process sent GPU states back to ``GpuState`` objects.
+    """Decode the states of GPUs that another process sent as JSON.
 
     That process may use a different version of hvdtrain.
     """

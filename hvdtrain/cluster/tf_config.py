@@ -91,7 +91,7 @@ def hosts_and_servers(tasks: TaskHosts) -> tuple[list[Host], tuple[int, ...]]:
 
 
 def _tasks(text: str) -> Mapping[str, list[str]]:
-    """Return the addresses of each kind of task."""
+    """Return the addresses of the tasks, keyed by the kind of task, such as ``worker``."""
     try:
         content: Any = json.loads(text)
     except ValueError as error:

@@ -1,10 +1,10 @@
 """Allreduce over one communicator, in segments that keep both directions of every link busy.
 
 Each rank owns a part of the array. For every other part, a rank sends its contribution to the owner
-(reduce-scatter). It combines the contributions to its own part, and sends the result to all ranks
-(allgather). Parts are cut into segments, so that the sums of one segment are sent at the same time
-as the contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the array,
-which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+(reduce-scatter). Each rank combines the contributions to its own part, and sends the result to all
+ranks (allgather). Parts are cut into segments, so that the sums of one segment are sent at the same
+time as the contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the
+array, which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 
 ``MPI_Allreduce`` is not used, because it guarantees neither identical nor reproducible results, and
 does not support bfloat16. Here, contributions are combined in rank order.

@@ -604,7 +604,7 @@ class Engine(EngineCore):
         replicated: bool,
         detail: tuple[Any, ...],
     ) -> np.ndarray:
-        """Carry out an operation with a root.
+        """Run an operation in which one rank, the root, sends data to all others.
 
         ``attempt`` is called with the call and the root's current rank.
         """

@@ -1,4 +1,4 @@
-"""Fusion of several arrays into one flat sequence that is cut into chunks; and reusable buffers."""
+"""Fusion of several arrays into one flat sequence of chunks, and reusable buffers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The unit of reduction. ``shares[r]`` lists the pieces that rank ``r`` combines."""
+    """A part of the fused arrays that is reduced at once.
+
+    ``shares[r]`` lists the pieces that rank ``r`` combines.
+    """
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]
@@ -126,7 +129,7 @@ def _cut(
     stop: int,
     piece_items: int,
 ) -> Iterator[FusedArray]:
-    """Yield the pieces between two positions, in a chunk that starts at ``origin``."""
+    """Yield the pieces between two positions. They belong to a chunk that starts at ``origin``."""
     index = bisect.bisect_right(array_starts, start) - 1
     while start < stop:
         if start == array_starts[index + 1]:

@@ -259,7 +259,7 @@ def _map_private(address: int, nbytes: int) -> None:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method as long as its object exists."""
+    """Return a function that calls a method as long as the method's object exists."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

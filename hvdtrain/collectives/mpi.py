@@ -1,4 +1,4 @@
-"""The transport that sends MPI messages. It works on any hosts."""
+"""The transport that sends MPI messages. The ranks may run on any hosts."""
 
 from __future__ import annotations
 

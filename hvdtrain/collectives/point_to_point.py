@@ -18,7 +18,7 @@ __all__ = ["PendingMessage", "PointToPoint"]
 
 
 class PendingMessage(NamedTuple):
-    """A message in transfer from or to a rank."""
+    """A message that is being sent to a rank, or received from a rank."""
 
     request: Any
     rank: int

@@ -1,24 +1,24 @@
 """Recovery from dead ranks, inside the operation that notices them.
 
-An operation ends in two steps: a rank gets its result, then it waits until all ranks have their
-result, and only then returns. So whenever a rank dies, there are two cases. The remaining ranks
-agree on which one it is:
+An operation ends in two steps. First, a rank gets its result. Then it waits until all ranks have
+their results, and returns. So when a rank dies, there are two cases, and the remaining ranks agree
+on which case it is:
 
 - All remaining ranks have their result. The operation is complete, and ranks that are still in it
   return their result.
 - Some remaining ranks don't have their result yet. Then no rank has returned, and all remaining
   ranks repeat the operation without the dead ranks.
 
-For this, no state needs to be saved or transferred, and each rank's result may be different. No
-rank can be more than one operation ahead of another, because a rank starts its next operation only
-once all ranks have the result of this one.
+This needs no saved state, and works even if each rank gets a different result. No rank can be more
+than one operation ahead of another, because a rank starts its next operation only once all ranks
+have the result of this one.
 
 To agree, a rank that notices a death revokes the communicators, which interrupts all waits on them,
 and notifies the others that it has stopped. If another rank is computing outside of any operation,
-the stopped ranks wait for it, and still detect failures. Once all ranks have stopped, they shrink
-the communicator (ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"),
-exchange their states, and set up everything that depends on the ranks. If another rank dies in the
-meantime, they start over.
+the stopped ranks wait until it starts its next operation. Meanwhile they still detect failures.
+Once all ranks have stopped, they shrink the communicator (ULFM: Bland et al. 2013, "Post-failure
+recovery of MPI communication capability"), exchange their states, and set up everything that
+depends on the ranks. If another rank dies in the meantime, they start over.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecoveryState(NamedTuple):
 
 
 class RecoveryDecision(NamedTuple):
-    """The common decision of the remaining ranks.
+    """The decision how to continue after a loss. It is the same on all remaining ranks.
 
     Attributes:
         complete: Number of the latest operation whose result all ranks have.

@@ -16,7 +16,7 @@ outputs of all ranks, so that unpacking is not needed.
 
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so on,
 so that ranks seldom wait. With four or more slots, no stage can overwrite memory that another rank
-still needs. The docstring of ``allreduce`` explains why.
+still needs. A comment in ``allreduce`` explains why.
 """
 
 from __future__ import annotations
@@ -328,18 +328,13 @@ class SharedMemoryTransport(MpiTransport):
         self._own_words[counter] = value
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Combine the inputs of all ranks. Each chunk is one stage behind the previous chunk.
+        """Combine the inputs of all ranks, chunk by chunk.
 
-        Several chunks are in transfer between hosts at a time, so that links are never idle. Return
-        False if not all ranks made the same call.
+        Each step packs one chunk, reduces the previous chunk, and so on. Several chunks are in
+        transfer between hosts at a time, so that links are never idle.
 
-        Why ``last + 1`` slots are enough: in step s a rank packs chunk s into the slot of chunk
-        s - last - 1. It unpacked that chunk in step s - 1, after all ranks had reduced it. It also
-        reduces chunk s - 1 into the result slot of chunk s - last - 2. By then, every other rank
-        has packed chunk s - 1, so it has finished step s - 2, in which it unpacked that chunk.
-        Results in the arena are not unpacked, but ranks wait at the same point. Hosts may have
-        different numbers of chunks in transfer, because a transfer only waits for earlier
-        transfers.
+        Returns:
+            False if not all ranks made the same call, otherwise True.
         """
         if self._hosts > 1 and self._is_small(reduction):
             return self._allreduce_small(reduction)
@@ -347,7 +342,13 @@ class SharedMemoryTransport(MpiTransport):
         if job is None:
             return False
         chunks = len(reduction.layout.chunks)
-        # The number of steps from packing a chunk to unpacking it.
+        # The number of steps from packing a chunk to unpacking it. ``last + 1`` slots are enough: in
+        # step s, a rank packs chunk s into the slot of chunk s - last - 1. It has unpacked that
+        # chunk in step s - 1, after all ranks had reduced it. It also reduces chunk s - 1 into the
+        # result slot of chunk s - last - 2. By then, every other rank has packed chunk s - 1, so it
+        # has finished step s - 2, in which it unpacked that chunk. Results in the arena are not
+        # unpacked, but ranks wait at the same point. Hosts may have different numbers of chunks in
+        # transfer, because a transfer only waits for earlier transfers.
         last = 2 if self._hosts == 1 else 3 + self._ahead
         for step in range(chunks + last):
             if step < chunks:

@@ -54,7 +54,7 @@ class RankState:
 
     @property
     def number(self) -> int:
-        """This process's rank in the job, for errors."""
+        """This process's rank in the job, for error messages."""
         return self.numbers[self.member]
 
     @property
@@ -125,7 +125,7 @@ class Transport:
         self._pool = BufferPool()
 
     def open(self, ranks: RankState) -> Transport:
-        """Connect the ranks, and update ``ranks`` now and after every loss.
+        """Connect the ranks. Update the state ``ranks`` now, and after every loss of ranks.
 
         All ranks must call this.
 
@@ -194,7 +194,7 @@ class Transport:
         return self._pool.take(nbytes)
 
     def start_over(self) -> None:
-        """Discard an operation that has started.
+        """Discard an operation that has started but has not finished.
 
         All ranks must call this.
         """

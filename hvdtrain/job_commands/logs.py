@@ -135,7 +135,7 @@ def _queue_log(
 
 
 def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLine], bool]) -> bool:
-    """Return whether ``matches`` accepts a line of ``hvdtrain run``'s output from one of ``ranks``.
+    """Return whether a line that ``hvdtrain run`` printed comes from one of ``ranks``, and matches.
 
     Lines of the launcher match only if ``ranks`` is None.
     """

@@ -102,7 +102,7 @@ def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
 
 
 def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
-    """Create a job's folder; return None if jobs are not recorded or creating it fails."""
+    """Create a job's folder. Return None if jobs are not recorded, or if this fails."""
     if (directory := jobs_directory(environ)) is not None:
         try:
             return create_job(directory, spec)

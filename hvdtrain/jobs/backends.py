@@ -1,4 +1,4 @@
-"""The interface of the queues that run jobs, and which queue each job uses."""
+"""The interface of the queues that run jobs, and functions that return the queue of a job."""
 
 from __future__ import annotations
 

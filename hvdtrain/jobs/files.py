@@ -70,7 +70,7 @@ def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    """Check a field's value against its type hint, and return the value of that type."""
+    """Check that a value fits the type hint of a field, and convert the value to that type."""
     origin, arguments = _split(hint)
     if type(None) in arguments:
         return None if value is None else _value(name, arguments[0], value)

@@ -67,7 +67,7 @@ class LogEntry(NamedTuple):
 
 
 class LogPart(NamedTuple):
-    """The matches in a part of a log."""
+    """The result of a search in a part of a log."""
 
     entries: list[LogEntry]  # the matching lines, and the gaps
     begin: int  # the position where the search stopped

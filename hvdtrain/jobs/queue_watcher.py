@@ -1,4 +1,7 @@
-"""Limits how often a queue is asked: one query about all jobs, shared by everything that waits."""
+"""Limits how often a queue is asked.
+
+One query returns the state of all jobs, and all callers that wait share the answer.
+"""
 
 from __future__ import annotations
 

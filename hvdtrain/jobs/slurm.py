@@ -96,7 +96,11 @@ class SlurmQueue:
         """Return None, because the log is in the job's folder."""
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
-        """Run scancel. With ``save``, it only sends a started job the signal to save and stop."""
+        """Run scancel.
+
+        With ``save``, scancel only sends a signal to a started job, which then saves a checkpoint
+        and stops.
+        """
         if not spec.slurm_job:
             raise JobError(
                 f"the Slurm job ID of {job.name} is not known yet; try again, or use squeue."

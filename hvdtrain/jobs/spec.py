@@ -142,7 +142,10 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
 
 
 def _installed_versions() -> dict[str, str]:
-    """Return the versions of installed packages without importing them, which takes seconds."""
+    """Return the versions of installed packages.
+
+    The packages are not imported, because importing them takes seconds.
+    """
     # Imported here because every command loads this module.
     from importlib import metadata
 

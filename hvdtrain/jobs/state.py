@@ -151,7 +151,7 @@ def derive_status(
 
 
 def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
-    """Derive the status of a job that sends no heartbeats from its state in the queue."""
+    """Return the status of a job without heartbeats, which its state in the queue determines."""
     if queue_state in _RUNNING:
         return "silent" if has_started else "queued"
     if queue_state == NO_ANSWER:

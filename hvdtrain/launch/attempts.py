@@ -108,7 +108,7 @@ def run_plan(
 
 @contextlib.contextmanager
 def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iterator[Screen]:
-    """Yield a screen. At the end, wait until all output is read or another signal arrives."""
+    """Yield a ``Screen``. At the end, wait until all output is read or another signal arrives."""
     screen = Screen(out, err)
     try:
         yield screen

@@ -325,7 +325,7 @@ def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
 
 
 def exit_code(first: RankExit | None) -> int:
-    """Return the exit code of ``hvdtrain run`` after the failure ``first``, or 0 if it is None."""
+    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 without a failure."""
     if first is None:
         return 0
     if first.timed_out:

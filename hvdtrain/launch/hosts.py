@@ -134,7 +134,7 @@ def _read(path: str, what: str) -> str:
 
 
 def _check_cluster(cluster: TaskHosts, source: str, settings: Settings, ranks: int | None) -> None:
-    """Raise if the cluster contradicts the settings or the number of ranks."""
+    """Raise an error if the cluster contradicts the settings or the number of ranks."""
     if cluster.servers and not settings.has_servers:
         raise ConfigurationError(
             f"{source} names parameter servers, but --mode {settings.mode} uses none; give "
@@ -294,5 +294,5 @@ class HostWatch:
 
 
 def _describe(hosts: Mapping[str, str]) -> str:
-    """List hosts with their reasons."""
+    """Format a list of hosts, each with the reason that ``hosts`` gives for it."""
     return format_list((f"{name} ({why})" if why else name for name, why in hosts.items()), "hosts")

@@ -56,7 +56,7 @@ class Restarting:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLost:
-    """A rank died after ``step``. ``words`` is the message about that."""
+    """A rank died after ``step``. ``words`` is the message about the loss."""
 
     rank: int
     host: str

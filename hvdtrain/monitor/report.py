@@ -206,7 +206,7 @@ class _Reporter:
                 self._sent = line
 
     def send_failure(self, cause: BaseException, error: BaseException) -> None:
-        """Write why the program ends. Only the first call does so; it never blocks or raises."""
+        """Write why the program ends, unless it was written before. This never blocks or raises."""
         if self._file is None or self._has_failed:
             return
         self._has_failed = True
@@ -280,7 +280,7 @@ _start_lock = threading.RLock()
 
 
 def _update(**values: Any) -> _Reporter:
-    """Update the state of this process's reporter, and return it."""
+    """Update the state of this process's reporter, and return the reporter."""
     global _reporter
     reporter = _reporter
     if reporter is None:

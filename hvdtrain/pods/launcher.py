@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _copy_key() -> None:
-    """Copy the key to a file that only its owner may read, as ssh requires."""
+    """Copy the private key to a file that only its owner may read, as ssh requires."""
     folder = Path(SSH_FOLDER)
     folder.mkdir(mode=0o700, exist_ok=True)
     key = folder / "id_ed25519"

@@ -1,4 +1,4 @@
-"""Details of a host for the report of ``hvdtrain check --report``: text, by section.
+"""Details of a host for the report of ``hvdtrain check --report``, as one text per section.
 
 ``hvdtrain.remote.host_probe`` collects them on each host, if the launcher requests them.
 """

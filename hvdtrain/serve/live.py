@@ -69,7 +69,7 @@ def _job_values(index: JobIndex, job: JobFolder) -> Mapping[str, Any]:
 async def _events(
     kind: str, read: Callable[[], Mapping[str, Any]], closing: asyncio.Event
 ) -> AsyncIterator[str]:
-    """Yield an event with each change of the values, and a comment if nothing changes for long."""
+    """Yield an event when the values change, and a comment if they don't change for long."""
     sent: Mapping[str, Any] = {}
     quiet_s = 0.0
     while not closing.is_set():
