@@ -342,8 +342,8 @@ class SharedMemoryTransport(MpiTransport):
         if job is None:
             return False
         chunks = len(reduction.layout.chunks)
-        # The number of steps from packing a chunk to unpacking it. ``last + 1`` slots are enough: in
-        # step s, a rank packs chunk s into the slot of chunk s - last - 1. It has unpacked that
+        # The number of steps from packing a chunk to unpacking it. ``last + 1`` slots are enough.
+        # In step s, a rank packs chunk s into the slot of chunk s - last - 1. It has unpacked that
         # chunk in step s - 1, after all ranks had reduced it. It also reduces chunk s - 1 into the
         # result slot of chunk s - last - 2. By then, every other rank has packed chunk s - 1, so it
         # has finished step s - 2, in which it unpacked that chunk. Results in the arena are not
