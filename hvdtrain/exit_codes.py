@@ -22,7 +22,7 @@ PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that an exit code stands for, or None.
+    """Return the name of the signal that an exit code stands for; None for other exit codes.
 
     137, which is 128 + 9, stands for ``SIGKILL``.
     """

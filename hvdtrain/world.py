@@ -71,7 +71,7 @@ def init(framework: Framework | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. Has no effect without ``init()``.
+    """Leave the job. Does nothing if ``init()`` was not called.
 
     Programs need not call it before they end. If one rank calls it, all ranks must.
     """
@@ -164,9 +164,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Start to record this rank's collectives in a trace file (see docs/timeline.md).
 
     Args:
-        file_path: The file, which is overwritten. Only rank 0 writes it, unless the path contains
-            ``{rank}``. That text stands for the rank, so each rank that calls this writes its own
-            file.
+        file_path: The file, which is overwritten. Only rank 0 writes it. But if the path contains
+            ``{rank}``, each rank that calls this writes its own file, whose path has the rank
+            instead of ``{rank}``.
         mark_cycles: Ignored, because cycles are specific to Horovod.
 
     Raises:

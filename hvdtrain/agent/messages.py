@@ -12,8 +12,8 @@ and answers ``looked``.
 
 The launcher confirms received bytes with ``taken``, and delays this confirmation while ranks should
 pause. An agent has at most ``WINDOW_BYTES`` unconfirmed bytes, which fit into the launcher's socket
-buffer. So TCP's window never closes, even if the launcher is stopped. Therefore, a TCP time-out
-always means that the host is lost.
+buffer. So TCP's window never closes, even if the launcher is suspended. Therefore, a TCP time-out
+always means that the other host is lost.
 """
 
 from __future__ import annotations

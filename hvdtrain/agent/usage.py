@@ -26,7 +26,7 @@ class UsageWatch:
     """Measures a program and its children periodically.
 
     Args:
-        gpus: Measures the use of GPUs.
+        gpus: The object that measures the use of GPUs.
     """
 
     def __init__(self, gpus: GpuWatch) -> None:

@@ -1,8 +1,8 @@
 """``hvdtrain bench servers``: updates per second of a parameter server.
 
-The last rank is the server. The other ranks are workers: they send gradients of LeNet and receive
-weights, but compute nothing. Each short run follows a memory copy, so that other load affects both
-equally.
+The rank with the highest number is the server. The other ranks are workers: they send gradients of
+LeNet and receive weights, but compute nothing. Each short run follows a memory copy, so that other
+load affects both equally.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def time_in_turn(
     Args:
         collectives: The engine.
         operations: Functions by name, the same on every rank.
-        repetitions: Measurements of each operation, after a warm-up.
+        repetitions: Number of measurements of each operation, after a warm-up.
         calls: Number of calls per measurement. Use several for fast operations, because the
             processor time of one call is too short to measure.
     """

@@ -48,7 +48,7 @@ class CheckpointFolder(NamedTuple):
 
     Attributes:
         step: The step of the checkpoint.
-        number: The number of the checkpoint within its step, starting from 1. It is 0 for a
+        number: 1 for the first checkpoint of the step, 2 for the second, and so on. It is 0 for a
             ``.replaced-`` folder, which an earlier version of hvdtrain left.
         path: The path of the folder.
         inode: The inode number. A later folder with the same name has a different one.

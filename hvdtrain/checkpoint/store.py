@@ -54,7 +54,7 @@ class Store:
 
     Args:
         directory: Path of the directory. The first ``write`` creates it and its parents.
-        keep: The checkpoints of the latest ``keep`` saved steps are kept. Earlier checkpoints are
+        keep: How many of the latest saved steps keep their checkpoints. Earlier checkpoints are
             removed.
         notice: Called with a message when something goes wrong that doesn't prevent reading or
             writing.

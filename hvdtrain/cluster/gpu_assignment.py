@@ -31,7 +31,8 @@ class RankGpus:
         pid: ID of the rank's process.
         visible: The GPUs that the rank sees, in TensorFlow's order; None if the rank needs no GPU.
         suspects: The visible GPUs that have faults or are in use.
-        obstacle: Why the rank can't use the GPUs of its host; empty if the host lacks GPUs.
+        obstacle: Why the rank can't use the GPUs of its host; empty if it can use them, or if the
+            host lacks GPUs.
     """
 
     hostname: str

@@ -38,7 +38,7 @@ class ManagedHost:
     """A host that a job has or expects.
 
     Attributes:
-        name: Name or address of the host, with which ranks are started on it.
+        name: Name or address that the launcher uses to start ranks on the host.
         slots: Number of ranks that the host takes.
         state: Whether the host can run ranks.
         generation: ID that changes if a new host of the same name replaces this one; empty if the
@@ -59,7 +59,7 @@ def format_managed_hosts(hosts: Iterable[ManagedHost]) -> str:
 
 
 def parse_managed_hosts(text: str) -> tuple[ManagedHost, ...]:
-    """Parse the list of hosts. They get ranks in this order.
+    """Parse the list of hosts. Hosts get ranks in the order of the list.
 
     Raises:
         ConfigurationError: If the text is not a valid list of hosts.

@@ -64,7 +64,7 @@ class Transfer:
     def encode(self, values: np.ndarray) -> np.ndarray:
         """Convert values to the bytes to send.
 
-        Without a wire format, the result is a view.
+        If no wire format is used, the result is a view of ``values``.
         """
         if self.wire is None:
             return values.view(np.uint8)

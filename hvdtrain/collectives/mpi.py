@@ -52,8 +52,8 @@ class MpiTransport(Transport):
         chunk_bytes: Number of bytes to reduce at a time, or None to choose it.
         timeout_s: Seconds to wait for other ranks.
         min_np: Minimum number of ranks in an elastic job. The job continues when ranks die, but
-            ``too_few`` is set if fewer than ``min_np`` remain. None if the job is not elastic: then
-            a dead rank ends it.
+            ``too_few`` is set if fewer than ``min_np`` remain. None if the job is not elastic, so
+            that a dead rank ends the job.
         parent: The transport of all ranks, if this transport connects a subset of them.
         numbers: The job's rank for each rank of ``comm``, if this transport connects a subset.
         bucket_bytes: As in ``Engine``, or None to choose it.

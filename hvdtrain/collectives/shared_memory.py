@@ -82,7 +82,7 @@ class _Job:
         base: Number of chunks of earlier operations.
         in_arena: Whether the outputs of all ranks are in the arena.
         sums: This rank's output in the arena, if sums can be computed in it.
-        others: Outputs in the arena to which sums are copied.
+        others: Outputs in the arena to which this rank copies its sums.
         transfers: Transfers between hosts in progress, by chunk number.
     """
 

@@ -135,7 +135,7 @@ def _queue_log(
 
 
 def _matches(text: str, ranks: Sequence[range] | None, matches: Callable[[LogLine], bool]) -> bool:
-    """Return whether a line that ``hvdtrain run`` printed comes from one of ``ranks``, and matches.
+    """Return whether a line of ``hvdtrain run`` is from ``ranks``, and ``matches`` accepts it.
 
     Lines of the launcher match only if ``ranks`` is None.
     """

@@ -252,7 +252,8 @@ def _metrics(progress: Progress) -> dict[str, Any]:
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
     """Return the median, minimum, 95th percentile and maximum of values.
 
-    For ``own_s`` the keys are ``own_s``, ``own_s_min``, ``own_s_p95`` and ``own_s_max``.
+    For the name ``own_s``, the keys of the result are ``own_s``, ``own_s_min``, ``own_s_p95`` and
+    ``own_s_max``.
     """
     return _merge_spreads(name, [{name: value} for value in values])
 

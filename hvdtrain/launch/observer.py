@@ -37,8 +37,8 @@ class AttemptBegan:
 class AttemptEnded:
     """An attempt has ended.
 
-    ``words`` contains the messages about it. ``hvdtrain.launch.failure.Outcome`` describes the
-    other fields.
+    ``words`` contains the messages about the end of the attempt.
+    ``hvdtrain.launch.failure.Outcome`` describes the other fields.
     """
 
     code: int

@@ -204,7 +204,8 @@ class TrainingWaits:
     def shares(self, training_s: float) -> tuple[float | None, float | None]:
         """Return the fractions of training in which ranks waited for others and for input.
 
-        Each is the mean over the reporting ranks, or None if unknown. Their sum is at most 1.
+        Each fraction is the mean over the reporting ranks, or None if unknown. Their sum is at most
+        1.
         """
         for_others = _share(self._for_others, training_s)
         for_input = _share(self._for_input, training_s)

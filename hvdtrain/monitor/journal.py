@@ -17,8 +17,8 @@ class Journal:
 
     Args:
         path: The file; its parent folders are created.
-        what: What the file contains, as the warning should call it.
-        flag: The option for the file's path, as the warning should call it.
+        what: Description of the content, for the warning.
+        flag: Option that sets the path of the file, for the warning.
         mode: "a" to append to an existing file, "w" to replace it.
     """
 

@@ -1,7 +1,7 @@
 """The timeline of this rank's collectives, for Perfetto or chrome://tracing.
 
-The format is Chrome's trace format, a JSON array of events whose end may be missing:
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+The format is Chrome's trace format: a JSON array of events. The end of the array may be missing.
+See https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations

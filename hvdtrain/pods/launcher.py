@@ -88,7 +88,7 @@ class RunProcess:
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run ``hvdtrain`` with these arguments and return its exit code.
 
-        If a signal kills it, the code is 128 plus the signal's number, as in a shell.
+        If a signal kills the process, the code is 128 plus the signal's number, as in a shell.
         """
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
         process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
