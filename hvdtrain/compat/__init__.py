@@ -1,1 +1,1 @@
-"""APIs of other libraries, on hvdtrain's collectives and reducer."""
+"""APIs of other libraries, such as Horovod, that are built on hvdtrain's collectives."""

@@ -1,1 +1,1 @@
-"""What hvdtrain needs of the framework that computes: TensorFlow or PyTorch."""
+"""The functions that hvdtrain needs from the framework of the program: TensorFlow or PyTorch."""

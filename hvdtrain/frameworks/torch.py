@@ -1,4 +1,4 @@
-"""PyTorch's GPUs, and its tensors as NumPy arrays."""
+"""Functions for PyTorch: binding GPUs, and converting tensors to NumPy arrays and back."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ def set_up(settings: Settings) -> None:
 def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
-    """Return the GPUs that PyTorch sees, without using one.
-
-    If ``environ`` lists several parts of GPUs (MIG), it is changed to this rank's part.
-    """
+    """Return the GPUs that PyTorch sees, without initializing any of them."""
     host = socket.gethostname()
     visible: list[Gpu] | None = None
     if needed:
@@ -89,11 +86,11 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
 
 
 def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> None:
-    """Return None: gradients are combined in host memory, not on devices."""
+    """Return None. With PyTorch, gradients are combined in host memory and not on devices."""
 
 
 def reserve_thread_for_buckets() -> None:
-    """Do nothing: the call queue of ``hvdtrain.torch`` has its own thread."""
+    """Do nothing. Collectives of ``hvdtrain.torch`` run in a thread of their own."""
 
 
 def set_seed_unless_set(seed: int) -> None:
@@ -101,7 +98,10 @@ def set_seed_unless_set(seed: int) -> None:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values of a tensor: a view of a contiguous tensor on the CPU, otherwise a copy."""
+    """Return the values of a tensor as a NumPy array.
+
+    If the tensor is contiguous and on the CPU, the array is a view of it. Otherwise it is a copy.
+    """
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:  # not supported by NumPy
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -109,7 +109,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Return an array as a tensor on the device of ``like``, without a copy if that is the CPU."""
+    """Return an array as a tensor on the same device as ``like``. On the CPU, nothing is copied."""
     values: Any = array
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).to(like.device)

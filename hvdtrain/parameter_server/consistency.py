@@ -199,7 +199,7 @@ class WorkerLiveness:
         return min(self._replied.values(), default=math.inf) + self._silence_s
 
     def mark_silent(self, now: float) -> list[int]:
-        """Return the workers that have become silent by ``now``."""
+        """Return the workers that become silent because their requests are overdue at ``now``."""
         silent = [w for w, since in self._replied.items() if now >= since + self._silence_s]
         self._replied.update(dict.fromkeys(silent, math.inf))
         return silent

@@ -1,4 +1,4 @@
-"""Private API of other packages that hvdtrain uses, with one module per package."""
+"""Access to private API of other packages, with one module for each package."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PrivateApi:
     Attributes:
         library: Name of the library.
         version: Installed version.
-        tested: Oldest and newest minor version with which the tests have passed.
-        error: Exception class for missing API.
+        tested: Oldest and newest minor version with which hvdtrain's tests have passed.
+        error: Class of the exception that is raised if a part of the API is missing.
     """
 
     library: str
@@ -28,7 +28,7 @@ class PrivateApi:
     error: type[HvdtrainError]
 
     def missing(self, names: object) -> HvdtrainError:
-        """Return an exception that lists the missing names."""
+        """Return an exception that lists the names of missing attributes."""
         oldest, newest = self.tested
         return self.error(
             f"{self.library} {self.version} lacks {names}, which hvdtrain needs; install a version "
@@ -37,16 +37,17 @@ class PrivateApi:
         )
 
     def get(self, holder: Any, name: str) -> Any:
-        """Return a private attribute, or raise an error with its name if it is missing."""
+        """Return a private attribute. If it is missing, raise an error with its name."""
         try:
             return getattr(holder, name)
         except AttributeError:
             raise self.missing(f"{type(holder).__name__}.{name}") from None
 
     def check(self, hooks: Mapping[Any, tuple[str, ...]]) -> None:
-        """Raise an error if an object lacks an attribute.
+        """Raise an error if an attribute that hvdtrain needs is missing.
 
-        ``hooks`` contains the names of the attributes that each class, module or object must have.
+        ``hooks`` contains, for each class, module or object, the names of the attributes that it
+        must have.
         """
         missing = [
             f"{getattr(holder, '__name__', type(holder).__name__)}.{name}"

@@ -1,7 +1,8 @@
 """Private API of Keras.
 
-``fit`` accepts arrays from many libraries, None, and nested structures of them, and casts arrays to
-floatx. hvdtrain uses Keras' own conversions, so that it accepts the same inputs.
+For example, ``fit`` accepts arrays from many libraries, None, and nested structures of arrays. It
+casts arrays to floatx. hvdtrain uses Keras' own functions for this, so that it accepts the same
+inputs.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
 
 
 def set_untracked(holder: Any, name: str, value: Any) -> None:
-    """Set an attribute without Keras tracking and saving its value."""
+    """Set an attribute of a Keras object. Keras doesn't track its value, and doesn't save it."""
     object.__setattr__(holder, name, value)
 
 
@@ -203,22 +204,22 @@ def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any
 
 
 def own_trainable_variables(holder: Any) -> list[Any]:
-    """Return the trainable variables of a layer or optimizer, but not of nested layers."""
+    """Return the trainable variables of a layer or optimizer, without those of nested layers."""
     return list(_API.get(holder, "_trainable_variables"))
 
 
 def own_non_trainable_variables(layer: Any) -> list[Any]:
-    """Return the non-trainable variables of a layer, but not of nested layers."""
+    """Return the non-trainable variables of a layer, without those of nested layers."""
     return list(_API.get(layer, "_non_trainable_variables"))
 
 
 def own_losses(layer: Any) -> list[Any]:
-    """Return the losses passed to ``add_loss`` of a layer, but not of nested layers."""
+    """Return the losses passed to ``add_loss`` of a layer, without those of nested layers."""
     return list(layer._get_own_losses())
 
 
 def clear_losses(model: keras.Model) -> None:
-    """Remove the losses that were passed to ``add_loss``."""
+    """Remove the losses that were passed to ``add_loss`` of the model and its layers."""
     model._clear_losses()
 
 
@@ -228,29 +229,33 @@ def has_training_argument(model: keras.Model) -> bool:
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """Compute the loss of a batch like Keras' train step."""
+    """Compute the loss of a batch like the train step of Keras."""
     return model._compute_loss(**arguments)
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """Return the compiled loss, or None without a loss."""
+    """Return the compiled loss of a model, or None if the model has no loss."""
     return model._compile_loss
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """Return the individual losses of the compiled loss, or none before it is built."""
+    """Return the individual losses of the compiled loss.
+
+    The list is empty before they are built.
+    """
     loss = compiled_loss(model)
     return [] if loss is None else list(_API.get(loss, "_flat_losses") or [])
 
 
 @contextmanager
 def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
-    """Multiply the result of each Keras loss in the block by a factor.
+    """Multiply the result of each Keras loss that is computed in the ``with`` block by a factor.
 
     Args:
-        factor: Function that returns the factor, or None to keep the result. The first argument is
-            the loss's reduction. The second argument is the array whose sum is the divisor of the
-            mean: the mask, the sample weights for ``mean_with_sample_weight``, or None.
+        factor: Function that returns the factor, or None to leave the result as it is. The first
+            argument is the reduction of the loss, such as ``"sum"``. The second argument is the
+            array whose sum is the divisor if the loss is a mean: the mask, the sample weights for
+            ``mean_with_sample_weight``, or None.
     """
 
     def reduce(
@@ -275,12 +280,12 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
 
 
 def loss_tracker(model: keras.Model) -> Any:
-    """Return the model's metric ``loss``, or None."""
+    """Return the metric ``loss`` of a model, or None if the model has no such metric."""
     return getattr(model, "_loss_tracker", None)
 
 
 def nested_metrics(metric: Any) -> list[Any]:
-    """Return the metrics inside a compiled or composite metric."""
+    """Return the metrics that a compiled or composite metric contains."""
     return list(getattr(metric, "metrics", None) or _API.get(metric, "_metrics"))
 
 
@@ -290,7 +295,7 @@ def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
 
 
 def output_spec(model: keras.Model, inputs: Any) -> Any:
-    """Build a model by calling it symbolically, and return the spec of its outputs."""
+    """Build a model by calling it with symbolic inputs, and return the spec of its outputs."""
     return compute_output_spec(model, inputs, training=False)
 
 
@@ -311,12 +316,12 @@ def set_steps_seen(iterator: Any, steps: int) -> None:
 
 
 def warn_of_interruption(iterator: Any) -> None:
-    """Warn, like Keras, that the data ended before the epoch."""
+    """Warn, like Keras, that the data ended before the epoch was complete."""
     iterator._interrupted_warning()
 
 
 def seed_generators_of(layer: Any) -> list[Any]:
-    """Return the seed generators of a layer, but not of nested layers."""
+    """Return the seed generators of a layer, without those of nested layers."""
     return list(_API.get(layer, "_seed_generators"))
 
 
@@ -327,7 +332,7 @@ def register_as(derived: type, plain: type) -> None:
 
 
 def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that computes the moments of a BatchNormalization.
+    """Replace the method with which a BatchNormalization layer computes its mean and variance.
 
     ``make`` is called with the original method and returns the new method.
     """
@@ -336,7 +341,7 @@ def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..
 
 
 def reduction_axes(layer: Any) -> list[int]:
-    """Return the axes over which a BatchNormalization computes its moments."""
+    """Return the axes over which a BatchNormalization layer computes its mean and variance."""
     return list(_API.get(layer, "_reduction_axes"))
 
 
@@ -344,47 +349,47 @@ def reduction_axes(layer: Any) -> list[int]:
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """Return the learning rate of a plain optimizer: a variable, schedule or function."""
+    """Return the learning rate of an optimizer, which may be a variable, schedule or function."""
     return optimizer._learning_rate
 
 
 def iterations_of(optimizer: Any) -> Any:
-    """Return the step counter of a plain optimizer.
+    """Return the variable in which an optimizer counts steps.
 
-    With gradient accumulation it differs from ``iterations``, which counts updates.
+    With gradient accumulation, this count differs from ``iterations``, which counts updates.
     """
     return optimizer._iterations
 
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
-    """Return the accumulated gradients, or none without gradient accumulation."""
+    """Return the variables with accumulated gradients. The list is empty without accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
     return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the accumulated gradient of each variable of a built optimizer."""
+    """Return the variable with the accumulated gradient of each variable of a built optimizer."""
     accumulators = _API.get(optimizer, "_accumulated_gradients")
     return [accumulators[optimizer._get_variable_index(variable)] for variable in variables]
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """Return the moving averages of a built optimizer with ``use_ema``."""
+    """Return the moving averages of the weights that a built optimizer with ``use_ema`` keeps."""
     return list(_API.get(optimizer, _AVERAGES))
 
 
 def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Update the moving averages of an optimizer with ``use_ema``."""
+    """Update the moving averages that an optimizer with ``use_ema`` keeps."""
     optimizer._update_model_variables_moving_average(variables)
 
 
 def assign_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Set the variables to their moving averages."""
+    """Set each variable to its moving average."""
     optimizer._overwrite_model_variables_with_average_value(variables)
 
 
 def has_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Return whether weight decay applies to a variable."""
+    """Return whether an optimizer applies weight decay to a variable."""
     return bool(optimizer._use_weight_decay(variable))
 
 
@@ -392,14 +397,14 @@ def has_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def global_generator() -> Any:
-    """Return the generator of ``keras.random``, or None before its first use."""
+    """Return the seed generator of ``keras.random``, or None before its first use."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 def set_global_generator(generator: Any) -> None:
-    """Set the generator of ``keras.random``.
+    """Set the seed generator of ``keras.random``.
 
-    With None, Keras creates a new generator on next use.
+    After setting it to None, Keras creates a new generator when it needs one.
     """
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
@@ -408,9 +413,9 @@ def set_global_generator(generator: Any) -> None:
 
 
 def are_arrays(*structures: Any) -> bool:
-    """Return whether Keras treats nested structures as arrays in memory.
+    """Return whether ``fit`` would treat these values as arrays in memory.
 
-    The structures may contain None, but not only None.
+    The values are nested structures. They may contain None, but must not consist only of None.
     """
     return bool(can_convert_arrays(structures)) and any(
         leaf is not None for leaf in keras.tree.flatten(structures)
@@ -429,9 +434,9 @@ def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
 
 
 def default_batch_size(rows: int, steps: int | None, size: int) -> int:
-    """Return Keras' default batch size per rank.
+    """Return the batch size per rank that is used if ``fit`` gets no ``batch_size``.
 
-    The default is 32. But if ``steps`` is given, the size is chosen so that ``steps`` batches on
+    It is 32, as in Keras. If ``steps`` is given, the size is chosen so that ``steps`` batches on
     all ranks contain all rows.
     """
     return max(1, math.ceil(rows / (steps * size))) if steps else 32
@@ -441,10 +446,11 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     """Validate arrays like Keras, and convert class weights to sample weights.
 
     Returns:
-        One batch with all rows, in which lists are replaced by tuples, and the number of rows.
+        Two values. The first is a batch that contains all rows, with tuples instead of lists. The
+        second is the number of rows.
 
     Raises:
-        ValueError: If lengths differ, or if weights don't match the targets.
+        ValueError: If the arrays have different lengths, or if weights don't match the targets.
     """
     if y is None and class_weight is not None:
         raise DataError("class_weight requires targets; pass y.")
@@ -456,7 +462,7 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
 
 
 def column(array: Any) -> Any:
-    """Convert an array to an argument for ``gather``.
+    """Convert an array of any supported library so that ``gather`` can read rows from it.
 
     The result is cast to floatx.
     """
@@ -469,9 +475,9 @@ def column(array: Any) -> Any:
 
 
 def gather(column: Any, indices: Any) -> Any:
-    """Return rows of the result of ``column`` in the order of ``indices``.
+    """Return the rows of an array at ``indices``, in this order.
 
-    This also works in a graph.
+    The array is a result of ``column``. This also works in a graph.
     """
     if isinstance(column, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
@@ -485,7 +491,10 @@ def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
 
 
 def host_array(leaf: Any) -> Any:
-    """Convert torch tensors to NumPy arrays, and SciPy and JAX sparse arrays to TensorFlow."""
+    """Convert an array of another library to an array that TensorFlow accepts.
+
+    Tensors of torch become NumPy arrays. Sparse arrays of SciPy and JAX become sparse tensors.
+    """
     if data_adapter_utils.is_torch_tensor(leaf):
         return leaf.detach().cpu().numpy()
     if data_adapter_utils.is_scipy_sparse(leaf):

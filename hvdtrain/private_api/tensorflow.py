@@ -1,8 +1,8 @@
 """Private API of TensorFlow.
 
-TensorFlow's collectives run between servers, one per process, which the runtime starts like for
-``tf.distribute``. Changing operations of a graph and reading the inputs of a dataset are only
-possible with private API.
+TensorFlow's own collectives connect servers. Each process runs one server, which the functions of
+this module start in the same way as ``tf.distribute``. Other functions change operations of a
+graph, or read the inputs of a dataset. None of this is possible with public API.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def check() -> None:
 def in_use() -> bool:
     """Return whether TensorFlow has initialized its devices.
 
-    After that, devices can't be configured.
+    They can't be configured any more then.
     """
     return _API.get(context.context(), "_context_handle") is not None
 
@@ -137,7 +137,7 @@ def is_connected() -> bool:
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """Reserve a TCP port that only TensorFlow's server can bind within the block."""
+    """Reserve a TCP port. Within the ``with`` block, TensorFlow's server can still bind it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         probe.bind(("", 0))
@@ -152,7 +152,7 @@ def reserve_port() -> Iterator[int]:
 
 
 def connect(addresses: Sequence[str], rank: int, port: int) -> None:
-    """Start this process's server and connect it to the servers of the other ranks.
+    """Start TensorFlow's server in this process, and connect it to the servers of the other ranks.
 
     Args:
         addresses: Address of each rank's server, "host:port".
@@ -184,21 +184,25 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
 
 
 def has_failed() -> bool:
-    """Return whether the connection failed, so that this process can't use collectives again."""
+    """Return whether the connection to other ranks has failed.
+
+    If so, this process can't use TensorFlow's collectives again.
+    """
     return _failed
 
 
 def mark_failed() -> None:
-    """Remember that the connection of all ranks failed."""
+    """Record that the connection between the ranks has failed."""
     global _failed
     _failed = True
 
 
 def abort_collectives(reason: str) -> None:
-    """Abort all current and future collectives of this process.
+    """Abort all of TensorFlow's collectives in this process, including future ones.
 
-    The collectives of other ranks that wait for this process are aborted too. With NCCL, this may
-    take long: it waits while NCCL connects the ranks, and stops the kernels that are running.
+    The collectives of other ranks that wait for this process are aborted too. With NCCL, this
+    function may take long. It waits while NCCL connects the ranks, and it stops the kernels that
+    are running.
     """
     mark_failed()
     # The context's method would hold Python's lock, and so stop all threads.
@@ -215,9 +219,9 @@ def abort_collectives(reason: str) -> None:
 
 
 def operation_seeds() -> random.Random:
-    """Return the generator of operation seeds.
+    """Return the random generator from which TensorFlow draws the seeds of operations.
 
-    It exists only if a global seed is set.
+    The generator exists only if a global seed is set.
     """
     generator: random.Random = _API.get(context.context(), "_rng")
     return generator
@@ -225,7 +229,7 @@ def operation_seeds() -> random.Random:
 
 @functools.cache
 def xla_can_compile(operation: str) -> bool:
-    """Return whether XLA supports a type of operation on some device."""
+    """Return whether XLA supports a type of operation on at least one kind of device."""
     if operation != "Identity" and not xla_can_compile("Identity"):
         # TensorFlow registers the kernels when it first compiles a function.
         with tf.init_scope():
@@ -239,10 +243,10 @@ def xla_can_compile(operation: str) -> bool:
 
 
 def function_body(graph: Any, name: str) -> Iterable[Any]:
-    """Return the operations of a function in a graph, or none if the function is unknown.
+    """Return the operations of a function that a graph calls, or none if the function is unknown.
 
-    For functions of ``Defun`` and of imported graphs, which lack a separate graph, ``NodeDef``
-    messages are returned.
+    Functions of ``Defun`` and of imported graphs have no separate graph. For these functions,
+    ``NodeDef`` messages are returned instead of operations.
 
     Raises:
         AttributeError: If the function has neither a graph nor a definition.
@@ -255,7 +259,7 @@ def function_body(graph: Any, name: str) -> Iterable[Any]:
 
 
 def unfinalize(graph: Any) -> None:
-    """Allow adding operations to a finalized graph."""
+    """Make it possible to add operations to a finalized graph."""
     graph._unsafe_unfinalize()
 
 
@@ -273,15 +277,15 @@ def run_iterations_serially(enter: tf.Operation) -> None:
 
 
 def control_flow_context(operation: tf.Operation) -> Any:
-    """Return the TensorFlow 1 ``cond`` or ``while_loop`` around an operation, or None."""
+    """Return the TensorFlow 1 ``cond`` or ``while_loop`` that contains an operation, or None."""
     return operation._get_control_flow_context()
 
 
 @contextmanager
 def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
-    """Add new operations in the block to a ``cond`` or ``while_loop``.
+    """Add operations that are created in the ``with`` block to a ``cond`` or ``while_loop``.
 
-    If ``inner`` is None, operations are added to the graph itself.
+    If ``inner`` is None, the operations are added to the graph itself.
     """
     around = graph._get_control_flow_context()
     graph._set_control_flow_context(inner)
@@ -308,9 +312,9 @@ def replace_session_methods(
 def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
     """Call ``complete`` with the graph of each tf.function before TensorFlow completes the graph.
 
-    ``complete`` may change the graph, and returns the operations that each call must run. At this
-    point, and not earlier, the graph contains all operations, including calls of inner functions.
-    Only the first call of ``complete_functions`` has an effect.
+    At this point the graph contains all operations, including calls of inner functions.
+    ``complete`` may change the graph. It returns the operations that must run in each call of the
+    tf.function. Only the first call of ``complete_functions`` has an effect.
     """
     make = atomic_function.from_func_graph
 
@@ -326,9 +330,10 @@ def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
 
 
 def exclude_from_autograph(package: str) -> None:
-    """Exclude the code of a package from AutoGraph, whose conversion takes longer than tracing.
+    """Exclude the code of a package from AutoGraph.
 
-    The public API can only exclude single functions.
+    AutoGraph would take longer to convert the code than TensorFlow takes to trace it. The public
+    API can only exclude single functions.
     """
     if not hasattr(autograph, _REPLACED):
         autograph.CONVERSION_RULES = (autograph.DoNotConvert(package), *autograph.CONVERSION_RULES)
@@ -344,7 +349,7 @@ def input_datasets(dataset: Any) -> list[Any]:
 
 
 def captured_tensors(dataset: Any) -> list[Any]:
-    """Return the tensors that a dataset's functions capture."""
+    """Return the tensors outside of a dataset's functions that these functions use."""
     return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
 
 
@@ -371,7 +376,7 @@ def is_nondeterministic(dataset: Any) -> bool | None:
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Return whether a shuffle or random dataset differs in each iteration."""
+    """Return whether a shuffle or random dataset has a different order in each iteration."""
     name = _RESHUFFLES.get(_kind(dataset))
     return name is not None and bool(_API.get(dataset, name))
 

@@ -4,7 +4,7 @@
 
     import hvdtrain.tensorflow as hvd
 
-Modules are loaded when one of their names is first used.
+A module is loaded when the program first uses one of its names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Horovod's ``horovod.tensorflow.compression``."""
+"""The names of ``horovod.tensorflow.compression``."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ __all__ = ["capabilities", "connect"]
 
 
 def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
-    """Return whether TensorFlow has NCCL, and why it can't be connected to other ranks, or "".
+    """Return whether TensorFlow has NCCL, and why it can't be connected to other ranks.
 
-    These are ``has_nccl`` and ``obstacle`` of ``DeviceCapabilities``.
+    The second value is empty if TensorFlow can be connected. The values are ``has_nccl`` and
+    ``obstacle`` of ``DeviceCapabilities``.
     """
     has_nccl = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
     if private_tensorflow.has_failed():
@@ -45,7 +46,7 @@ def connect(
         collectives: Engine that connects the ranks.
         on_gpus: Whether to reduce on GPUs.
         hosts: Host number of each rank.
-        bucket_bytes: As in ``DeviceCollectives``.
+        bucket_bytes: The argument of ``DeviceCollectives``.
 
     Raises:
         LaunchError: On all ranks, if a rank is unreachable, can't start its server, or fails the
@@ -127,7 +128,7 @@ def _is_known(host: str) -> bool:
 
 
 def _own_address() -> str:
-    """Return this host's address on its default route, or "" without a route."""
+    """Return this host's address on its default route, or "" if it has no default route."""
     # These addresses are reserved for documentation. Connecting a UDP socket sends nothing.
     for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

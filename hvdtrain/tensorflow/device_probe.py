@@ -1,7 +1,7 @@
 """Test of the connection between the devices of all ranks.
 
-Training would find a broken connection in its first step, or hang in it. This test finds it before,
-when the ranks can still choose MPI together.
+Without this test, training would fail or hang in its first step if the connection is broken. The
+test comes before training, when the ranks can still decide together to use MPI instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NODE_NAMES = re.compile(r"\{\{.*?\}\}\s*")
 
 
 def probe(collectives: Engine, addresses: Sequence[str], device: str, hint: str) -> None:
-    """Reduce a number over the devices of all ranks.
+    """Test the connection by reducing a number over the devices of all ranks.
 
     All ranks must call this. After an error, the process can't use TensorFlow's collectives again.
 
@@ -67,12 +67,14 @@ def probe(collectives: Engine, addresses: Sequence[str], device: str, hint: str)
 
 
 def _wait(collectives: Engine, attempt: _Attempt, timeout_s: float) -> list[str]:
-    """Wait until all ranks have succeeded or one has failed.
+    """Wait until the test has succeeded on all ranks, or has failed on one rank.
 
-    A failed rank must not wait for the others, because NCCL may wait for the failed rank.
+    A failed rank must not wait for the other ranks, because NCCL may make them wait for the failed
+    rank.
 
     Returns:
-        The problem of each rank, or "". The lists of all ranks are equal.
+        A list with the problem of each rank, or "" for a rank without a problem. All ranks get the
+        same list.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -90,11 +92,11 @@ def _wait(collectives: Engine, attempt: _Attempt, timeout_s: float) -> list[str]
 
 
 class _Attempt:
-    """A reduction in its own thread, because NCCL may never return.
+    """A test reduction that runs in its own thread, because NCCL may never return.
 
     Attributes:
         finished: Set when the reduction has ended.
-        problem: Why the reduction failed; empty if it has not.
+        problem: Why the reduction failed. Empty if it has not failed.
     """
 
     def __init__(self, rank: int, addresses: Sequence[str], device: str, hint: str) -> None:
@@ -107,7 +109,7 @@ class _Attempt:
         threading.Thread(target=self._run, name="hvdtrain probe", daemon=True).start()
 
     def abandon(self) -> None:
-        """Abort the reduction, and wait a short time for its end."""
+        """Abort the reduction, and wait a short time until it has ended."""
 
         def abort() -> None:
             private_tensorflow.abort_collectives("another rank failed in the test of devices")
@@ -130,7 +132,7 @@ class _Attempt:
         self.finished.set()
 
     def _check_routes(self) -> None:
-        """Connect to the servers that this rank needs: the first rank's and its neighbour's."""
+        """Connect to the two servers that this rank needs: the first rank's and its neighbor's."""
         size = len(self._addresses)
         for rank in sorted({0, (self._rank - 1) % size} - {self._rank}):
             host, _, port = self._addresses[rank].rpartition(":")
@@ -160,7 +162,7 @@ class _Attempt:
 
 
 def _nccl() -> ctypes.CDLL | None:
-    """Return the NCCL that TensorFlow has loaded, or None."""
+    """Return the NCCL library that TensorFlow has loaded, or None."""
     try:
         return ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -168,7 +170,7 @@ def _nccl() -> ctypes.CDLL | None:
 
 
 def _nccl_error() -> str:
-    """Return NCCL's last error, which TensorFlow's errors don't contain."""
+    """Return NCCL's last error message, which TensorFlow's errors don't contain."""
     function = getattr(_nccl(), "ncclGetLastError", None)  # since NCCL 2.13
     if function is None:
         return ""

@@ -48,10 +48,11 @@ def find_gpus(
 ) -> RankGpus:
     """Find the GPUs that this process sees, before any rank of the job uses one.
 
-    If ``environ`` lists several parts of GPUs (MIG), it is changed to this rank's part.
+    NVIDIA's MIG divides a GPU into parts. If ``environ`` lists several parts, it is changed to list
+    only the part of this rank.
 
     Args:
-        topology: Rank of this process on its host.
+        topology: Says which rank this process is on its host.
         environ: The environment of this process.
         needed: Whether this rank needs a GPU.
     """
@@ -74,10 +75,10 @@ def find_gpus(
 
 
 def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that TensorFlow sees, in its order.
+    """Return the GPUs that TensorFlow sees, in TensorFlow's order.
 
-    If CUDA doesn't describe them, IDs consist of the host and a number, from a variable such as
-    ``CUDA_VISIBLE_DEVICES`` if one is set.
+    If CUDA doesn't describe the GPUs, the ID of a GPU consists of the host and a number. The
+    numbers come from a variable such as ``CUDA_VISIBLE_DEVICES``, if one is set.
     """
     count = len(tf.config.list_physical_devices("GPU"))
     if count == 0:
@@ -96,7 +97,10 @@ def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def _obstacle() -> str:
-    """Return why TensorFlow sees none of the GPUs of this host; empty if CUDA shows none."""
+    """Return why TensorFlow sees none of the GPUs of this host.
+
+    The result is empty if CUDA doesn't see any GPU either.
+    """
     try:
         # With a broken GPU, the driver never answers, and neither does CUDA.
         states = GpuReader(faults=False).read(DRIVER_TIMEOUT_S)
@@ -117,23 +121,23 @@ def _obstacle() -> str:
 
 
 def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
-    """Return what TensorFlow needs to combine gradients on devices, as ``DeviceCapabilities``."""
+    """Return, as ``DeviceCapabilities``, how TensorFlow can combine gradients on devices."""
     return device_connection.capabilities(environ, several_hosts=several_hosts)
 
 
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:
     """Restrict TensorFlow to this rank's GPUs, and let their memory grow on demand.
 
-    If there are several towers and no GPUs, each tower gets a logical CPU device. The chief warns
-    about ranks without GPUs, and about GPUs that are faulty, in use or of different models.
+    With ``--mode towers`` and no GPUs, each tower gets a logical CPU device. The chief logs a
+    warning about ranks without GPUs, and about GPUs that are faulty, in use or of different models.
 
     Args:
-        topology: Rank and host of this process in the job.
+        topology: Says which rank this process is, and on which host.
         settings: Settings. Only ``share_gpus`` and ``towers`` are used.
         ranks: For each rank, the result of ``find_gpus``.
 
     Returns:
-        The first GPU of each rank, or None.
+        A list with the first GPU of each rank, or None for a rank without GPUs.
 
     Raises:
         LaunchError: If there are too few GPUs, or if TensorFlow already uses its devices.
@@ -165,8 +169,8 @@ def set_up(settings: Settings) -> None:
     """Set TensorFlow's device placement, and exclude hvdtrain from AutoGraph.
 
     Raises:
-        LaunchError: If TensorFlow lacks private API that hvdtrain needs, or if
-            ``log_device_placement`` is set and TensorFlow already uses its devices.
+        LaunchError: If TensorFlow lacks private API that hvdtrain needs. Also if
+            ``log_device_placement`` is set, and TensorFlow already uses its devices.
     """
     private_tensorflow.check()
     # No control flow in hvdtrain depends on tensors.
@@ -184,10 +188,11 @@ def set_up(settings: Settings) -> None:
 
 
 def reserve_thread_for_buckets() -> None:
-    """Let TensorFlow run a second operation while the allreduce of a bucket waits for other ranks.
+    """Let TensorFlow run other operations while an allreduce waits for other ranks.
 
-    On one core, TensorFlow would otherwise use a single thread. If the program has configured
-    threads, or already uses TensorFlow's devices, nothing changes.
+    By default, TensorFlow has a single thread on a host with one core. This function requests two.
+    If the program has configured threads, or if TensorFlow already uses its devices, nothing
+    changes.
     """
     configured = tf.config.threading.get_inter_op_parallelism_threads()
     if configured or "TF_NUM_INTEROP_THREADS" in os.environ or private_tensorflow.in_use():
@@ -205,7 +210,7 @@ def tower_devices(count: int) -> list[str]:
     """Return the names of the devices of ``count`` towers.
 
     Raises:
-        LaunchError: If the program has removed devices since ``bind``.
+        LaunchError: If the program has removed devices after ``bind``.
     """
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     if len(devices) < count:

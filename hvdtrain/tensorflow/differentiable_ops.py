@@ -1,7 +1,4 @@
-"""Differentiable TensorFlow operations that call collectives.
-
-XLA can't compile them.
-"""
+"""Differentiable TensorFlow operations that call collectives. XLA can't compile them."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def differentiable(
     tensor: tf.Tensor,
     shape: Any,
 ) -> tf.Tensor:
-    """Apply a NumPy function and its gradient function to a tensor.
+    """Call a NumPy function on a tensor, and define its gradient with a second NumPy function.
 
     Args:
         forward: Function that takes the tensor and returns a result of the same type.
@@ -82,8 +79,9 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Stack the tensors of all ranks along a new first axis, in rank order.
 
-    The gradient is summed over all ranks. So a loss that is averaged over the ranks has the same
-    gradient as if one rank had computed it from the inputs of all ranks.
+    The gradient is summed over all ranks. Suppose that each rank computes a loss from the result,
+    and the losses are averaged over the ranks. The gradient is then the same as if one process had
+    computed the loss from the inputs of all ranks.
 
     Args:
         collectives: Engine that connects the ranks.
@@ -106,10 +104,11 @@ def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Stack the tensors of all ranks, if ranks may be lost before the backward pass.
+    """Stack the tensors of all ranks in an elastic job, where ranks may be lost.
 
-    The gradient has a row for each rank of the forward pass. The index of this rank's row is
-    stored, because the rank may change.
+    Ranks may be lost between the forward pass and the backward pass. The gradient has a row for
+    each rank of the forward pass. This rank may get a different number, so the index of its row is
+    stored.
     """
 
     @tf.custom_gradient
@@ -135,7 +134,7 @@ def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Te
 
 
 def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
-    """Return the static shape of a tensor, with the first dimension replaced by None."""
+    """Return the static shape of a tensor, with None as its first dimension."""
     if tensor.shape.rank is None:
         return tensor.shape
     return tf.TensorShape([None, *tensor.shape[1:]])

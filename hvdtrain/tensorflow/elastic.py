@@ -1,4 +1,4 @@
-"""Horovod's ``horovod.tensorflow.elastic``."""
+"""The names of ``horovod.tensorflow.elastic``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Collectives in graphs, and their order in functions.
 
 All ranks must call the same collectives in the same order. A tf.function runs stateful operations
-in the order of their creation ("automatic control dependencies"). But it orders branches, loops and
-function calls only if they use the same variables. Operations in the bodies of ``tf.cond`` and
-``tf.while_loop`` in classic graphs, and in functions of ``tf.compat.v1.wrap_function``, are not
-ordered at all.
+in the order of their creation ("automatic control dependencies"). But it orders two branches, loops
+or function calls only if they use the same variables. There are operations that TensorFlow does not
+order at all: those in the bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and those
+in functions of ``tf.compat.v1.wrap_function``. This module adds the missing control dependencies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def collectives_of(graph: Any) -> list[tf.Operation]:
 
 
 def shadow(collectives: Sequence[tf.Operation]) -> None:
-    """Add copies of collectives to the current graph, with zeros as inputs.
+    """Add copies of collectives to the current graph, whose inputs are zeros.
+
+    A rank that skips a step runs these copies instead, so that other ranks don't wait for it.
 
     Raises:
         NoShadowError: If a collective is inside a loop, branch or function call, runs on devices,
@@ -78,7 +80,8 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
     """Make the collectives of a function run in the order of their creation.
 
     Returns:
-        The collectives. Each call must run all of them, even if their results are unused.
+        The collectives. Each call of the function must run all of them, even if their results are
+        unused.
     """
     operations = collectives_of(graph)
     for before, operation in pairwise(operations):
@@ -103,9 +106,10 @@ def operation_types(graph: Any) -> set[str]:
 
 
 def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:
-    """Return whether an operation or a ``NodeDef`` is a collective, or calls one.
+    """Return whether an operation is a collective, or calls a function that contains one.
 
-    Functions in ``known`` are not searched again.
+    The operation may also be a ``NodeDef``. Functions whose names are in ``known`` were searched
+    before, and are not searched again.
     """
     is_definition = isinstance(node, tf.compat.v1.NodeDef)
     kind = node.op if is_definition else node.type

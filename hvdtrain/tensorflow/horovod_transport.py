@@ -1,7 +1,8 @@
 """The transport that uses an installed Horovod, for jobs in which only Horovod can communicate.
 
-Horovod's operations can't be aborted, and with Gloo, Horovod does not notice if a rank does not
-arrive. So a rank that has waited too long ends its process, and horovodrun ends the other ranks.
+Horovod's operations can't be aborted. With Gloo, Horovod also does not notice if a rank never calls
+an operation. A rank that has waited too long therefore ends its process, and horovodrun then ends
+the other ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _load_horovod() -> ModuleType:
 
 
 class HorovodTransport(Transport):
-    """Moves bytes through ``horovod.tensorflow``.
+    """Sends and receives data with the operations of ``horovod.tensorflow``.
 
     Args:
         timeout_s: Seconds to wait for other ranks.
@@ -61,7 +62,7 @@ class HorovodTransport(Transport):
         self._patient = False
 
     def open(self, ranks: RankState) -> Transport:
-        """Start Horovod's watchdog."""
+        """Start the thread that ends this process if it waits too long for other ranks."""
         super().open(ranks)
         ranks.set_ranks(self._hvd.rank(), self._hvd.size())
         self._watchdog = Watchdog(
@@ -76,7 +77,7 @@ class HorovodTransport(Transport):
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Disable the watchdog within the block."""
+        """Wait for other ranks without a time-out within the ``with`` block."""
         self._patient = True
         try:
             yield
@@ -84,24 +85,24 @@ class HorovodTransport(Transport):
             self._patient = False
 
     def close(self) -> None:
-        """Stop the watchdog."""
+        """Stop the thread that ``open`` started."""
         self._watchdog.close()
 
     def messages(self) -> PointToPoint:
-        """Raise ``ConfigurationError``, because Horovod lacks point-to-point messages."""
+        """Raise ``ConfigurationError``, because Horovod can't send messages between two ranks."""
         raise _needs_mpi("Parameter servers")
 
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """Raise ``ConfigurationError``, because process sets need MPI."""
+        """Raise ``ConfigurationError``. Process sets are only supported with MPI."""
         raise _needs_mpi("Process sets")
 
     def agree(self, call: Call) -> bool:
-        """Return whether all ranks make the same call."""
+        """Return whether all ranks call the same collective with the same arguments."""
         digest = tf.convert_to_tensor(np.array([call.digest]))
         return bool((np.array(self._do(lambda: self._hvd.allgather(digest))) == call.digest).all())
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Reduce arrays if all ranks make the same call, and return whether they do."""
+        """Reduce arrays if all ranks call the same collective, and return whether they do."""
         if not self.agree(reduction.call):
             return False
         op = getattr(self._hvd, _OPS[reduction.op])
@@ -119,12 +120,12 @@ class HorovodTransport(Transport):
         return True
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        """Gather the bytes of all ranks."""
+        """Return the bytes that each rank passed."""
         if out.size:
             np.copyto(out, self._do(lambda: self._hvd.allgather(tf.convert_to_tensor(data))))
 
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
-        """Broadcast the bytes of ``root``."""
+        """Return the bytes that the rank ``root`` passed."""
         if buffer.size:
             tensor = tf.convert_to_tensor(buffer)
             np.copyto(buffer, self._do(lambda: self._hvd.broadcast(tensor, root)))
@@ -136,7 +137,7 @@ class HorovodTransport(Transport):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        """Exchange bytes between all ranks."""
+        """Send different bytes to each rank, and return the bytes from each rank."""
         tensor = tf.convert_to_tensor(data)
         splits = tf.convert_to_tensor(list(send_counts), tf.int32)
         rows, _ = self._do(lambda: self._hvd.alltoall(tensor, splits=splits))
@@ -163,9 +164,9 @@ def _needs_mpi(feature: str) -> ConfigurationError:
 
 
 def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
-    """Return an array in a type that Horovod can reduce.
+    """Return an array in a dtype that Horovod can reduce.
 
-    float16 and bfloat16 become float32, like in all engines.
+    float16 and bfloat16 become float32, as in all of hvdtrain's engines.
     """
     values = widen(array)
     if values.dtype == np.uint64:
@@ -176,9 +177,9 @@ def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
 
 
 def _unpacked(result: tf.Tensor, dtype: np.dtype, op: ReduceOp) -> np.ndarray:
-    """Convert the reduced result of ``_packed`` back to ``dtype``.
+    """Convert an array that Horovod has reduced back to ``dtype``.
 
-    Results of float16 and bfloat16 arrays remain float32.
+    If ``dtype`` is float16 or bfloat16, the result is float32.
     """
     values = np.array(result)
     if dtype == np.uint64:

@@ -26,8 +26,8 @@ def run_on_host(
 ) -> list[tf.Tensor]:
     """Run a NumPy function on tensors, immediately or as an operation of the current graph.
 
-    The function may call collectives, because graphs run such functions in the order in which they
-    were added.
+    The function may call collectives. In a graph, functions that were added in this way run in the
+    order in which they were added.
 
     Args:
         function: Function that takes an array for each tensor and returns a sequence of arrays.
@@ -59,7 +59,11 @@ def _as_array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _ordered_session_methods(extend: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Return session methods that run collectives in order and raise errors as in eager mode."""
+    """Return replacements for two methods of sessions.
+
+    With these methods, a session runs collectives in order, and raises the same errors as eager
+    execution.
+    """
 
     def extend_graph(self: Any) -> None:
         SessionOrder.of(self.graph).extend()

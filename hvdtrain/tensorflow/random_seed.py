@@ -1,4 +1,4 @@
-"""State of TensorFlow's global random seed."""
+"""TensorFlow's global random seed, and the state of the generator that depends on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_unless_set(seed: int) -> None:
 
 
 def current() -> tuple[int, Any] | None:
-    """Return the global seed and the state of the operation seeds.
+    """Return the global seed, and the state of the generator that draws seeds of operations.
 
     Return None if the global seed is not set.
     """
@@ -33,6 +33,6 @@ def current() -> tuple[int, Any] | None:
 
 
 def restore(seed: int, state: Any) -> None:
-    """Restore the seed and the state that ``current`` has returned."""
+    """Restore the global seed and the generator's state that ``current`` has returned."""
     tf.random.set_seed(seed)
     operation_seeds().setstate(state)

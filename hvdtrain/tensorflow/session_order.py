@@ -1,16 +1,16 @@
 """The order in which a session runs collectives: the order of their creation.
 
 A session runs the fetched operations and their inputs, each as soon as possible. All ranks must run
-the same collectives in the same order, so collectives are chained. But a collective must not run if
-it is not needed for the fetches, because it may need data that is not fed, or consume a batch. So
-the chain has gates at which it can be cut::
+the same collectives in the same order, so control dependencies chain the collectives. But if a
+collective is not needed for the fetches, it must not run: it may need data that is not fed, or
+consume a batch. The chain therefore has gates at which it can be cut::
 
     gate 0 ──> operation 1 ──> done 1 ──> gate 1 ──> operation 2 ──> done 2 ──> gate 2 ...
        └───────────────────────────────────^ └───────────────────────────────────^
 
-An operation depends on the previous gate. The next gate depends on the previous gate and on
-``done``, which depends on the operation. If a run does not need the operation, it feeds ``done``,
-so that the operation and its inputs don't run.
+In this picture, an operation depends on the previous gate. The next gate depends on the previous
+gate and on the tensor ``done``, which depends on the operation. If a run does not need the
+operation, it feeds a value for ``done``. TensorFlow then doesn't run the operation and its inputs.
 
 In TensorFlow 1 control flow (``disable_control_flow_v2``), some control dependencies can't enter or
 leave a ``cond`` or ``while_loop``. If an operation is in a branch of a ``cond`` and the other
@@ -39,9 +39,9 @@ _ATTRIBUTE = "_hvdtrain_order"
 
 
 class _Link(NamedTuple):
-    """A collective in the chain of a graph, or the first input of a loop with collectives.
+    """A collective in the chain of a graph, or the first input of a loop that contains collectives.
 
-    ``gate`` is the gate after the operation.
+    ``done`` is a tensor that depends on the operation. ``gate`` is the gate after the operation.
     """
 
     operation: tf.Operation
@@ -50,7 +50,7 @@ class _Link(NamedTuple):
 
 
 class SessionOrder:
-    """The chain of collectives of a graph that is run by sessions."""
+    """The order in which sessions run the collectives of a graph."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -65,7 +65,7 @@ class SessionOrder:
 
     @classmethod
     def of(cls, graph: Any) -> SessionOrder:
-        """Return the order of a graph. It is stored as an attribute of the graph."""
+        """Return the ``SessionOrder`` of a graph, which is stored as an attribute of the graph."""
         order = getattr(graph, _ATTRIBUTE, None)
         if order is None:
             order = cls(graph)
@@ -73,7 +73,10 @@ class SessionOrder:
         return order
 
     def extend(self) -> None:
-        """Add new collectives of the graph to the chain, before a session reads the graph."""
+        """Add collectives that are new in the graph to the chain.
+
+        This must be called before a session reads the graph.
+        """
         if self._graph.version == self._version:
             return
         with self._lock:
@@ -99,7 +102,7 @@ class SessionOrder:
     def feeds_to_skip(
         self, targets: Sequence[Any], fetches: Sequence[Any], feeds: Mapping[Any, Any]
     ) -> dict[Any, Any]:
-        """Return the feeds that make a run skip the collectives that it does not need.
+        """Return additional feeds, with which a run skips the collectives that it does not need.
 
         Args:
             targets: Operations to run.
@@ -132,7 +135,11 @@ class SessionOrder:
         return [self._links[first - 1].gate, *skipped] if first else skipped
 
     def _add(self, operation: tf.Operation) -> None:
-        """Add an operation to the order of its loop, and the loop to the order around it."""
+        """Add an operation to the chain.
+
+        If the operation is inside a loop, add it to the order of the loop, and add the loop to the
+        chain.
+        """
         first, last = [operation], [operation]
         context = private_tensorflow.control_flow_context(operation)
         while True:
@@ -175,9 +182,10 @@ class SessionOrder:
 
 
 def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
-    """Return the branches around a context up to the next loop, and the loop or None.
+    """Return the branches of ``cond`` that contain a context, and the innermost loop around it.
 
-    The innermost branch comes first.
+    Only branches inside this loop are returned, with the innermost branch first. The loop is None
+    if the context is not inside a loop.
     """
     branches = []
     while context is not None and not context.IsWhileContext():
@@ -193,9 +201,10 @@ def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation
 
 
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
-    """Add an operation outside the branches, which runs after ``operations``.
+    """Add an operation that runs after ``operations``, but is outside of their branches.
 
-    If ``operations`` don't run because the other branch is taken, the new operation still runs.
+    If ``operations`` don't run because ``cond`` takes the other branch, the new operation still
+    runs.
     """
     if not branches:
         after = tf.constant(True).op
@@ -218,7 +227,7 @@ def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
 def _needed_operations(
     roots: Iterable[tf.Operation], fed: set[str], gates: set[tf.Operation]
 ) -> set[tf.Operation]:
-    """Return ``roots`` and all operations that they depend on, up to the gates."""
+    """Return ``roots`` and all operations on which they depend. The search stops at gates."""
     needed: set[tf.Operation] = set()
     pending = list(roots)
     while pending:

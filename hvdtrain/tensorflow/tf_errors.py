@@ -1,4 +1,4 @@
-"""Exceptions that are both hvdtrain's and TensorFlow's, for Horovod's API.
+"""Exceptions of Horovod's API, which are subclasses of both hvdtrain's and TensorFlow's errors.
 
 Scripts may catch ``hvdtrain.errors.MismatchError`` or, as with Horovod,
 ``tf.errors.FailedPreconditionError``.
@@ -37,9 +37,10 @@ _FROM_PYTHON = re.compile(rf"^({'|'.join(_BY_NAME)}): (.*?)\nTraceback ", re.MUL
 
 @contextmanager
 def raise_as_in_tensorflow() -> Iterator[None]:
-    """Convert hvdtrain's errors in the block to errors that are also TensorFlow's.
+    """Convert hvdtrain's errors in the ``with`` block to errors that are also TensorFlow's.
 
-    If TensorFlow has wrapped an error that a Python function in a graph raised, it is unwrapped.
+    If a Python function in a graph raises an error, TensorFlow wraps it in an error of its own. In
+    this case, the original error is converted.
     """
     try:
         yield

@@ -41,7 +41,10 @@ def variable_label(variable: Any) -> str:
 
 
 def member_name(name: str | None, member: int | str) -> str | None:
-    """Return the name of a part of an operation, or None if the operation is unnamed."""
+    """Return the name of one of the tensors or steps of an operation.
+
+    Return None if the operation is unnamed.
+    """
     return None if name is None else f"{name}_{member}"
 
 
@@ -60,15 +63,15 @@ def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -
 
 
 def without_counts(name: str) -> str:
-    """Remove numbers: ``sgd_3/dense_7_kernel`` becomes ``sgd/dense_kernel``."""
+    """Remove numbers from a name: ``sgd_3/dense_7_kernel`` becomes ``sgd/dense_kernel``."""
     return re.sub(r"_\d+(?=[_/:]|$)", "", name)
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-    """Renumber names as if the process had created nothing else.
+    """Renumber names as if the process had created no other layers.
 
-    The order of numbers is kept, so that swapped variables can be noticed: ``dense_7, dense_9``
-    becomes ``dense, dense_1``, and ``dense_9, dense_7`` becomes ``dense_1, dense``.
+    The order of the numbers stays the same, so that swapped variables can be noticed: ``dense_7,
+    dense_9`` becomes ``dense, dense_1``, and ``dense_9, dense_7`` becomes ``dense_1, dense``.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
     for part in _PART.finditer("/".join(names)):

@@ -1,4 +1,7 @@
-"""Parts of a step that XLA compiles, between collectives, which XLA can't compile."""
+"""Compilation of parts of a step with XLA.
+
+XLA can't compile collectives, so the parts between the collectives are compiled separately.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def compiled_if_possible(what: str, function: Callable[..., Any], *gradients: Any) -> Any:
-    """Call a function that is compiled with XLA, and may use tensors of the current graph.
+    """Compile a function with XLA and call it.
 
-    If XLA does not support one of its operations, this is logged, and the operations are added to
-    the current graph instead.
+    The function may use tensors of the current graph.
+
+    If XLA does not support one of the function's operations, a message is logged, and the
+    operations are added to the current graph without compilation.
 
     Args:
-        what: Noun phrase for the log message.
+        what: Noun phrase that names the function in the log message.
         function: Returns nested tensors or None. It is called again if it can't be compiled.
-        gradients: Arguments of the function. Their rows are padded if it is compiled.
+        gradients: Arguments of the function. If the function is compiled, the rows of sparse
+            gradients are padded.
     """
     padded = [_pad_rows(gradient) for gradient in gradients]
     compiled = tf.function(lambda: function(*padded), jit_compile=True, autograph=False)
@@ -45,10 +51,10 @@ def _log_once(what: str, unsupported: str) -> None:
 
 
 def _pad_rows(gradient: Any) -> Any:
-    """Pad the rows of ``tf.IndexedSlices`` to a power of two, and return dense tensors unchanged.
+    """Pad the rows of ``tf.IndexedSlices`` to a power of two. Return dense tensors unchanged.
 
-    XLA compiles again for each number of rows. The added rows are zeros outside of the variable,
-    which compiled scatter operations ignore.
+    XLA would compile again for each new number of rows. The indices of the added rows are outside
+    of the variable, and compiled scatter operations ignore such rows.
     """
     if not isinstance(gradient, tf.IndexedSlices) or gradient.indices.shape[0] is not None:
         return gradient

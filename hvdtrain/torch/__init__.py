@@ -4,7 +4,7 @@
 
     import hvdtrain.torch as hvd
 
-Modules are loaded when one of their names is first used. TensorFlow is never loaded.
+A module is loaded when the program first uses one of its names. TensorFlow is never loaded.
 """
 
 from __future__ import annotations

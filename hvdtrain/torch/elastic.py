@@ -1,4 +1,4 @@
-"""Horovod's ``horovod.torch.elastic``."""
+"""The names of ``horovod.torch.elastic``."""
 
 from __future__ import annotations
 

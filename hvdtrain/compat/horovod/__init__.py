@@ -1,4 +1,4 @@
-"""Horovod's API, built on the same gradient reducer as ``hvdtrain.distribute``.
+"""Horovod's API. It averages gradients with the same code as ``hvdtrain.distribute``.
 
 Scripts import it as ``hvdtrain.tensorflow``, ``hvdtrain.tensorflow.keras`` or ``hvdtrain.keras``.
 """

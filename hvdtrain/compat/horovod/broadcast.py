@@ -83,7 +83,10 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that calls ``broadcast_object`` with its argument and these options."""
+    """Return a function that calls ``broadcast_object``.
+
+    The function takes the object. The other arguments of ``broadcast_object`` are fixed here.
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -103,10 +106,10 @@ def allgather_object(
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """Return the operation that assigns the global variables of ``root_rank`` on every rank.
+    """Return an operation that assigns ``root_rank``'s global variables to those of every rank.
 
     Raises:
-        ModelError: If execution is eager, because TensorFlow then does not list variables.
+        ModelError: If execution is eager, because TensorFlow then has no list of global variables.
     """
     if tf.executing_eagerly():
         raise ModelError(
@@ -119,8 +122,8 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Session hook that broadcasts the global variables when the session is created.
 
-    At that time, the variables have been initialized or restored from a checkpoint. Only
-    ``root_rank`` needs to have the checkpoint.
+    At that time, each rank has initialized its variables or restored them from a checkpoint. Only
+    ``root_rank`` needs access to the checkpoint.
 
     Args:
         root_rank: Rank whose values are assigned on every rank.
@@ -133,7 +136,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._broadcast: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Add the broadcast to the graph."""
+        """Add the operation that broadcasts the variables to the graph."""
         if self._broadcast is None or self._broadcast.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self._device or None):
                 self._broadcast = broadcast_global_variables(self._root_rank)

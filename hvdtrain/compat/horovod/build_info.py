@@ -1,4 +1,7 @@
-"""Horovod's functions that describe the job and the installation, with any framework."""
+"""Horovod's functions that describe the job and the installation.
+
+They are the same for TensorFlow and PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,22 @@ __all__ = [
 
 
 def cross_rank() -> int:
-    """Return this rank's index among the ranks that have the same local rank.
+    """Return the index of this rank's host.
 
-    These ranks are on different hosts.
+    More exactly, this is the index of this rank among all ranks with the same local rank, of which
+    each host has at most one.
     """
     rank = world.topology().rank
     return cross_ranks(world.hosts(), rank).index(rank)
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this rank's local rank."""
+    """Return the number of hosts with a rank that has the same local rank as this rank."""
     return len(cross_ranks(world.hosts(), world.topology().rank))
 
 
 def cross_ranks(hosts: Sequence[int], rank: int) -> list[int]:
-    """Return all ranks that have the same local rank as ``rank``.
+    """Return the ranks whose local rank is the same as that of ``rank``.
 
     ``hosts`` contains the host of each rank.
     """

@@ -1,8 +1,9 @@
 """Horovod's collectives on tensors, with gradients.
 
-They run eagerly, in a tf.function and in sessions, but not with XLA. All ranks must make the same
-calls in the same order. If name, shape, type or options differ, every rank raises an error. If only
-some ranks make a call, they raise an error after ``HVDTRAIN_TIMEOUT_S`` seconds.
+They run eagerly, in a tf.function and in sessions, but XLA can't compile them. All ranks must make
+the same calls in the same order. If the name, shape, dtype or options of a call differ between
+ranks, every rank raises an error. If only some ranks make a call, these ranks raise an error after
+``HVDTRAIN_TIMEOUT_S`` seconds.
 
 Gradients are scaled as in Horovod. ``allreduce`` and ``alltoall`` return the gradient of the sum of
 all ranks' losses. ``allgather`` and ``broadcast`` return the gradient of the mean of these losses.
@@ -61,12 +62,13 @@ def allreduce(
     """Reduce the tensors of all ranks elementwise.
 
     Args:
-        tensor: Tensor or variable, with the same shape and type on all ranks, or
-            ``tf.IndexedSlices``. The rows of ``tf.IndexedSlices`` are concatenated.
-        average: Deprecated, use ``op``. True means Average and False means Sum.
+        tensor: A tensor or variable with the same shape and dtype on all ranks, or
+            ``tf.IndexedSlices``. The rows of ``tf.IndexedSlices`` from all ranks are concatenated
+            instead of reduced.
+        average: Deprecated. Use ``op`` instead. True means Average and False means Sum.
         device_dense: Device on which tensors are reduced.
         device_sparse: Device on which ``tf.IndexedSlices`` are combined.
-        compression: Type in which the tensor is sent, from ``Compression``.
+        compression: Data type in which the tensor is sent, such as ``Compression.fp16``.
         op: Average, Sum, Adasum, Min, Max or Product. Defaults to Average. Averages of integers are
             rounded towards zero.
         prescale_factor: Factor applied before the reduction.
@@ -77,9 +79,10 @@ def allreduce(
 
     Raises:
         MismatchError: If shapes, types, names or options differ between ranks.
-        NotImplementedError: If ``tensor`` is ``tf.IndexedSlices``, and a factor is not 1 or ``op``
-            is neither Sum nor Average. Also if ``op`` is Adasum, and ``tensor`` is not floating or
-            the number of ranks is not a power of two.
+        NotImplementedError: If ``tensor`` is ``tf.IndexedSlices``, and ``op`` is neither Sum nor
+            Average. If ``tensor`` is ``tf.IndexedSlices``, and one of the factors is not 1. If
+            ``op`` is Adasum, and ``tensor`` does not contain floating-point numbers. If ``op`` is
+            Adasum, and the number of ranks is not a power of two.
     """
     return grouped_allreduce(
         [tensor],
@@ -139,7 +142,7 @@ def allgather(
         process_set: Participating ranks. Defaults to all ranks.
 
     Raises:
-        MismatchError: If types or the sizes of other axes differ between ranks.
+        MismatchError: If dtypes, or sizes of axes other than the first, differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("allgather", name, [tensor])
@@ -226,12 +229,12 @@ def alltoall(
         process_set: Participating ranks. Defaults to all ranks.
 
     Returns:
-        The received rows. If ``splits`` is given, also an int32 tensor with the number of rows from
-        each rank.
+        The received rows. If ``splits`` is given, the result is a pair: the received rows, and an
+        int32 tensor with the number of rows from each rank.
 
     Raises:
-        ConfigurationError: If ``splits`` do not add up to the number of rows.
-        MismatchError: If types or the sizes of other axes differ between ranks.
+        ConfigurationError: If the numbers in ``splits`` do not add up to the number of rows.
+        MismatchError: If dtypes, or sizes of axes other than the first, differ between ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("alltoall", name, [tensor])
@@ -332,13 +335,13 @@ def join() -> tf.Tensor:
     """Wait until all ranks have called ``join``.
 
     A rank calls this when it has no more data. The other ranks may still call ``allreduce``, and
-    run steps with a ``DistributedGradientTape`` or ``DistributedOptimizer``. A joined rank
-    contributes zeros to sums and averages, and nothing to Min, Max and Product. Averages still
-    divide by the number of all ranks.
+    run steps with a ``DistributedGradientTape`` or ``DistributedOptimizer``. A rank that has joined
+    contributes zeros to sums and averages. It contributes nothing to Min, Max and Product. Averages
+    still divide by the number of all ranks, including those that have joined.
 
     Returns:
-        The last rank that joined, as an int32 tensor. If several ranks joined last, at the same
-        time, the highest of them.
+        The rank that joined last, as an int32 tensor. If several ranks joined last at the same
+        time, the highest of these ranks.
 
     Raises:
         ConfigurationError: If the job is elastic.

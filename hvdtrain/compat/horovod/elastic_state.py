@@ -1,6 +1,6 @@
-"""Horovod's elastic training with any framework, which continues when ranks are lost.
+"""Horovod's elastic training, in which the remaining ranks continue if some ranks are lost.
 
-::
+It works with any framework. This example trains a Keras model::
 
     @hvd.elastic.run
     def train(state):
@@ -12,8 +12,8 @@
 
     train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0))
 
-This requires an elastic job (``hvdtrain run --elastic``). In other jobs, a lost rank ends the job.
-Unlike in Horovod, no ranks are added to a running job.
+Elastic training requires an elastic job (``hvdtrain run --elastic``). In other jobs, a lost rank
+ends the job. Unlike Horovod, hvdtrain does not add ranks to a running job.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HorovodInternalError = RanksLostError
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Raised by ``commit`` on all remaining ranks if ranks were lost."""
+    """Raised by ``commit`` on all remaining ranks if ranks were lost since the last check."""
 
 
 class ObjectState:
     """Training state that consists of attributes.
 
-    The attributes are sent as a pickle.
+    The attributes are sent to other ranks as a pickle.
 
     Args:
         bcast_object: Ignored.
@@ -91,7 +91,7 @@ class ObjectState:
 
         Raises:
             HostsUpdatedInterrupt: If ranks were lost.
-            TooFewRanksError: If fewer ranks than ``--min-np`` remain.
+            TooFewRanksError: If fewer ranks remain than ``--min-np`` requires.
         """
         too_few = world.collectives().too_few
         if too_few is not None:
@@ -102,7 +102,7 @@ class ObjectState:
     def _ranks_lost(self) -> bool:
         """Return whether ranks were lost since the last call.
 
-        All ranks must call this, and get the same answer.
+        All ranks must call this, and all ranks get the same answer.
         """
         collectives = world.collectives()
         if not collectives.survives_losses:
@@ -112,7 +112,7 @@ class ObjectState:
         return self._generation > before
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Copy the state in memory. ``restore`` returns to this copy."""
         self._saved = {name: getattr(self, name) for name in self._saved}
 
     def restore(self) -> None:
@@ -121,7 +121,7 @@ class ObjectState:
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Replace the state of all ranks by the state of rank 0.
+        """Replace the state of all ranks with the state of rank 0.
 
         All ranks must call this.
         """

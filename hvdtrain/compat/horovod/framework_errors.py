@@ -1,4 +1,4 @@
-"""Errors that also have the type that Horovod raises with the program's framework."""
+"""Errors of hvdtrain that are also of the type that Horovod raises with the same framework."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["raise_as_in_framework"]
 
 @contextmanager
 def raise_as_in_framework() -> Iterator[None]:
-    """Convert hvdtrain's errors in the block to errors that are also TensorFlow's.
+    """Convert hvdtrain's errors in the ``with`` block to errors that are also TensorFlow's.
 
-    Without TensorFlow, errors stay as they are: with PyTorch, Horovod raises RuntimeError, the base
-    class of hvdtrain's errors.
+    If the program doesn't use TensorFlow, nothing is converted. With PyTorch, Horovod raises
+    RuntimeError, and hvdtrain's errors are RuntimeErrors anyway.
     """
     if "tensorflow" not in sys.modules:
         yield

@@ -24,13 +24,13 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _HorovodTape(tape.DistributedGradientTape):
-    """Distributed tape whose methods have the same arguments as Horovod's tapes."""
+    """A distributed gradient tape whose methods have the same arguments as in Horovod."""
 
     def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:
         self._hvdtrain_reducer = reducer
 
     def register_local_source(self, source: Any) -> None:
-        """Exclude the gradient of a variable from the reduction."""
+        """Exclude a variable: its gradient will not be reduced."""
         self._hvdtrain_reducer.keep_local(source)
 
     def gradient(  # type: ignore[override]  # Horovod's arguments are positional
@@ -41,7 +41,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Compute gradients like ``tf.GradientTape.gradient``, reduced over all ranks.
+        """Compute gradients like ``tf.GradientTape.gradient``, and reduce them over all ranks.
 
         ``sources`` must be the same on all ranks. ``use_generic_names`` is ignored.
         """
@@ -59,7 +59,10 @@ class _HorovodTape(tape.DistributedGradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs for local sources and for all other sources."""
+        """Return two lists of (source, gradient) pairs: for local sources and for all others.
+
+        Local sources are those whose gradients are not reduced.
+        """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients))
         is_local = self._hvdtrain_reducer.is_local
@@ -82,8 +85,8 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape whose ``gradient`` reduces gradients over all ranks.
 
-    ``gradtape`` is the tape that recorded the loss. It remains usable. ``op`` may be any reduction.
-    The other arguments are described in ``hvdtrain.keras.DistributedOptimizer``.
+    ``gradtape`` is the tape that recorded the loss. It can still be used afterwards. ``op`` may be
+    any reduction. The other arguments are described in ``hvdtrain.keras.DistributedOptimizer``.
 
     Raises:
         ValueError: If the arguments contradict each other.

@@ -1,6 +1,6 @@
 """Horovod's callbacks for ``fit``.
 
-Models that are wrapped by ``hvdtrain.distribute`` don't need these callbacks.
+Models that are passed to ``hvdtrain.distribute`` don't need these callbacks.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Exclude a variable from the broadcast."""
+        """Exclude a variable from the broadcast, so that each rank keeps its own value."""
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables if model and optimizer are built."""
+        """Broadcast the variables if the model and the optimizer are built."""
         if self.model.built and self.model.optimizer.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast the variables after the first step if they were not built before."""
+        """Broadcast the variables after the first step if they didn't exist when training began."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -82,8 +82,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Callback that averages the results of an epoch over all ranks.
 
-    Later callbacks see the averages. Ranks have the same weight, even if their numbers of samples
-    differ. ``hvdtrain.distribute``, in contrast, computes results over all samples.
+    Callbacks that come later in the list see the averages. All ranks have the same weight, even if
+    they have different numbers of samples. ``hvdtrain.distribute``, in contrast, computes exact
+    results over all samples.
 
     Args:
         device: Ignored.
@@ -116,7 +117,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             step, and ``multiplier`` gets fractional epochs.
         momentum_correction: Ignored, because momentum is constant in Keras 3.
         steps_per_epoch: Number of steps per epoch, used if ``staircase`` is False. Defaults to the
-            number in ``fit``.
+            number of steps per epoch of ``fit``.
 
     Raises:
         ValueError: If ``initial_lr`` is None.
@@ -149,7 +150,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that the learning rate can be set."""
+        """Check that the optimizer's learning rate can be set."""
         for plain in plain_optimizers(self.model.optimizer):
             if not isinstance(learning_rate_of(plain), keras.Variable):
                 raise ModelError(
@@ -165,7 +166,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Store the epoch."""
+        """Store the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -199,7 +200,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         initial_lr: Learning rate after the warmup, which is usually scaled by the number of ranks.
         warmup_epochs: Number of warmup epochs.
         momentum_correction: Ignored.
-        steps_per_epoch: Number of steps per epoch. Defaults to the number in ``fit``.
+        steps_per_epoch: Number of steps per epoch. Defaults to the number of steps per epoch of
+            ``fit``.
         verbose: 1 to print a message when the warmup ends.
     """
 
@@ -227,7 +229,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add the learning rate to the results, and print it at the end of the warmup."""
+        """Add the learning rate to the results of the epoch. Print it when the warmup ends."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and world.is_chief():
             rate = self._rate()
@@ -237,7 +239,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """``keras.callbacks.ModelCheckpoint`` that keeps the best model.
+    """A ``keras.callbacks.ModelCheckpoint`` with ``save_best_only=True``.
 
     Args:
         filepath: Path of the file.

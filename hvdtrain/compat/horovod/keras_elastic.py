@@ -1,6 +1,6 @@
 """Horovod's elastic training with Keras.
 
-Models that are wrapped by ``hvdtrain.distribute`` don't need it.
+Models that are passed to ``hvdtrain.distribute`` don't need it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _StateCallback(keras.callbacks.Callback):
 
 
 class CommitStateCallback(_StateCallback):
-    """Callback that commits a state every few steps and at the end of each epoch.
+    """Callback that commits a training state every few steps and at the end of each epoch.
 
     Args:
         state: Training state.
@@ -77,19 +77,20 @@ class CommitStateCallback(_StateCallback):
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Callback that sets ``state.batch`` to the number of the latest step in the epoch.
+    """Callback that sets ``state.batch`` to the number of the latest step of the epoch.
 
     Between epochs, ``state.batch`` is 0.
 
-    The callback does not shorten an epoch that was interrupted. To do this, pass
-    ``steps_per_epoch`` minus ``state.batch`` to ``fit``.
+    If an epoch was interrupted, the callback does not skip the steps that are done. To train only
+    for the remaining steps, pass ``steps_per_epoch=steps - state.batch`` to ``fit``, where
+    ``steps`` is the number of steps in a complete epoch.
 
     Args:
         state: Training state with an attribute ``batch``.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Set ``state.batch`` to the step."""
+        """Set ``state.batch`` to the number of the step."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -98,7 +99,9 @@ class UpdateBatchStateCallback(_StateCallback):
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Callback that counts complete epochs in ``state.epoch``, over all calls to ``fit``.
+    """Callback that counts completed epochs in ``state.epoch``.
+
+    The count continues in later calls of ``fit``.
 
     Args:
         state: Training state with an attribute ``epoch``.
@@ -113,5 +116,5 @@ class UpdateEpochStateCallback(_StateCallback):
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Set ``state.epoch`` to the number of complete epochs."""
+        """Set ``state.epoch`` to the number of completed epochs."""
         self.state.epoch = self.initial_epoch + epoch + 1

@@ -28,12 +28,15 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(GradientAveragingMixin):
-    """Mixin for a plain optimizer's class. The optimizer is saved without the mixin."""
+    """Mixin with which an optimizer reduces its gradients over all ranks.
+
+    The optimizer is saved under its original class, without the mixin.
+    """
 
     _hvdtrain_sums = False
 
     def register_local_var(self, var: Any) -> None:
-        """Exclude the gradient of a variable from the reduction."""
+        """Exclude a variable: its gradient will not be reduced."""
         self._hvdtrain_reducer.keep_local(var)
 
     def _hvdtrain_average(self, grads: Any) -> Any:
@@ -66,26 +69,27 @@ def DistributedOptimizer(
         name: Ignored.
         device_dense: Device on which gradients are reduced.
         device_sparse: Device on which gradients that are ``tf.IndexedSlices`` are combined.
-        compression: Type in which gradients are sent, from ``Compression``.
-        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors first.
+        compression: Data type in which gradients are sent, such as ``Compression.fp16``.
+        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors before they are reduced.
         gradient_predivide_factor: With Average, gradients are divided by this factor before they
             are summed, and the sum is divided by ``size() / factor``.
         op: Average or Sum.
         backward_passes_per_step: Number of steps whose gradients are summed before the reduction.
-        average_aggregated_gradients: Whether to average these gradients instead of summing them.
-        num_groups: Deprecated, use ``groups``.
+        average_aggregated_gradients: Whether to average the gradients of these steps instead of
+            summing them.
+        num_groups: Deprecated. Use ``groups`` instead.
         groups: Number of groups in which gradients are reduced, or a list with the variables of
             each group. By default, hvdtrain chooses the groups.
         process_set: Participating ranks. Defaults to all ranks.
         scale_local_gradients: Whether to divide the gradients of local variables by the number of
-            ranks.
+            ranks. A variable is local after ``register_local_var``.
 
     Returns:
         The same optimizer. It is saved and loaded like a plain optimizer.
 
     Raises:
-        ModelError: If ``optimizer`` is not a Keras 3 optimizer or already accumulates gradients, or
-            some ranks are parameter servers.
+        ModelError: If ``optimizer`` is not a Keras 3 optimizer, or if it already accumulates
+            gradients. Also if some ranks are parameter servers.
         ValueError: If the arguments contradict each other.
     """
     arguments = locals()
@@ -131,10 +135,11 @@ def PartialDistributedOptimizer(
 ) -> Any:
     """Make an optimizer reduce all gradients except those of ``local_layers``.
 
-    These layers must be built. The other arguments are described in ``DistributedOptimizer``.
+    The layers in ``local_layers`` must be built. The other arguments are described in
+    ``DistributedOptimizer``.
 
     Raises:
-        ModelError: In the same cases as ``DistributedOptimizer``.
+        ModelError: In the same cases in which ``DistributedOptimizer`` raises it.
         ValueError: If ``local_layers`` contains something other than layers, or the arguments
             contradict each other.
     """
@@ -154,13 +159,14 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model whose optimizer reduces gradients over all ranks.
+    """Load a model, and make its optimizer reduce gradients over all ranks.
 
     Args:
         filepath: Path of the saved model.
         custom_optimizers: Optimizer classes that are unknown to Keras.
-        custom_objects: Other objects that are unknown to Keras, by their names.
-        compression: Type in which gradients are sent, from ``Compression``.
+        custom_objects: Other objects that are unknown to Keras, as a dictionary from names to
+            objects.
+        compression: Data type in which gradients are sent, such as ``Compression.fp16``.
         legacy_opts: Must be False.
 
     Raises:

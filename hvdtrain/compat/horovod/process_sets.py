@@ -1,4 +1,4 @@
-"""Horovod's ``init``, and process sets, which run collectives on some of the ranks."""
+"""Horovod's ``init`` and process sets. A process set runs collectives on some of the ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = [
 class ProcessSet:
     """A subset of the ranks, to be passed as ``process_set``.
 
-    Pass a set to ``init`` or ``add_process_set`` to make it usable. Before that, and after
-    ``remove_process_set``, ``size`` and ``rank`` return None.
+    Pass the set to ``init`` or ``add_process_set`` before you use it. Until then, and after
+    ``remove_process_set``, its ``size`` and ``rank`` return None.
 
     Args:
         ranks_or_comm: Ranks of the job, or an mpi4py communicator that contains them.
 
     Attributes:
-        process_set_id: Number of the set. It is the same on all ranks, and None if the set is not
+        process_set_id: Number of the set, which is the same on all ranks. None if the set is not
             usable.
 
     Raises:
@@ -63,11 +63,11 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """The job's ranks in this set, in ascending order."""
+        """The ranks in this set, numbered as in the whole job and in ascending order."""
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """Return the number of ranks, or None if the set is not usable."""
+        """Return the number of ranks in this set, or None if the set is not usable."""
         return len(self.ranks) if self._usable else None
 
     def rank(self) -> int | None:
@@ -80,7 +80,10 @@ class ProcessSet:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank needs no communication with other ranks."""
+        """Whether this rank computes without communication.
+
+        This is the case if this rank is the only one in the set, or if it is not in the set.
+        """
         return not self.included() or len(self.ranks) == 1
 
     def included(self) -> bool:
@@ -89,7 +92,7 @@ class ProcessSet:
 
     @raise_as_in_framework()
     def collectives(self) -> Engine:
-        """Return the engine of the set.
+        """Return the engine that runs the collectives of this set.
 
         Raises:
             ConfigurationError: If the set is not usable, or does not include this rank.
@@ -106,12 +109,12 @@ class ProcessSet:
         return self._collectives
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return None, because process sets reduce on the host."""
+        """Return None. Process sets reduce tensors on the host instead of on devices."""
         return None
 
     @raise_as_in_framework()
     def group_rank(self, rank: int) -> int:
-        """Return the index of one of the job's ranks in ``ranks``.
+        """Return the index in ``ranks`` of a rank of the job.
 
         Raises:
             ConfigurationError: If the set does not include the rank.
@@ -186,7 +189,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def init_with(
     framework: Framework, comm: Any, process_sets: Sequence[ProcessSet] | str | None
 ) -> None:
-    """Start the job of a program that uses ``framework``. The rest is as in ``init``."""
+    """Start the job of a program that uses ``framework``.
+
+    The other arguments and the errors are those of ``init``.
+    """
     if comm is not None:
         raise ConfigurationError(
             f"comm must be None, got {comm!r}: a job has all ranks that were started. For a subset "
@@ -214,7 +220,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: The set or its ranks, which must be the same on every rank.
 
     Raises:
-        ConfigurationError: If the job does not have these ranks.
+        ConfigurationError: If the set contains ranks that the job does not have.
         MismatchError: If ranks passed different sets.
         ValueError: If a set with these ranks already exists.
     """
@@ -243,7 +249,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @raise_as_in_framework()
 def find_process_set(process_set_id: int) -> ProcessSet:
-    """Return the process set with the given number.
+    """Return the process set whose ``process_set_id`` is the given number.
 
     Raises:
         ConfigurationError: If no usable set has this number.

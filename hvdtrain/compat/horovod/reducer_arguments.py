@@ -18,9 +18,9 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
     """Return the gradient reducer for the arguments of a Horovod tape or optimizer.
 
     Args:
-        arguments: Arguments by name. Unknown names are ignored, because AutoGraph adds some to
-            ``locals()``.
-        ops: Supported operations. If empty, all are supported.
+        arguments: The arguments as a dictionary. Unknown names are ignored, because AutoGraph adds
+            names to ``locals()``.
+        ops: Supported reductions. If empty, all reductions are supported.
 
     Raises:
         ValueError: If the arguments contradict each other, or ``op`` is not supported.
@@ -51,7 +51,9 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
 
 
 def trainable_weights(layers: Any) -> list[Any]:
-    """Return the trainable weights of a Keras layer, a sequence of layers, or None.
+    """Return the trainable weights of ``local_layers``.
+
+    The argument is a Keras layer, a sequence of layers, or None.
 
     Raises:
         ValueError: If an entry is not a Keras layer.

@@ -1,4 +1,4 @@
-"""Horovod's reduction operations, with any framework."""
+"""Horovod's reduction operations, such as ``Average``, for all frameworks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Product = ReduceOp.Product
 
 
 def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
-    """Return the operation that ``op`` or the deprecated ``average`` selects.
+    """Return the reduction that the argument ``op`` or the deprecated argument ``average`` selects.
 
     The default is Average.
 

@@ -1,4 +1,4 @@
-"""Horovod's elastic states of TensorFlow's variables and Keras models."""
+"""Horovod's elastic training states that contain TensorFlow variables or Keras models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TensorFlowState(ObjectState):
         self.save()
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Copy the state in memory. ``restore`` returns to this copy."""
         self._values = [np.array(variable.numpy()) for variable in self.variables]
         super().save()
 
@@ -49,7 +49,7 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Replace the state of all ranks by the state of rank 0.
+        """Replace the state of all ranks with the state of rank 0.
 
         All ranks must call this.
         """

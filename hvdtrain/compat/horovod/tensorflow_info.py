@@ -1,4 +1,4 @@
-"""Horovod's functions that describe TensorFlow, and the job in TensorFlow's graphs."""
+"""Horovod's functions that describe TensorFlow, or that return ranks and sizes as tensors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = [
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 tensor that holds ``rank()`` when the graph runs."""
+    """Return an int32 tensor with the value of ``rank()`` at the time when the graph runs."""
     return _int_op(world.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 tensor that holds ``local_rank()`` when the graph runs."""
+    """Return an int32 tensor with the value of ``local_rank()`` at the time when the graph runs."""
     return _int_op(world.local_rank, name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return an int32 tensor that holds the size of a process set when the graph runs."""
+    """Return an int32 tensor with the size of a process set at the time when the graph runs."""
     return _int_op(lambda: len(find_process_set(process_set_id).ranks), name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 tensor that holds ``local_size()`` when the graph runs."""
+    """Return an int32 tensor with the value of ``local_size()`` at the time when the graph runs."""
     return _int_op(world.local_size, name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return an int32 tensor that is 1 if a process set includes this rank, otherwise 0."""
+    """Return an int32 tensor that is 1 if a process set includes this rank, and 0 otherwise."""
     return _int_op(lambda: int(find_process_set(process_set_id).included()), name)
 
 

@@ -52,7 +52,7 @@ def DistributedOptimizer(
         The same optimizer.
 
     Raises:
-        ModelError: In the same cases as ``hvdtrain.keras.DistributedOptimizer``.
+        ModelError: In the same cases in which ``hvdtrain.keras.DistributedOptimizer`` raises it.
         ValueError: If the arguments contradict each other.
     """
     arguments = locals()
@@ -75,21 +75,21 @@ def DistributedOptimizer(
 
 
 class _ReducesGradients:
-    """Mixin for the class of a TensorFlow 1 optimizer."""
+    """Mixin with which a TensorFlow 1 optimizer reduces its gradients over all ranks."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_accumulator: _GradientAccumulator | None
     _hvdtrain_has_reduced: bool
 
     def register_local_var(self, var: Any) -> None:
-        """Exclude the gradient of a variable from the reduction."""
+        """Exclude a variable: its gradient will not be reduced."""
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Compute gradients like the plain optimizer, reduced over all ranks.
+        """Compute gradients like the original optimizer, and reduce them over all ranks.
 
-        While gradients are accumulated, this returns this rank's sums so far, which
-        ``apply_gradients`` ignores.
+        In a step that only accumulates gradients, this returns the sums of this rank's gradients so
+        far. ``apply_gradients`` ignores these sums.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = map(list, zip(*pairs))
@@ -110,12 +110,13 @@ class _ReducesGradients:
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """Apply gradients.
+        """Apply gradients. In a step that only accumulates gradients, nothing is applied.
 
-        ``global_step`` is also increased in steps that only accumulate gradients.
+        ``global_step`` is increased in every step.
 
         Raises:
-            ModelError: If ``compute_gradients`` was never called, so the gradients are not reduced.
+            ModelError: If ``compute_gradients`` was never called. The gradients are then not
+                reduced.
         """
         if not self._hvdtrain_has_reduced:
             raise ModelError(
@@ -157,7 +158,7 @@ class _GradientAccumulator:
         After the last step, the sums are reduced.
 
         Args:
-            gradients: Gradients of one step. The same gradients must be None in every step.
+            gradients: Gradients of one step. A gradient that is None must be None in every step.
             reduce: Function that reduces complete sums. It must return None for each gradient that
                 is None.
 
@@ -188,7 +189,7 @@ class _GradientAccumulator:
     def apply_if_complete(
         self, gradients: Sequence[Any], apply: Callable[[], Any], global_step: Any
     ) -> Any:
-        """Call ``apply`` if ``gradients`` are reduced.
+        """Call ``apply`` if the gradients of all accumulated steps have been reduced.
 
         ``global_step`` is increased in any case.
 
@@ -217,7 +218,7 @@ class _GradientAccumulator:
         return tf.convert_to_tensor(gradient)
 
     def _make_variables(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Create the variables on the first call.
+        """Create the variables that hold the sums, on the first call.
 
         In TensorFlow 1, create them on the first call in each graph.
         """
@@ -241,8 +242,8 @@ class _GradientAccumulator:
 
 
 def _dependencies(operations: Sequence[Any]) -> list[Any]:
-    """Return the control dependencies.
+    """Return the operations that must run before the next one, as control dependencies.
 
-    In eager mode there are none, because operations are already done.
+    In eager mode there are none, because operations have already run.
     """
     return [] if tf.executing_eagerly() else [op for op in operations if op is not None]

@@ -112,7 +112,7 @@ class ServedJob:
         unpack_states(self.model.optimizer, self.shards, states, averages_only=averages_only)
 
     def assign_averages(self) -> None:
-        """Assign the moving averages, if any, to the weights, as Keras does after ``fit``."""
+        """Set the weights to their moving averages, like Keras after ``fit`` with ``use_ema``."""
         if self.has_averages:
             plain = plain_optimizer(self.model.optimizer)
             for average, variable in zip(moving_averages(plain), own_trainable_variables(plain)):

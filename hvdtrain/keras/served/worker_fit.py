@@ -108,7 +108,10 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.pull()
 
     def session(self) -> WorkerSession:
-        """Return the checkpoint session of the running ``fit``. It must have a ``Checkpoint``."""
+        """Return the checkpoint session of the running ``fit``.
+
+        ``fit`` must have a ``Checkpoint``.
+        """
         assert self._session is not None
         return self._session
 

@@ -1,4 +1,4 @@
-"""The names of ``hvdtrain.keras``, under the path of ``horovod.tensorflow.keras``.
+"""The names of ``horovod.tensorflow.keras``, which are the same as in ``hvdtrain.keras``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Horovod's callbacks, under Horovod's path."""
+"""The names of ``horovod.tensorflow.keras.callbacks``."""
 
 from __future__ import annotations
 

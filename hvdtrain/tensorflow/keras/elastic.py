@@ -1,4 +1,4 @@
-"""Horovod's elastic training for Keras, under Horovod's path."""
+"""The names of ``horovod.tensorflow.keras.elastic``."""
 
 from __future__ import annotations
 
