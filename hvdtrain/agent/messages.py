@@ -132,7 +132,7 @@ def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]]
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let TCP detect the loss of the other host within seconds."""
+    """Configure TCP so that the loss of the other host is detected within seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

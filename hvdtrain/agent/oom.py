@@ -145,7 +145,7 @@ class OomWatch:
             self._group, self._before = group, _count_kills(group)
 
     def kills(self) -> OomKills:
-        """Return the numbers of out-of-memory kills since the program's start, and the limit."""
+        """Return how many out-of-memory kills there were during the run, and the memory limit."""
         return OomKills(
             in_group=_increase(self._before, _count_kills(self._group) if self._group else None),
             on_host=_increase(self._before_on_host, self._count_on_host()),

@@ -103,7 +103,7 @@ class OutputRelay:
 
     @property
     def is_open(self) -> bool:
-        """Whether the program may write more output."""
+        """Whether the program can still write output."""
         return bool(self._splitters)
 
     def listen(self, program: subprocess.Popen[bytes]) -> None:
@@ -115,7 +115,7 @@ class OutputRelay:
             self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def update_pause(self) -> None:
-        """Pause the program while the launcher or the disk is slow; call this regularly."""
+        """Pause the program while the launcher or the disk is slow. Call this regularly."""
         if self._file_error is not None and not self._reported_error:
             self._reported_error = True
             text = f"hvdtrain run: writing to --output-dir failed: {self._file_error}; retrying"

@@ -85,7 +85,7 @@ class Cluster:
 
     @property
     def turns(self) -> int:
-        """The number of groups into which a host's ranks are divided. They send chunks in turn."""
+        """The number of groups of a host's ranks. The groups take turns to send chunks."""
         return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property

@@ -75,7 +75,7 @@ class WriteLock:
         self.exclusive = self._acquire(time.monotonic() + timeout_s)
 
     def is_valid(self) -> bool:
-        """Return whether the locked file is still in the directory. Users may remove it."""
+        """Return whether the locked file is still in the directory. Users may have removed it."""
         try:
             return self._descriptor >= 0 and os.path.samestat(
                 os.stat(self._path), os.fstat(self._descriptor)

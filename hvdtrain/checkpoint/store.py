@@ -253,7 +253,7 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written. Its arrays must not change meanwhile."""
+        """Whether a snapshot is being written. While this is true, its arrays must not change."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, snapshot: Snapshot) -> None:

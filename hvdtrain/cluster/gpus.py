@@ -145,7 +145,7 @@ def _frozen(value: Any) -> Any:
 
 
 def visible_states(states: Sequence[GpuState], environ: Mapping[str, str]) -> list[GpuState]:
-    """Return the GPUs that ranks can use, as ``CUDA_VISIBLE_DEVICES`` allows.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows ranks to use.
 
     Raises:
         LaunchError: If CUDA fails, or shows none of the driver's GPUs.

@@ -41,7 +41,7 @@ def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
 
 
 def _segments_ahead(ranks: int) -> int:
-    """Return how many segments may be in the reduce-scatter phase at a time."""
+    """Return how many segments are in the reduce-scatter phase at a time, at most."""
     return min(MOST_AHEAD, max(2, MESSAGES_AHEAD // max(1, ranks - 1)))
 
 
@@ -158,7 +158,7 @@ class DirectAllreduce:
             self._scatter(self._waiting.popleft(), self._slots.popleft())
 
     def _is_received(self, segment: _Segment) -> bool:
-        """Return whether all messages of a segment are complete, and decode them if so."""
+        """Return whether all messages of a segment have arrived. If they have, decode them."""
         if not self._mpi.Request.Testall(segment.requests):
             return False
         for data, values in segment.encoded:

@@ -300,7 +300,7 @@ class FailureDetector:
         return ", ".join(str(self._numbers[rank]) for rank in ranks)
 
     def _ask_positions(self, waiting_in: str) -> list[int]:
-        """Ask the other ranks what they are waiting in, and return the ranks that don't answer."""
+        """Ask the other ranks in which operations they wait. Return the ranks that don't answer."""
         self._positions.clear()
         self._send_all(ASK, "")
         deadline = time.monotonic() + ASK_TIMEOUT_S

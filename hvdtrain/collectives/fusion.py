@@ -269,7 +269,10 @@ class BufferPool:
 def empty_outputs(
     buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Return arrays with the shapes of the layout in ``buffer``, and a flat view of each array."""
+    """Divide ``buffer`` into arrays with the shapes of the layout.
+
+    Return these arrays, and a flat view of each array.
+    """
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

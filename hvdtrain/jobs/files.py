@@ -39,7 +39,7 @@ _Content = TypeVar("_Content")
 
 
 def from_json(kind: type[_Content], content: Any) -> _Content:
-    """Create a dataclass instance from the JSON of its ``asdict``, ignoring unknown fields.
+    """Create a dataclass instance from a JSON object with its fields. Ignore unknown fields.
 
     Raises:
         JobError: If a field is missing or has the wrong type.
@@ -211,7 +211,7 @@ def size_of(path: Path) -> int:
 
 
 def lock_descriptor(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if the file is already locked."""
+    """Lock an open file until it is closed. Return False if another lock already exists."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

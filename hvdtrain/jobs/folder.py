@@ -177,7 +177,7 @@ class JobFolder:
         os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
-        """Ask the launcher, on any host, to act as if it had received a signal.
+        """Ask the launcher, even on a different host, to act as if it had received a signal.
 
         SIGTERM stops the job. SIGUSR1 lets the ranks save a checkpoint first.
         """

@@ -57,7 +57,7 @@ class JobView:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has certainly ended."""
+        """Whether it is certain that the job has ended."""
         return self.status in ("done", "failed", "stopped", "preempted", "lost")
 
     @property

@@ -199,7 +199,7 @@ def read_before(
 
 
 def log_end(folder: Path) -> int:
-    """Return the current end of the log."""
+    """Return the position of the current end of the log."""
     return _segment_end(folder, max(segments(folder), default=0))
 
 

@@ -38,7 +38,8 @@ class SlotQueue:
         name: The name of the job.
         wanted: The number of slots that the job needs on each host. All jobs must use the same
             name for a host.
-        slots: The number of slots that each host has. A job that needs more takes all of them.
+        slots: The number of slots that each host has. A job that needs more slots than a host has
+            takes all slots of the host.
     """
 
     def __init__(

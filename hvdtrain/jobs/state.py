@@ -151,7 +151,7 @@ def derive_status(
 
 
 def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
-    """Return the status of a job without heartbeats, which its state in the queue determines."""
+    """Derive the status of a job from its state in the queue, if it sends no heartbeats."""
     if queue_state in _RUNNING:
         return "silent" if has_started else "queued"
     if queue_state == NO_ANSWER:
@@ -160,7 +160,7 @@ def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
 
 
 def host_identity() -> str:
-    """Return a unique name of this host. Other machines may have the same hostname."""
+    """Return a unique name of this host. The hostname alone would not be unique."""
     return f"{socket.gethostname().lower()}-{_boot_id()}"
 
 

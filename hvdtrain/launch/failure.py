@@ -119,7 +119,7 @@ class JobRecord:
     """What the launcher records about a running attempt. Times are from the launcher's clock."""
 
     hosts: Mapping[int, str]  # the planned host of each rank
-    ends: Sequence[RankExit]  # without lost ranks that the others survived
+    ends: Sequence[RankExit]  # without lost ranks if the job has continued
     reports: JobProgress
     seen: Mapping[int, str] = field(default_factory=dict)  # the hosts of ranks that started
     critical: Mapping[int, str] = field(default_factory=dict)  # roles of irreplaceable ranks

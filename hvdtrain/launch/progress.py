@@ -324,7 +324,7 @@ _Value = TypeVar("_Value")
 
 
 class ProgressPublisher:
-    """Sends an observer what is new in the reports of one attempt."""
+    """Sends events to an observer when the reports of an attempt contain something new."""
 
     def __init__(self, observer: Observer, reports: JobProgress, ranks: int) -> None:
         self._observer = observer
@@ -338,9 +338,9 @@ class ProgressPublisher:
     def review(
         self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
-        """Send the observer what is new, if enough time has passed since the last time.
+        """Send events about what is new, unless the last call was a short time ago.
 
-        If ``last`` is true, send it in any case.
+        If ``last`` is true, send the events in any case.
         """
         if now < self._due_at and not last:
             return

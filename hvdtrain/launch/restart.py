@@ -117,7 +117,7 @@ def describe_losses(history: Sequence[Outcome]) -> str:
 
 
 def describe_resume(history: Sequence[Outcome]) -> str:
-    """Describe the checkpoint that a failed job can resume from, if any."""
+    """Describe the checkpoint that a failed job can resume from; empty if there is none."""
     newest = _newest_checkpoint(history)
     if history[-1].cause in ("done", "ordered", "preempted") or not newest:
         return ""

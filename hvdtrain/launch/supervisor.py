@@ -293,7 +293,7 @@ class Supervisor:
                 self._stop(number, self._time_limits.grace_s, now)
 
     def _act_on_ends(self, now: float) -> None:
-        """Decide how long the other ranks may continue after one has ended."""
+        """Decide how long the other ranks may continue after a rank has ended."""
         preempted: bool | None = None
         for end in [end for end in self._server.ends if end.rank not in self._handled_ends]:
             self._handled_ends.add(end.rank)

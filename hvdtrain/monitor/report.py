@@ -185,7 +185,7 @@ class _Reporter:
         threading.Thread(target=self._run, name="hvdtrain-report", daemon=True).start()
 
     def send(self) -> None:
-        """Write the state if it has changed; never block or raise."""
+        """Write the state if it has changed. This never blocks or raises."""
         if self._file is None:
             return
         with contextlib.suppress(Exception), self._lock:
