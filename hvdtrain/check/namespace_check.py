@@ -64,7 +64,7 @@ def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
 
 
 def _planned_job(options: Sequence[str], ranks: int) -> PodJob:
-    """Return a job with these pod options. If they name no image, it gets a placeholder."""
+    """Return a job with these pod options. If no image is given, a placeholder is used."""
     # If an option is repeated, its last value is used.
     backend = Backend("kubernetes", (f"--image={_NAME}", *options))
     spec = JobSpec(options=(), program=("true",), folder="", backend=backend)

@@ -41,7 +41,7 @@ def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
 
 
 def _segments_ahead(ranks: int) -> int:
-    """Return how many segments are in the reduce-scatter phase at a time, at most."""
+    """Return the maximum number of segments that are in the reduce-scatter phase at a time."""
     return min(MOST_AHEAD, max(2, MESSAGES_AHEAD // max(1, ranks - 1)))
 
 

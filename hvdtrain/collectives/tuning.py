@@ -168,7 +168,7 @@ def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
 
 
 def most_small_bytes(ranks: int) -> int:
-    """Return the size of the largest array for ``SmallAllreduce``, or 0 with too many ranks."""
+    """Return the maximum size of an array for ``SmallAllreduce``; 0 if there are too many ranks."""
     return MOST_SMALL_BYTES * ranks if ranks <= MOST_RANKS else 0
 
 

@@ -115,7 +115,10 @@ def count(text: str) -> int:
 
 
 def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
-    """Return a parser for a whole number of at least ``minimum``, or a keyword that means None."""
+    """Return a parser that accepts a whole number of at least ``minimum``, or ``keyword``.
+
+    The keyword becomes None.
+    """
 
     def parse(text: str) -> int | None:
         if text == keyword:
@@ -128,7 +131,7 @@ def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
 
 
 def path_or_none(noun: str) -> Callable[[str], str | None]:
-    """Return a parser for a path, or ``none``, which means None."""
+    """Return a parser that accepts a path, or ``none``, which becomes None."""
 
     def parse(text: str) -> str | None:
         _expect(bool(text), f"a {noun}, or none")
@@ -159,7 +162,7 @@ def flag(text: str) -> bool:
 
 
 def flag_or_auto(text: str) -> bool | None:
-    """Parse a flag, or ``auto``, which means None."""
+    """Parse a flag, or ``auto``, which becomes None."""
     return None if text.strip().lower() == "auto" else flag(text)
 
 

@@ -113,7 +113,10 @@ def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
 
 @contextlib.contextmanager
 def _recorder(folder: JobFolder) -> Iterator[JobRecorder]:
-    """Yield a recorder for a job. If the block raises an error, record it as the end of the job."""
+    """Yield a recorder for a job.
+
+    If the block raises an error, record that the job has ended with this error.
+    """
     recorder = JobRecorder(folder)
     try:
         yield recorder

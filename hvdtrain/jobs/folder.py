@@ -279,7 +279,7 @@ def find_job(directory: Path, name: str) -> JobFolder:
 
 
 def _is_similar(name: str, known: str) -> bool:
-    """Return whether ``name`` may be a misspelling of ``known``, or of its beginning."""
+    """Return whether ``name`` may be a misspelling of ``known``, or of its first characters."""
     return any(
         difflib.SequenceMatcher(None, name.lower(), part.lower()).ratio() > _SIMILARITY
         for part in (known, known[: len(name)], known.partition("-")[0])

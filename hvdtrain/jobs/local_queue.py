@@ -88,7 +88,7 @@ class LocalQueue:
         threading.Thread(target=process.wait, name="hvdtrain-reaper", daemon=True).start()
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
-        """Return nothing, because a job's state is known from its folder and its process."""
+        """Return an empty mapping: the state of a job is known from its folder and its process."""
         return {}
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:

@@ -92,7 +92,7 @@ class Resources:
 
     @property
     def in_slurm(self) -> bool:
-        """Whether srun starts the ranks, in a Slurm job."""
+        """Whether the job runs inside a Slurm job, in which srun starts the ranks."""
         return isinstance(self.starter, Srun)
 
 

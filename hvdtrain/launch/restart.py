@@ -133,7 +133,7 @@ def _progressed(history: Sequence[Outcome]) -> list[bool]:
 
 
 def _used_attempts(history: Sequence[Outcome]) -> int:
-    """Return how many attempts count against the limit.
+    """Return how many attempts count against the limit of restarts.
 
     Preempted attempts that made progress don't count.
     """

@@ -56,7 +56,7 @@ _NUMBERS: dict[str, Callable[[float], float]] = {
 
 
 def step(step: int, epoch: int) -> None:
-    """Report that ``step`` optimizer steps in total are complete, the last one in ``epoch``."""
+    """Report that ``step`` optimizer steps are complete in total. The last one was in ``epoch``."""
     _update(step=step, epoch=epoch)
 
 

@@ -83,7 +83,10 @@ def read_token(path: Path) -> str:
 
 
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
-    """Return the allowed Host headers: loopback, ``host`` and ``names``, each with the port."""
+    """Return the allowed Host headers, each with the port.
+
+    These are loopback names and addresses, ``host`` and ``names``.
+    """
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):
         own.add(f"[{host}]" if ":" in host else host)

@@ -315,7 +315,7 @@ def job_state(state: str, reason: str, pods: Sequence[Object]) -> JobState | Non
 
 
 def _ended_s(pods: Sequence[Object]) -> float:
-    """Return when the last launcher ended, in seconds since 1970; now if unknown."""
+    """Return when the last launcher ended, in seconds since 1970; the current time if unknown."""
     for pod in reversed(launchers_of(pods)):
         for container in pod["status"].get("containerStatuses") or ():
             if at := ((container.get("state") or {}).get("terminated") or {}).get("finishedAt"):
