@@ -107,7 +107,7 @@ class OutputRelay:
         return bool(self._splitters)
 
     def listen(self, program: subprocess.Popen[bytes]) -> None:
-        """Read the output of a program as it is written."""
+        """Start to read the output of ``program`` whenever it writes."""
         for name in ("stdout", "stderr"):
             pipe = getattr(program, name)
             os.set_blocking(pipe.fileno(), False)

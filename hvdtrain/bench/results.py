@@ -51,7 +51,7 @@ class BenchReport:
         self.print(format_table(head, rows, left=left))
 
     def add(self, **values: Any) -> None:
-        """Add values to the JSON object."""
+        """Add values to the results that are written as JSON."""
         self._content |= values
 
     def compare(

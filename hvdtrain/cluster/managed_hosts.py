@@ -54,7 +54,7 @@ class ManagedHost:
 
 
 def format_managed_hosts(hosts: Iterable[ManagedHost]) -> str:
-    """Return the content of the file that ``parse_managed_hosts`` parses."""
+    """Format a list of hosts as ``parse_managed_hosts`` expects it."""
     return json.dumps([asdict(host) for host in hosts], indent=1) + "\n"
 
 

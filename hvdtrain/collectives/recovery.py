@@ -252,7 +252,10 @@ class Recovery:
             return False
 
     def _run_with_timeout(self, function: Callable[[], None]) -> None:
-        """Run a function in a thread, because MPI calls can't be interrupted."""
+        """Run a function in a thread, and raise an error if it takes too long.
+
+        The thread is needed because MPI calls can't be interrupted.
+        """
         raised: list[BaseException] = []
 
         def run() -> None:

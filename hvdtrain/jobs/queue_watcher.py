@@ -46,7 +46,7 @@ class QueueWatcher(Generic[Answer]):
         self._newest: Answer | None = None
 
     def answer(self) -> Answer:
-        """Return the newest answer; ask the queue if it is too old."""
+        """Return the newest answer. Ask the queue first if this answer is too old."""
         with self._lock:
             newest = self._newest
             if newest is None or not newest.is_newer_than(

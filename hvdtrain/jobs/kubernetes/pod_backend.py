@@ -120,7 +120,7 @@ class _NamespaceAnswer(QueueAnswer):
 
 
 class PodBackend:
-    """The Kubernetes clusters that jobs choose by options; see ``JobBackend`` for the methods."""
+    """The queue of Kubernetes. Options of a job choose its cluster. See ``JobBackend``."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
