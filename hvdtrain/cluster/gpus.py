@@ -83,8 +83,8 @@ def cuda_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA shows to this process, in CUDA's order.
 
     CUDA reads ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` when a process first uses CUDA.
-    Later changes of these variables have no effect. The list is empty if the host has no driver, or
-    if CUDA shows no GPU.
+    Later changes of these variables have no effect. The list is empty if the host lacks a driver,
+    or if CUDA shows no GPU.
 
     Raises:
         LaunchError: If CUDA fails.
@@ -231,7 +231,7 @@ def _states(nvml: Any, with_faults: bool) -> Iterator[GpuState]:
 
 
 def _parts(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Any]]:
-    """Return the number and the handle of each part (MIG) of a GPU; empty if it has no parts."""
+    """Return the number and the handle of each part (MIG) of a GPU; empty for a whole GPU."""
     parts: list[tuple[str, Any]] = []
     if _ask([0, 0], nvml, nvml.nvmlDeviceGetMigMode, gpu)[0]:
         for part in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):

@@ -140,7 +140,7 @@ class Console:
         timestamps: Begin each line with the local time.
         collapse: Show equal lines of several ranks once. The caller must then call ``review``
             often, and ``flush`` at the end.
-        environ: Environment variables, of which TERM and NO_COLOR are used.
+        environ: Environment variables. TERM and NO_COLOR are used.
     """
 
     def __init__(

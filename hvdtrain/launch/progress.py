@@ -340,7 +340,7 @@ class ProgressPublisher:
     ) -> None:
         """Send events about what is new, unless the last call was a short time ago.
 
-        If ``last`` is true, send the events in any case.
+        If ``last`` is true, always send the events.
         """
         if now < self._due_at and not last:
             return

@@ -104,7 +104,7 @@ def describe_restart(
 
 
 def describe_losses(history: Sequence[Outcome]) -> str:
-    """Describe the steps and seconds that were lost in all attempts together.
+    """Describe the total steps and seconds that the attempts lost.
 
     The text is empty if there was only one attempt.
     """
@@ -117,7 +117,7 @@ def describe_losses(history: Sequence[Outcome]) -> str:
 
 
 def describe_resume(history: Sequence[Outcome]) -> str:
-    """Describe the checkpoint that a failed job can resume from; empty if there is none."""
+    """Describe the checkpoint that a failed job can resume from; empty without one."""
     newest = _newest_checkpoint(history)
     if history[-1].cause in ("done", "ordered", "preempted") or not newest:
         return ""

@@ -30,7 +30,10 @@ _EXCLUDED = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "
 
 
 def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
-    """Return sshd's configuration, with keys from ``folder`` and ``environ`` for all sessions."""
+    """Return sshd's configuration.
+
+    sshd reads its keys from ``folder``, and sets the variables in ``environ`` for all sessions.
+    """
     variables = [
         _quoted(f"{name}={value}")
         for name, value in environ.items()

@@ -120,7 +120,7 @@ class _NamespaceAnswer(QueueAnswer):
 
 
 class PodBackend:
-    """The queue of Kubernetes. Options of a job choose its cluster. See ``JobBackend``."""
+    """The Kubernetes queue. Options of a job choose its cluster. ``JobBackend`` has the methods."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
