@@ -1,4 +1,4 @@
-"""Reduction of tensors over ranks, on connected devices or by the engine on the host."""
+"""Reduction of tensors over all ranks, either on their devices or on the host."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def allreduce(
     before: Callable[[], object] | None = None,
     after: Callable[[bool, np.ndarray], None] | None = None,
 ) -> list[tf.Tensor]:
-    """Combine tensors over all ranks, on devices if possible, otherwise on the host.
+    """Reduce tensors over all ranks, on devices if possible, otherwise on the host.
 
-    ``on_host`` combines arrays on the host, and must apply the scale factors itself. ``sent_as``,
-    ``before`` and ``after`` are passed to ``DeviceCollectives.allreduce``.
+    ``on_host`` is a function that reduces arrays on the host, and applies the scale factors itself.
+    ``sent_as``, ``before`` and ``after`` are passed to ``DeviceCollectives.allreduce``.
     """
     if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
@@ -66,13 +66,13 @@ def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 def exchange(
     tensors: Sequence[Any], how: ExchangeOptions, ranks: Ranks, name: str | None = None
 ) -> list[Any]:
-    """Combine tensors like Horovod.
+    """Reduce tensors over all ranks, in the same way as Horovod.
 
-    The result is differentiable, and names and values are not checked. The rows of
-    ``tf.IndexedSlices`` are concatenated.
+    The result is differentiable. The ranks don't check that they have the same names, or that
+    values are finite. The rows of ``tf.IndexedSlices`` are concatenated.
 
     Raises:
-        NotImplementedError: If ``how`` does not support ``tf.IndexedSlices``.
+        NotImplementedError: If the options ``how`` do not support ``tf.IndexedSlices``.
     """
     results: list[Any] = list(tensors)
     dense = [n for n, entry in enumerate(tensors) if not isinstance(entry, tf.IndexedSlices)]
@@ -93,9 +93,9 @@ def exchange(
 def _differentiable_allreduce(
     tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
-    """Combine tensors in a differentiable way.
+    """Reduce tensors with an operation that has a gradient.
 
-    Gradients are computed for the sum of all ranks' losses.
+    The gradient is that of the sum of all ranks' losses.
     """
     gradient_name = f"gradient of {name}"
 

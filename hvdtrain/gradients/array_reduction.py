@@ -1,4 +1,4 @@
-"""Reductions of arrays with scale factors, averages of integers, mixed dtypes, and Adasum."""
+"""Reductions of NumPy arrays with scale factors, averages of integers, mixed dtypes, and Adasum."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reduce_arrays(
     postscale: float,
     name: str,
 ) -> list[np.ndarray]:
-    """Reduce arrays of mixed dtypes.
+    """Reduce arrays over all ranks. The arrays may have different dtypes.
 
     Inputs are multiplied by ``prescale``, and results by ``postscale``.
     """
@@ -73,8 +73,8 @@ def gradient_share(
 ) -> np.ndarray:
     """Return the gradient of a min, max or product with respect to this rank's value.
 
-    All ranks must call this. If several ranks have the minimum or maximum, they share its gradient
-    equally.
+    All ranks must call this. If several ranks have the minimum or maximum, its gradient is divided
+    equally among them.
     """
     total = collectives.allreduce(upstream, "sum", name=name)
     every = collectives.allgather(value[np.newaxis], name=name)
@@ -89,9 +89,10 @@ def gradient_share(
 def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
     """Combine arrays with Adasum, which adds orthogonal arrays and averages parallel ones.
 
-    Arrays a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b. They are combined pairwise,
-    in a tree. The number of arrays must be a power of two. The result is float64. See Maleki et al.
-    2020, "Scaling distributed training with adaptive summation", arXiv 2006.02924.
+    Two arrays a and b are combined to (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b. More arrays are
+    combined pairwise, and the results are combined again, until one array is left. The number of
+    arrays must be a power of two. The result is float64. See Maleki et al. 2020, "Scaling
+    distributed training with adaptive summation", arXiv 2006.02924.
     """
     level = [np.asarray(array, np.float64) for array in contributions]
     while len(level) > 1:
@@ -102,10 +103,9 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
 def _adasum_all(
     collectives: Engine, arrays: Sequence[np.ndarray], *, name: str
 ) -> list[np.ndarray]:
-    """Compute ``adasum`` of each array over all ranks.
+    """Combine arrays of all ranks with ``adasum``, one array after another.
 
-    For one array after another, every rank collects the arrays of all ranks, and needs memory for
-    them.
+    Every rank needs memory for one array of all ranks, because it collects them all.
     """
     ranks = collectives.size
     if ranks & (ranks - 1):

@@ -1,4 +1,4 @@
-"""Groups of gradients that are reduced together, with any framework."""
+"""The division of gradients into groups that are reduced together, for any framework."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def divide(
     sizes: Sequence[int],
     bucket_bytes: int,
 ) -> list[list[int]]:
-    """Divide variables with gradients into groups, and return the indices in each group.
+    """Divide variables into groups that are reduced together. Return the indices in each group.
 
-    By default, the groups are buckets of at least ``bucket_bytes``. The first bucket contains the
-    last variables, because their gradients are available first. ``sizes`` contains the bytes of
-    each gradient, or 0 if unknown.
+    ``indices`` are the indices of the variables that have a gradient. By default, the groups are
+    buckets of at least ``bucket_bytes``. The first bucket contains the last variables, because
+    their gradients are computed first. ``sizes`` contains the bytes of each gradient, or 0 if
+    unknown.
     """
     if groups is None:
         return _buckets(indices, sizes, bucket_bytes)

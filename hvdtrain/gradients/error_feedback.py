@@ -1,4 +1,7 @@
-"""Error feedback: the unsent part of a gradient is added to the next gradient.
+"""Error feedback for compressed gradients.
+
+A compressed gradient is sent only in part. The unsent part is added to the gradient of the next
+step.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and
@@ -24,7 +27,7 @@ __all__ = ["ErrorFeedback", "Kept", "KeptArray"]
 
 
 class KeptArray:
-    """A float32 array that is kept between steps and saved in checkpoints. Initially zeros.
+    """A float32 array that is kept from step to step and saved in checkpoints. Initially zeros.
 
     Attributes:
         value: The array. ``assign`` replaces the array, and nothing modifies it in place.
@@ -35,15 +38,15 @@ class KeptArray:
         self.dtype = self.value.dtype
 
     def assign(self, value: np.ndarray) -> None:
-        """Replace the value."""
+        """Replace the array."""
         self.value = value
 
 
 class Kept(NamedTuple):
-    """The arrays that are kept for one variable.
+    """The arrays that are kept from step to step for one variable.
 
     Attributes:
-        unsent: Unsent part of this rank's gradients.
+        unsent: The part of this rank's gradients that was not sent yet.
         state: State of the compressor, which is identical on all ranks and may be empty.
     """
 
@@ -52,7 +55,7 @@ class Kept(NamedTuple):
 
 
 class ErrorFeedback:
-    """Averages compressed gradients, and keeps their unsent parts."""
+    """Averages compressed gradients, and keeps their unsent parts for the next step."""
 
     def __init__(self, compressor: PowerSGD) -> None:
         self._compressor = compressor
@@ -109,14 +112,15 @@ class ErrorFeedback:
     ) -> tuple[list[np.ndarray], float]:
         """Average gradients after adding the unsent parts of earlier gradients.
 
-        All ranks must call this. ``kept`` contains the arrays that are kept for each gradient's
-        variable.
+        All ranks must call this. ``kept`` contains, for each gradient, the arrays that are kept for
+        its variable.
 
         Returns:
-            The averages, and the mean weight of the contributing ranks.
+            Two values: the averages, and the mean weight of the ranks that contributed to them.
 
         Raises:
-            NonFiniteError: If an average contains NaN or infinity. The kept arrays don't change.
+            NonFiniteError: If an average contains NaN or infinity. The kept arrays don't change
+                then.
         """
         arrays = [
             entry.unsent.value + gradient.astype(np.float32, copy=False)

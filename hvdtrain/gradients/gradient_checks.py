@@ -41,7 +41,7 @@ class Signature:
 
     @property
     def missing(self) -> str:
-        """A text that lists variables without a gradient, or "" if all have one."""
+        """A text that lists the variables without a gradient. Empty if all variables have one."""
         names = [name for name, kind in zip(self.names, self.kinds) if kind == NO_GRADIENT]
         return f"None for {', '.join(names[:5])}" if names else ""
 
@@ -50,7 +50,10 @@ class Signature:
         return f"{what}s, {self.missing}" if self.missing else f"{what}s"
 
     def kinds_by_name(self) -> dict[str, str]:
-        """Return the kind of each gradient by variable name; repeated names get ``#2``."""
+        """Return a dictionary from names of variables to the kinds of their gradients.
+
+        If a name occurs again, ``#2`` is appended to it.
+        """
         kinds: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for name, kind in zip(self.names, self.kinds):
@@ -112,7 +115,7 @@ def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[
 def describe_non_finite(
     names: Sequence[str], nan: Sequence[bool], infinite: Sequence[bool]
 ) -> list[str]:
-    """Describe the names for which a flag is set, such as ``["kernel (NaN)"]``."""
+    """Return texts such as ``"kernel (NaN)"`` for the names whose flags are set."""
     return [
         f"{name} ({'NaN' if is_nan else 'infinity'})"
         for name, is_nan, is_infinite in zip(names, nan, infinite)
@@ -121,9 +124,9 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
-    """Raise an error on all ranks that lists each rank's gradients with NaN or infinity.
+    """Raise an error that lists the gradients with NaN or infinity on each rank.
 
-    All ranks must call this.
+    All ranks must call this, and all ranks raise the error.
     """
     everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
     causes = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]

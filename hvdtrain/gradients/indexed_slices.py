@@ -1,7 +1,7 @@
-"""Scaling, deduplication and serialization of sparse gradients.
+"""Functions that scale and serialize sparse gradients, and add up rows with the same index.
 
-Values, indices and the weight of a rank are exchanged in one operation. If there were two
-operations, a rank might be lost between them, and its indices would be missing.
+Values, indices and the weight of a rank are exchanged in one operation. With two operations, a rank
+could be lost after it has sent its values, and before it has sent their indices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _WEIGHT = -1
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Multiply a gradient by a scalar.
+    """Multiply a gradient by a scalar. Sparse gradients stay sparse.
 
-    A factor of 0 gives zeros, even for NaN and infinity.
-
-    Sparse gradients stay sparse, because optimizers treat them differently.
+    A factor of 0 gives zeros, even for NaN and infinity. Sparse gradients are not converted,
+    because optimizers treat them differently.
     """
     factor = tf.cast(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
@@ -35,8 +34,8 @@ def scaled(gradient: Any, factor: tf.Tensor) -> Any:
 def unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Add up the rows that have the same index, so that each row is sent only once.
 
-    Most Keras optimizers depend on how often a row occurs. For example, Adam squares each
-    occurrence separately.
+    This changes the update of most Keras optimizers. For example, if a row occurs twice, Adam would
+    square the two gradients separately.
     """
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))

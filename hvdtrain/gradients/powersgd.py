@@ -32,7 +32,7 @@ class SentMeans(NamedTuple):
         means: The approximate means, bitwise identical on all ranks.
         unsent: This rank's arrays minus ``means``. The mean of ``unsent`` over the ranks is the
             error of ``means``.
-        states: The states for the next call.
+        states: The states to pass to the next call of ``average``.
         weight: The mean of the ranks' weights.
     """
 
@@ -43,10 +43,10 @@ class SentMeans(NamedTuple):
 
 
 class PowerSGD:
-    """Averages float32 arrays over the ranks, approximately, with low-rank matrices.
+    """Averages float32 arrays over all ranks approximately, with low-rank matrices.
 
-    ``rank`` is the number of columns of P and Q. If an array of any rank contains NaN or infinity,
-    so does the average.
+    ``rank`` is the number of columns of P and Q. If an array contains NaN or infinity on any rank,
+    the average contains NaN or infinity too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -133,14 +133,14 @@ def _length(column: np.ndarray) -> float:
 def _normalized(columns: np.ndarray) -> np.ndarray:
     """Scale columns to length 1. Columns of zeros stay zeros.
 
-    This gives P in the next step the magnitude of the gradient.
+    With such columns in Q, P has the magnitude of the gradient in the next step.
     """
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)
 
 
 def _warm_start(state: np.ndarray) -> np.ndarray:
-    """Replace columns of zeros by random columns, with a fixed seed."""
+    """Replace columns of zeros with random columns. The random seed is fixed."""
     known = state.any(axis=0)
     if known.all():
         return state
@@ -149,7 +149,7 @@ def _warm_start(state: np.ndarray) -> np.ndarray:
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return ``left @ right.T`` without BLAS, for the same reason as in ``orthonormal``."""
+    """Return ``left @ right.T`` without BLAS, so that all hosts get the same bits."""
     total = np.empty((len(left), len(right)), left.dtype)
     rows = max(1, _BLOCK_ITEMS // len(right))
     across = np.ascontiguousarray(right.T)

@@ -1,4 +1,4 @@
-"""Sets of ranks that combine tensors, and the ranks that contributed to each step."""
+"""Sets of ranks that combine their tensors, and records of which ranks contributed to a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ __all__ = ["Contributions", "EngineRanks", "Ranks"]
 
 
 class Ranks(Protocol):
-    """A set of the job's ranks. Its engine changes after ``shutdown`` and ``init``."""
+    """A set of ranks of the job.
+
+    After ``shutdown`` and a new ``init``, the set uses a new engine.
+    """
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks in the set, numbered as in the job."""
+        """The ranks in the set, numbered as in the whole job."""
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has always been the only one to combine tensors."""
+        """Whether this rank is, and always was, the only rank that combines tensors."""
 
     def included(self) -> bool:
         """Return whether this process belongs to the set."""
 
     def collectives(self) -> Engine:
-        """Return the current engine of the set."""
+        """Return the engine that runs the collectives of the set at the moment."""
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return the collectives on devices, if any."""
+        """Return the object that reduces tensors on devices, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class EngineRanks:
 
     Attributes:
         engine: The engine.
-        on_devices: Combines tensors on devices, if available.
+        on_devices: Reduces tensors on devices. None if this is not possible.
     """
 
     engine: Engine
@@ -47,7 +50,7 @@ class EngineRanks:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks."""
+        """The numbers of all ranks of the engine."""
         return range(self.engine.size)
 
     @property
@@ -56,7 +59,7 @@ class EngineRanks:
         return self.engine.size == 1 and not self.engine.survives_losses
 
     def included(self) -> bool:
-        """Return True."""
+        """Return True, because this rank belongs to the engine."""
         return True
 
     def collectives(self) -> Engine:
@@ -64,35 +67,35 @@ class EngineRanks:
         return self.engine
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """Return the collectives on devices, if any."""
+        """Return the object that reduces tensors on devices, or None."""
         return self.on_devices
 
 
 class Contributions:
-    """The ranks that contributed to each step, numbered as at the start of the job.
+    """Records which ranks contributed to each step, by their numbers at the start of the job.
 
-    Each step adds an entry, and one call of a train function may run several steps. Use ``take``
-    between calls.
+    Each step adds an entry. One call of Keras' train function may run several steps, so call
+    ``take`` between two of these calls.
     """
 
     def __init__(self) -> None:
         self._steps: list[frozenset[int] | None] = []
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Add an empty entry for a new step."""
         self._steps.append(None)
 
     def add(self, members: Iterable[int]) -> None:
-        """Record the initial ranks that contributed to some gradients of the current step."""
+        """Record the ranks that contributed to some gradients of the current step."""
         if self._steps:
             before = self._steps[-1]
             self._steps[-1] = frozenset(members) if before is None else before & set(members)
 
     def take(self) -> list[frozenset[int] | None]:
-        """Return and clear the initial ranks that contributed to all gradients of each step.
+        """Return an entry for each step: the ranks that contributed to all gradients of the step.
 
-        The entry of a step without an average is None. If gradients are accumulated over several
-        steps, only the last of these steps has an average.
+        The entries are then cleared. The entry of a step that averages no gradients is None. If
+        gradients are accumulated over several steps, only the last of these steps averages them.
         """
         steps, self._steps = self._steps, []
         return steps

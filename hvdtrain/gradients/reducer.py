@@ -1,8 +1,8 @@
-"""Averages of gradients over all ranks, eagerly or in a tf.function.
+"""``GradientReducer``, which averages gradients over all ranks, eagerly or in a tf.function.
 
-All ranks create the same graph, so they need not negotiate the order of reductions. At the first
-step with a new set of gradients, the ranks compare names, shapes and dtypes. Later reductions only
-compare a digest of their shapes, which takes no extra time.
+All ranks create the same graph, so they don't have to negotiate the order of reductions. When ranks
+reduce a set of gradients for the first time, they compare names, shapes and dtypes. Later steps
+only compare a digest of the shapes, which takes no extra time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class GradientReducer:
     Attributes:
         feedback: Keeps the unsent parts of gradients. None without PowerSGD.
         contributions: Records which ranks contributed to each step.
-        error: Latest communication error. TensorFlow raises a different exception instead, so
-            ``take_error`` returns the original.
+        error: The latest communication error. If such an error is raised in a graph, TensorFlow
+            raises a different exception, and ``take_error`` returns the original error.
     """
 
     def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
@@ -83,7 +83,7 @@ class GradientReducer:
 
     @property
     def collectives(self) -> Engine:
-        """The engine of the ranks."""
+        """The engine that runs the collectives."""
         return self._ranks.collectives()
 
     def keep_local(self, variable: Any) -> None:
@@ -106,12 +106,13 @@ class GradientReducer:
         """Return the average of each gradient over the ranks.
 
         Args:
-            gradients: Tensors, ``tf.IndexedSlices`` or None. Of ``tf.IndexedSlices``, only the rows
-                are sent. A gradient that is None must be None on every rank, and remains None.
+            gradients: Tensors, ``tf.IndexedSlices`` or None. If a gradient is ``tf.IndexedSlices``,
+                only its rows are sent. If it is None, it must be None on every rank, and its
+                average is None.
             variables: The variable of each gradient, or a name for error messages.
-            weight: The scalar by which this rank has multiplied its gradients. The mean of all
-                ranks' weights must be 1. If a rank is lost, the averages are divided by the mean of
-                the remaining weights. None if all ranks have the same weight.
+            weight: The scalar by which this rank has multiplied its gradients, or None if all ranks
+                have the same weight. The mean of all ranks' weights must be 1. If a rank is lost,
+                the averages are divided by the mean weight of the remaining ranks.
             op: ``"average"``, or ``"sum"`` to add the gradients up, which requires ``weight=None``.
             add_rows: Whether to apply ``unique_rows`` to ``tf.IndexedSlices`` before they are sent.
 
@@ -180,9 +181,9 @@ class GradientReducer:
 
     @contextmanager
     def tolerate_lost_ranks(self) -> Iterator[None]:
-        """Don't raise ``TooFewRanksError`` in the block.
+        """Don't raise ``TooFewRanksError`` within the ``with`` block.
 
-        The training loop checks the number of ranks between steps instead.
+        Used by training loops that check the number of ranks between steps instead.
         """
         self._tolerates_losses = True
         try:
@@ -192,7 +193,7 @@ class GradientReducer:
 
     @contextmanager
     def allowing_non_finite(self) -> Iterator[None]:
-        """Allow NaN and infinity in steps traced in the block."""
+        """Allow NaN and infinity in steps that are traced within the ``with`` block."""
         before, self._options = self._options, replace(self._options, non_finite="ignore")
         try:
             yield
@@ -202,7 +203,7 @@ class GradientReducer:
     def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
         """Return the communication error that caused a TensorFlow error, or None.
 
-        ``error`` is reset to None.
+        The attribute ``error`` is reset to None.
         """
         original, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
@@ -212,7 +213,7 @@ class GradientReducer:
 
     @contextmanager
     def remember_error(self) -> Iterator[None]:
-        """Store an error of the block for ``take_error``."""
+        """If an error is raised in the ``with`` block, store it for ``take_error``."""
         try:
             yield
         except HvdtrainError as error:
@@ -220,7 +221,11 @@ class GradientReducer:
             raise
 
     def _prepare_shared(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
-        """Scale the gradients of local variables, and return the indices of all other gradients."""
+        """Return the indices of the gradients to average, which don't belong to local variables.
+
+        If the options say so, gradients of local variables are scaled, and sparse gradients of
+        other variables are converted to dense tensors.
+        """
         shared = []
         for n, (gradient, variable) in enumerate(zip(results, variables)):
             if gradient is None:
@@ -234,7 +239,7 @@ class GradientReducer:
         return shared
 
     def _bucket_bytes(self) -> int:
-        """Return the bucket size, or 0 for a single bucket."""
+        """Return the size of a bucket in bytes, or 0 to average all gradients together."""
         on_devices = self._ranks.device_collectives() is not None
         # In eager mode, all gradients are already available. With PowerSGD, there is little
         # communication to overlap.
@@ -245,7 +250,7 @@ class GradientReducer:
     def _agree(self, signature: Signature) -> Arrays:
         """Check that all ranks have the same gradients.
 
-        Return no arrays, because this runs as a TensorFlow operation.
+        The function runs as a TensorFlow operation, so it returns an empty list of arrays.
         """
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
@@ -303,7 +308,7 @@ class GradientReducer:
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> list[tf.Tensor]:
-        """Average tensors of any floating dtypes with PowerSGD."""
+        """Average tensors with PowerSGD. The tensors may have different floating dtypes."""
         name = signature.call_name(self._options.what)
         kept = [feedback.keep(variable) for variable in variables]
         names = [variable_name(variable) for variable in variables]
@@ -361,7 +366,10 @@ class GradientReducer:
     def _combining(
         self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
     ) -> Iterator[Engine]:
-        """Yield the engine for one reduction, and record contributing ranks and errors."""
+        """Yield the engine for one reduction, and record which ranks contribute to it.
+
+        If the reduction fails, the error is stored for ``take_error``.
+        """
         with self.remember_error():
             collectives = self._begin(signature)
             try:
@@ -372,7 +380,7 @@ class GradientReducer:
             self.contributions.add(collectives.contributed)
 
     def _begin(self, signature: Signature) -> Engine:
-        """Return the engine, after checking that all ranks have the same gradients.
+        """Check that all ranks have the same gradients, and return the engine.
 
         Raises:
             TooFewRanksError: If too few ranks remain, unless lost ranks are tolerated.
@@ -385,14 +393,14 @@ class GradientReducer:
 
 
 def _tensor(gradient: Any) -> Gradient:
-    """Convert arrays from custom training loops to tensors."""
+    """Convert a gradient that is an array, as a custom training loop may pass it, to a tensor."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.convert_to_tensor(gradient)
 
 
 def _known_bytes(gradient: Gradient) -> int:
-    """Return the size of a dense gradient, or 0 if unknown."""
+    """Return the size of a dense gradient in bytes. 0 if the size is unknown."""
     if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return 0
     return int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
@@ -406,7 +414,10 @@ def _put(results: list[Gradient], indices: Sequence[int], gradients: Sequence[Gr
 def _rescale(
     averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
 ) -> list[np.ndarray]:
-    """Divide averages of weighted gradients by the mean weight, which a loss may have changed."""
+    """Divide averages of weighted gradients by the mean weight.
+
+    The mean weight is 1 unless a rank was lost.
+    """
     scale = _weight_correction(mean_weight, dtype)
     if scale == 1.0:
         return list(averages)
@@ -414,9 +425,9 @@ def _rescale(
 
 
 def _weight_correction(mean_weight: float, dtype: tf.DType) -> float:
-    """Return the factor that makes the mean weight 1.
+    """Return the factor by which averages are multiplied to make the mean weight 1.
 
-    Return exactly 1 if the difference is only a rounding error.
+    The factor is exactly 1 if the mean weight differs from 1 only by a rounding error.
     """
     epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
     if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:

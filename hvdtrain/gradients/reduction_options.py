@@ -18,12 +18,13 @@ class ExchangeOptions:
     """Options of ``gradients.allreduce.exchange``.
 
     Attributes:
-        op: The operation.
+        op: The reduction, such as ``"average"``.
         compression: Class that converts tensors to the dtype in which they are sent.
-        prescale: Factor for the inputs.
-        postscale: Factor for the results.
-        device_dense: Device on which tensors are combined; "" for TensorFlow's default.
-        device_sparse: Device on which ``tf.IndexedSlices`` are combined; "" for the default.
+        prescale: Factor by which the inputs are multiplied.
+        postscale: Factor by which the results are multiplied.
+        device_dense: Device on which tensors are combined. "" stands for TensorFlow's default.
+        device_sparse: Device on which ``tf.IndexedSlices`` are combined. "" stands for TensorFlow's
+            default.
     """
 
     op: TensorOp = "average"
@@ -41,12 +42,13 @@ class ReduceOptions:
     Attributes:
         non_finite: With ``"error"``, every rank raises an error if a gradient contains NaN or
             infinity. The error names the rank and the variable. ``"ignore"`` allows such gradients.
-        wire: Format in which float32 data is sent between hosts: a name that ``wire_format``
+        wire: Name of the format in which float32 data is sent between hosts, which ``wire_format``
             accepts.
-        powersgd_rank: Rank of the matrices for PowerSGD. 0 means no compression.
-        unchecked: If set, gradients are combined by ``exchange``, as in Horovod. Then the result is
+        powersgd_rank: Rank (number of columns) of the matrices that PowerSGD sends. 0 means no
+            compression.
+        unchecked: If set, gradients are combined by ``exchange``, as in Horovod. The result is then
             differentiable, but names and values are not checked.
-        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors first.
+        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors before they are reduced.
         groups: Number of groups, or lists of variables to combine together.
         scale_local: Whether to divide the gradients of local variables by the number of ranks.
         what: What is averaged, for error messages: ``"gradient"`` or ``"weight"``.
@@ -74,5 +76,8 @@ class ReduceOptions:
         sizes: Sequence[int],
         bucket_bytes: int,
     ) -> list[list[int]]:
-        """Divide variables with gradients into groups, as the function ``divide`` does."""
+        """Divide variables into groups. Only the variables that have a gradient are divided.
+
+        The function ``hvdtrain.gradients.buckets.divide`` describes the groups.
+        """
         return divide(self.groups, indices, variables, sizes, bucket_bytes)

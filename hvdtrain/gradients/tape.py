@@ -1,4 +1,4 @@
-"""The gradient tape and the initial broadcast for custom training loops."""
+"""The distributed gradient tape, and the first broadcast, for custom training loops."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _reducers: MutableMapping[Engine, GradientReducer] = weakref.WeakKeyDictionary()
 class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
 
-    Every rank must call ``gradient`` equally often. All ranks have the same weight in the average.
-    If their batch sizes differ, multiply the loss by ``rows * size / rows of all ranks``. The tape
-    works eagerly and in a tf.function, but not with XLA compilation.
+    All ranks must call ``gradient`` the same number of times. All ranks have the same weight in the
+    average. If the batch sizes of the ranks differ, multiply the loss of each rank by its own
+    number of rows, times the number of ranks, divided by the number of rows of all ranks. The tape
+    works eagerly and in a tf.function, but XLA can't compile it.
 
     Example::
 
@@ -41,7 +42,10 @@ class DistributedGradientTape:
     _hvdtrain_reducer: GradientReducer
 
     def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
-        """Create an instance of a subclass of the tape's class. It shares the tape's recording."""
+        """Create an instance of a class that is derived from both this class and the tape's class.
+
+        The instance uses what ``tape`` has recorded.
+        """
         kinds: Any = cls, type(tape)
         distributed: Any = object.__new__(_mixed(*kinds))
         distributed.__dict__ = tape.__dict__
@@ -56,7 +60,7 @@ class DistributedGradientTape:
         self._hvdtrain_reducer = _reducers[engine]
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
-        """Compute gradients like ``tf.GradientTape.gradient``, averaged over the ranks.
+        """Compute gradients like ``tf.GradientTape.gradient``, and average them over all ranks.
 
         Raises:
             MismatchError: If sources, shapes or dtypes differ between ranks.
@@ -72,10 +76,7 @@ class DistributedGradientTape:
 
 @functools.lru_cache
 def _mixed(distributed: type, plain: type) -> type:
-    """Return a subclass of both classes.
-
-    The result is cached, because a training loop creates a tape in each step.
-    """
+    """Return a class that is derived from two classes."""
     bases = (plain,) if issubclass(plain, distributed) else (distributed, plain)
     return type(plain.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
 
@@ -106,13 +107,13 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_mode(what: str, *, gradients: bool = True) -> None:
-    """Check that the job's mode supports a public function.
+    """Check that a public function can be used in the job's mode.
 
     ``gradients`` says whether the function averages gradients.
 
     Raises:
-        ModelError: If some ranks are parameter servers, or if ranks average weights and the
-            function averages gradients.
+        ModelError: If some ranks are parameter servers. Also if the function averages gradients,
+            but the ranks average weights, as in ``--mode local-sgd``.
     """
     settings = world.settings()
     if settings.has_servers:

@@ -1,4 +1,4 @@
-"""Changes of Keras optimizers for a job: their mixins, and the weights of their gradients."""
+"""Functions that change a Keras optimizer so that it works in a job with several ranks."""
 
 from __future__ import annotations
 
@@ -44,24 +44,33 @@ _MARK = "_hvdtrain_reducer"
 
 
 def _track_weights(optimizer: Any, dtype: str) -> None:
-    """Make a plain optimizer sum up the weights of the gradients that it accumulates."""
+    """Make an optimizer add up the weights of the gradients that it accumulates."""
     accumulates = optimizer.gradient_accumulation_steps
     weight_sum = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
     set_untracked(optimizer, "_hvdtrain_weight_sum", weight_sum)
 
 
 class WeightedStepsMixin(GradientWeightMixin):
-    """Weights each of the accumulated steps by its samples."""
+    """Mixin for an optimizer that accumulates gradients of several steps.
+
+    The weight of a step is its number of samples.
+    """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply gradients, or accumulate them multiplied by their weight."""
+        """Multiply gradients by the weight of their step, then accumulate or apply them.
+
+        Without gradient accumulation, gradients are not multiplied.
+        """
         weight = self._hvdtrain_weighting.weight
         if self._hvdtrain_weight_sum is not None and weight is not None:
             grads = [g if g is None else scaled(g, weight) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """Return the weight and the weighted mean of the gradients that are applied now."""
+        """Return two values: the mean weight, and the weighted mean of the accumulated gradients.
+
+        ``grads`` is the mean of the accumulated gradients, each multiplied by its weight.
+        """
         weight = self._hvdtrain_take_weight()
         if self._hvdtrain_weight_sum is not None and weight is not None:
             grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
@@ -69,9 +78,10 @@ class WeightedStepsMixin(GradientWeightMixin):
 
 
 class LocalUpdateMixin(WeightedStepsMixin):
-    """Makes a plain optimizer update weights with this rank's own gradients.
+    """Mixin with which an optimizer updates weights with the gradients of this rank only.
 
-    It is saved as the plain class. Weights don't change in a step without samples on this rank.
+    The optimizer is saved under its original class, without the mixin. In a step without samples on
+    this rank, the weights don't change.
     """
 
     _hvdtrain_weight: tf.Tensor | None = None
@@ -100,19 +110,21 @@ class LocalUpdateMixin(WeightedStepsMixin):
 
 
 def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reducer: Any) -> None:
-    """Mix ``mixin`` into a plain optimizer whose updates use this rank's gradients."""
+    """Add ``mixin`` to an optimizer whose updates use the gradients of this rank only."""
     mix_in(optimizer, mixin, reducer)
     _track_weights(optimizer, "float64")
 
 
 def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
-    """Make ``optimizer`` average its gradients, and return it.
+    """Make ``optimizer`` average its gradients over all ranks, and return it.
 
-    Its class is replaced by a subclass with the same name and module, so that the optimizer is
-    saved and loaded as a plain one. A second call replaces only the reducer.
+    The class of the optimizer is replaced by a subclass with the same name and module. The
+    optimizer is therefore saved and loaded like an optimizer that was not changed. A second call
+    replaces only the reducer.
 
     Raises:
-        ModelError: If it is not a Keras 3 optimizer, or if its inner optimizers don't exist yet.
+        ModelError: If ``optimizer`` is not a Keras 3 optimizer, or if its inner optimizers don't
+            exist yet.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
@@ -131,13 +143,16 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether the optimizer was distributed."""
+    """Return whether ``distribute_optimizer`` or a similar function has changed the optimizer."""
     return hasattr(optimizer, _MARK)
 
 
 @contextmanager
 def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[None]:
-    """Apply gradients with this weighting within the block, compiled with XLA if ``jit``."""
+    """Use this ``Weighting`` for the gradients that optimizers apply in the ``with`` block.
+
+    With ``jit``, the optimizers' computations are compiled with XLA.
+    """
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     every = [*optimizers, *inner]
     for entry in every:
@@ -152,12 +167,12 @@ def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Return whether gradients of several steps are applied together."""
+    """Return whether the optimizer accumulates the gradients of several steps."""
     return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
 
 
 def accumulator_variables(optimizer: Any) -> list[Any]:
-    """Return a plain optimizer's variables that hold the gradients of earlier steps."""
+    """Return the variables in which an optimizer accumulates the gradients of earlier steps."""
     weight_sum = getattr(optimizer, "_hvdtrain_weight_sum", None)
     return [*accumulated_gradients(optimizer), *([] if weight_sum is None else [weight_sum])]
 
@@ -165,16 +180,17 @@ def accumulator_variables(optimizer: Any) -> list[Any]:
 def plain_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that update weights.
 
-    These are the ones in a ``LossScaleOptimizer`` or ``MultiOptimizer``, or the optimizer itself.
+    For a ``LossScaleOptimizer`` or ``MultiOptimizer``, these are the optimizers inside it. For any
+    other optimizer, the result contains the optimizer itself.
     """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     return _inner_optimizers(outer) or [outer]
 
 
 def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
-    """Make the optimizer's class a subclass of ``mixin`` with the same name.
+    """Add ``mixin`` to the class of an optimizer, without changing the name of the class.
 
-    Methods of ``mixin`` find ``reducer`` as ``_hvdtrain_reducer``.
+    Methods of ``mixin`` can use ``reducer`` as the attribute ``_hvdtrain_reducer``.
     """
     plain = type(optimizer)
     if not issubclass(plain, mixin):
@@ -190,13 +206,13 @@ def mix_in(optimizer: Any, mixin: type, reducer: Any) -> None:
 
 
 def remove_mixins(optimizer: Any) -> None:
-    """Restore the plain classes of an optimizer and of its inner optimizers."""
+    """Restore the original classes of an optimizer and of its inner optimizers."""
     for entry in (optimizer, *plain_optimizers(optimizer)):
         entry.__class__ = getattr(type(entry), "_hvdtrain_plain_class", type(entry))
 
 
 def mark_distributed(optimizer: Any, reducer: Any) -> None:
-    """Mark an optimizer as distributed with this reducer."""
+    """Store that an optimizer was changed to use this reducer."""
     set_untracked(optimizer, _MARK, reducer)
 
 
@@ -204,7 +220,7 @@ def check_inner_optimizers(optimizer: Any) -> None:
     """Check that the optimizers of a ``MultiOptimizer`` exist.
 
     Raises:
-        ModelError: If they will only be created when the ``MultiOptimizer`` is built.
+        ModelError: If the optimizers don't exist yet, because the ``MultiOptimizer`` is not built.
     """
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(outer, "optimizers", None) == []:
@@ -215,6 +231,9 @@ def check_inner_optimizers(optimizer: Any) -> None:
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a ``MultiOptimizer``, or an empty list."""
+    """Return the optimizers inside a ``MultiOptimizer``.
+
+    For other optimizers, the list is empty.
+    """
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []

@@ -1,12 +1,13 @@
 """Reductions on devices, with NCCL between GPUs or TensorFlow's ring between CPUs.
 
-They are operations of the graph (``CollectiveReduceV2``). Values are not copied to the host.
-Tensors are reduced in buckets: one after another, because NCCL needs the same order on all ranks,
-and each bucket as soon as its tensors are computed, while other tensors are still being computed.
+The reductions are operations of the graph (``CollectiveReduceV2``). Values are not copied to the
+host. Tensors are divided into buckets. Each bucket is reduced as soon as its tensors are computed,
+while other tensors are still being computed. The buckets are reduced one after another, because
+NCCL needs the same order on all ranks.
 
 When this rank arrives at the first bucket, the engine checks that all ranks make the same call.
 During the reduction, a thread checks for failed ranks, and aborts the reduction if it finds one.
-Time in which this rank computes the next bucket does not count as waiting.
+The time in which this rank computes the tensors of the next bucket does not count as waiting time.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class DeviceCollectives:
         collectives: Engine that checks that all ranks start the same reduction.
         device: Name of this rank's device.
         hint: TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
-        bucket_bytes: Size of a bucket. 0 means a single bucket, None depends on the tensors.
+        bucket_bytes: Size of a bucket in bytes. 0 means a single bucket. With None, the size
+            depends on the tensors.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class DeviceCollectives:
     def supports(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Return whether tensors can be reduced on devices.
 
-        They must be floating and have static shapes. In sessions, no tensors are supported, because
-        sessions don't know the devices of other ranks.
+        Tensors must have a floating dtype and a static shape. In sessions, no tensors are
+        supported, because sessions don't know the devices of other ranks.
         """
         return tf.compat.v1.executing_eagerly_outside_functions() and all(
             tensor.dtype in _REDUCED_AS and tensor.shape.is_fully_defined() for tensor in tensors
@@ -110,21 +112,22 @@ class DeviceCollectives:
             tensors: Tensors that ``supports`` accepts, with the same shapes on all ranks.
             op: Reduction.
             name: Name for error messages, which must be the same on all ranks.
-            sent_as: Type in which the tensors are sent and reduced, or None for float32 (float64
-                for float64). For averages in float16 and bfloat16, the tensors are divided by the
-                number of ranks first, so that the sum does not overflow. NCCL sends bfloat16 as
-                float32, because TensorFlow's NCCL operations don't support it.
+            sent_as: Type in which the tensors are sent and reduced. With None, float64 tensors are
+                sent as float64, and all others as float32. For averages in float16 and bfloat16,
+                the tensors are divided by the number of ranks before they are summed, so that the
+                sum does not overflow. NCCL sends bfloat16 as float32, because TensorFlow's NCCL
+                operations don't support bfloat16.
             before: Function that is called on the host before the reduction.
             after: Function that is called on the host after the reduction, and may raise an error.
-                The first argument is whether all results are finite. If they are not, the second
-                argument says which of this rank's tensors contain NaN (first row) and which contain
-                infinity (second row), as bool of shape (2, tensors). It covers the buckets whose
-                results are not finite.
+                Its first argument says whether all results are finite. If they are not, the second
+                argument is a bool array of shape (2, tensors). The first row says which of this
+                rank's tensors contain NaN, and the second row which of them contain infinity. Only
+                tensors of buckets with non-finite results are marked.
 
         Raises:
             HvdtrainError: If ranks start different reductions, or if a rank has failed or does not
-                arrive in time. In a graph, TensorFlow raises a different error, for which
-                ``cause_of`` returns this one.
+                start the reduction in time. In a graph, TensorFlow raises a different error.
+                ``cause_of`` then returns the original error.
         """
         if not tensors:
             return []
@@ -168,7 +171,7 @@ class DeviceCollectives:
     def cause_of(self, error: tf.errors.OpError) -> HvdtrainError | None:
         """Return the communication error that caused a TensorFlow error, or None.
 
-        If a reduction was aborted, this waits for the news that another rank failed.
+        If a reduction was aborted, this method waits until it is known which rank has failed.
         """
         aborted = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
@@ -230,8 +233,8 @@ class DeviceCollectives:
     def _begin(self, name: str, detail: Any, buckets: int) -> int:
         """Check that all ranks start the same reduction, and return the key of its first bucket.
 
-        A reduction gets its keys the first time it is started, so all ranks assign keys in the same
-        order.
+        Keys are assigned when a reduction runs for the first time. All ranks run reductions in the
+        same order, so they assign the same keys.
         """
         self._error = None
         try:
@@ -261,7 +264,7 @@ class DeviceCollectives:
 def _abort(error: HvdtrainError) -> None:
     """Abort all reductions, and end this process if that is not possible.
 
-    NCCL may hang. Then no exception would ever end the program.
+    If NCCL hangs, no exception would ever end the program.
     """
     abort = functools.partial(private_tensorflow.abort_collectives, str(error))
     thread = threading.Thread(target=abort, name="hvdtrain abort", daemon=True)
@@ -274,16 +277,17 @@ def _abort(error: HvdtrainError) -> None:
 
 
 class _HostFunctions:
-    """The functions of a reduction that run on the host, in the order of the buckets.
+    """Functions that run on the host before and after each bucket of a reduction.
 
     Args:
         collectives: The engine, which is notified when this rank waits and when it computes.
         buckets: Number of buckets.
-        begin: Is called at the first bucket, and returns its key.
-        end: Is called after the last bucket, with the arguments of all calls of ``leave``.
+        begin: Function that is called before the first bucket, and returns the key of this bucket.
+        end: Function that is called after the last bucket. It gets the arguments of all calls of
+            ``leave``.
 
     Attributes:
-        left: Result of the latest function, for use as a control dependency.
+        left: Result of the function that was added last, for use as a control dependency.
     """
 
     def __init__(
@@ -306,13 +310,16 @@ class _HostFunctions:
     # the bucket as inputs, because a control dependency would not wait for these values.
 
     def arrive(self, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Add the function for the arrival at a bucket, and return the bucket's key."""
+        """Add the function that runs when this rank arrives at a bucket.
+
+        Return the bucket's key.
+        """
         run = functools.partial(self._arrive, self._bucket)
         with tf.control_dependencies(self.left):
             return run_on_host(run, inputs, [[]], [tf.int32])[0]
 
     def leave(self, signals: Sequence[tf.Tensor]) -> None:
-        """Add the function for the end of a bucket."""
+        """Add the function that runs after the reduction of a bucket."""
         self._signals += signals
         self._bucket += 1
         run = functools.partial(self._leave, self._bucket == self._buckets)
@@ -339,9 +346,9 @@ def divide_into_buckets(
 ) -> list[list[int]]:
     """Return the indices of the tensors in each bucket.
 
-    Empty tensors are left out. The last tensors come first, because their gradients are computed
-    first. A bucket is complete when it has at least ``bucket_bytes``. 0 means a single bucket, None
-    a size that depends on the total.
+    Empty tensors are left out. The last tensors come first, because they are gradients that are
+    computed first. A bucket is complete when it has at least ``bucket_bytes``. 0 means a single
+    bucket. With None, the size of a bucket depends on the total size.
     """
     total_bytes = sum(counts) * item_bytes
     if bucket_bytes is None:
@@ -369,12 +376,18 @@ def _wire_type(dtype: tf.DType, sent_as: tf.DType | None, hint: str) -> tf.DType
 
 
 def _first_value(flat: tf.Tensor) -> tf.Tensor:
-    """Return a copy of the first value. A slice would share memory and prevent its reuse."""
+    """Return a copy of the first value of a tensor.
+
+    A slice would share the tensor's memory, so that TensorFlow could not reuse it.
+    """
     return tf.gather(flat, [0])
 
 
 def _not_finite(tensors: Sequence[tf.Tensor], total: tf.Tensor) -> list[tf.Tensor]:
-    """Return whether a total is finite and, if not, which tensors have NaN or infinity."""
+    """Return whether the sum of a bucket is finite.
+
+    If it is not, also return which of this rank's tensors contain NaN or infinity.
+    """
     finite = tf.reduce_all(tf.math.is_finite(total))
 
     def none() -> tf.Tensor:
@@ -391,7 +404,7 @@ def _not_finite(tensors: Sequence[tf.Tensor], total: tf.Tensor) -> list[tf.Tenso
 def _join_flags(
     flags: Sequence[np.ndarray], buckets: Sequence[Sequence[int]], tensors: int
 ) -> tuple[bool, np.ndarray]:
-    """Join the results of ``_not_finite`` of all buckets."""
+    """Combine the results of ``_not_finite`` from all buckets."""
     not_finite = np.zeros((2, tensors), bool)
     for bucket, which in zip(buckets, flags[1::2]):
         not_finite[:, bucket] = which

@@ -42,7 +42,7 @@ _names_functions: dict[str, bool] = {}
 
 
 class NoShadowError(Exception):
-    """Raised if a rank that skips a step can't replace its collectives by calls with zeros."""
+    """Raised if a rank can't skip a step, because it can't call its collectives with zeros."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:

@@ -1,4 +1,4 @@
-"""Computing whole batches on one device, and functions that towers use too."""
+"""Computation of a rank's whole batch on one device, and functions that ``towers`` uses too."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OneDevice:
     """Computes whole batches on the device that TensorFlow chooses, compiled with XLA if possible.
 
     Attributes:
-        joint_loss: ``LossWeights.joint_loss``, in which ranks may communicate. Must be set before
-            the first step.
+        joint_loss: The method ``LossWeights.joint_loss``, which may communicate with other ranks.
+            Must be set before the first step.
     """
 
     joint_loss: Callable[..., Any]
@@ -57,15 +57,17 @@ class OneDevice:
         """Run the forward and backward pass, and compute the metrics.
 
         Args:
-            within: Creates the context in which this runs. XLA compiles its operations too.
+            within: Function that returns a context manager. The step runs inside it, and its
+                operations are compiled with XLA like those of the step.
             x: The inputs of a batch, nested as the model expects them.
             y: The targets, or None.
             sample_weight: A weight for each sample, or None.
             counts: The weight of the batch.
 
         Returns:
-            Three values: the gradients of the weighted loss, scaled by the optimizer, for all
-            trainable weights; the terms that ``joint_loss`` yields; and the result of the model's
+            Three values. The first are the gradients of the weighted loss for all trainable
+            weights. If the optimizer scales the loss, the gradients are scaled too. The second are
+            the terms that ``joint_loss`` yields. The third is the result of the model's
             ``compute_metrics``.
         """
         return self._run(within, self._differentiate, x, y, sample_weight, counts)
@@ -75,8 +77,8 @@ class OneDevice:
     ) -> Any:
         """Run the model's ``test_step``.
 
-        ``within`` is the argument of ``differentiate``, and the others are those of
-        ``LossWeights.joint_loss``.
+        ``within`` is the same as in ``differentiate``. ``rows`` and ``joint_rows`` are the same as
+        in ``LossWeights.joint_loss``.
         """
         return self._run(within, self._test, batch, rows, joint_rows)
 
@@ -121,14 +123,17 @@ class OneDevice:
 
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:
-    """Call the model as Keras' own steps do."""
+    """Call the model in the same way as the steps of Keras."""
     return model(x, training=training) if has_training_argument(model) else model(x)
 
 
 def scaled_loss(
     model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, counts: BatchWeight
 ) -> tf.Tensor:
-    """Return the weighted loss, and update the model's loss tracker with the unweighted loss."""
+    """Return the loss, multiplied by its weight and scaled by the optimizer.
+
+    Also update the model's loss metric with the original loss.
+    """
     loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
     weight = counts.weight

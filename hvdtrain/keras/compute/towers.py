@@ -1,8 +1,9 @@
-"""Towers: one process computes a batch on several devices, a part of the batch on each device.
+"""Computation of a batch in towers: one process with several devices computes a part on each.
 
-The variables exist once. Each tower runs the model on its part. Loss and metrics are computed from
-the joined outputs, which is correct for any kind of loss. The gradient of the loss then flows back
-into each tower, and the towers' gradients of a weight are added.
+The variables of the model exist only once. Each tower runs the model on its part of the batch. The
+outputs of all towers are then concatenated, and loss and metrics are computed from the result,
+which is correct for any kind of loss. The gradient of the loss flows back into each tower. At last,
+the gradients that the towers have for the same weight are added up.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Part(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The result of a tower's forward pass."""
+    """The result of the forward pass of one tower."""
 
     device: str
     tape: tf.GradientTape
@@ -51,14 +52,14 @@ class _Pass(NamedTuple):
 
 
 class Towers:
-    """Computes a batch on several devices. The methods are those of ``OneDevice``.
+    """Computes a batch on several devices. The methods are the same as in ``OneDevice``.
 
     Args:
-        devices: Names of the devices. The first one also computes loss, metrics and sums of
-            gradients.
+        devices: Names of the devices. The first device also computes the loss and the metrics, and
+            adds up gradients.
 
     Raises:
-        ModelError: If batches of this model can't be divided.
+        ModelError: If a batch of this model can't be divided into parts.
     """
 
     joint_loss: Callable[..., Any]
@@ -106,7 +107,10 @@ class Towers:
     def test(
         self, within: Within, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None
     ) -> Any:
-        """Run Keras' ``test_step`` on all devices, or a custom ``test_step`` on the first one."""
+        """Run Keras' ``test_step`` on all devices.
+
+        Run a custom ``test_step`` on the first device.
+        """
         with within():
             return self._test(batch, rows, joint_rows)
 
@@ -126,7 +130,7 @@ class Towers:
             return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict(self, batch: Any) -> Any:
-        """Run Keras' ``predict_step`` on all devices, or a custom one on the first device."""
+        """Run Keras' ``predict_step`` on all devices. Run a custom one on the first device only."""
         if self._own_predict is not None:
             with tf.device(self._devices[0]):
                 return self._own_predict(batch)
@@ -143,7 +147,10 @@ class Towers:
             return self._join(passes, parts)
 
     def _divide(self, x: Any) -> list[_Part]:
-        """Return a part of a batch for each tower; their sizes differ by at most one."""
+        """Divide a batch into a part for each tower.
+
+        The sizes of the parts differ by at most one row.
+        """
         rows, towers = rows_of(x), len(self._devices)
         bounds = [rows * index // towers for index in range(towers + 1)]
         return [
@@ -171,7 +178,11 @@ class Towers:
         return _Pass(device, tape, outputs, _added_losses(self._model))
 
     def _join(self, passes: Sequence[_Pass], parts: Sequence[_Part]) -> Any:
-        """Concatenate the outputs of all towers, and set the mean of losses that layers added."""
+        """Concatenate the outputs of all towers.
+
+        Losses that layers added with ``add_loss`` are averaged over the towers, and added to the
+        model.
+        """
         losses = [
             tf.add_n([loss * tf.cast(part.share, loss.dtype) for loss, part in zip(column, parts)])
             for column in zip(*(tower.added_losses for tower in passes))
@@ -183,11 +194,11 @@ class Towers:
 
 
 class _Statistics:
-    """Statistics of batches in layers, such as the moving moments of BatchNormalization.
+    """Statistics that layers keep of their batches, such as the moving mean of BatchNormalization.
 
-    Each tower starts with the values before the step. Afterwards the statistics are set to the
-    weighted mean of the towers' results, just as the statistics of ranks are averaged. Integers are
-    taken from the first tower.
+    Each tower starts with the values that the statistics had before the step. After the step, the
+    statistics are set to the weighted mean of all towers' values. Integers are taken from the first
+    tower.
     """
 
     def __init__(self, model: keras.Model, parts: Sequence[_Part]) -> None:
@@ -197,12 +208,12 @@ class _Statistics:
         self._after: list[list[tf.Tensor]] = []
 
     def take(self) -> None:
-        """Store the values after a tower's pass, and restore those before the step."""
+        """Store the values after the pass of a tower, and restore the values before the step."""
         self._after.append(self._values())
         self._assign(self._before)
 
     def join(self) -> None:
-        """Assign the means."""
+        """Set each statistic to the weighted mean of all towers' values."""
         self._assign([self._mean(*column) for column in zip(self._before, *self._after)])
 
     def _mean(self, before: tf.Tensor, *after: tf.Tensor) -> tf.Tensor:
@@ -241,10 +252,10 @@ def _check_model(model: keras.Model) -> None:
 def _backward(
     passes: Sequence[_Pass], inward: Sequence[Any], weights: Sequence[Any]
 ) -> list[list[Any]]:
-    """Return the gradients of all weights in each tower.
+    """Return, for each tower, the gradients of all weights.
 
-    ``inward`` contains the gradient of the loss for each of the ``_float_leaves`` of all towers. It
-    is None for a leaf that the loss does not depend on.
+    ``inward`` contains the gradient of the loss with respect to each of the ``_float_leaves`` of
+    all towers. It is None for a leaf on which the loss does not depend.
     """
     columns = []
     left = iter(inward)
@@ -261,7 +272,7 @@ def _backward(
 
 
 def _add(weight: Any, *gradients: Any) -> Any:
-    """Return the sum of all towers' gradients for a weight, or None if no tower has one."""
+    """Return the sum of the towers' gradients for a weight, or None if no tower has one."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -278,13 +289,13 @@ def _add(weight: Any, *gradients: Any) -> Any:
 
 
 def _float_leaves(tower: _Pass) -> list[tf.Tensor]:
-    """Return the tensors through which gradients flow back into a tower."""
+    """Return the floating-point tensors of a tower, through which gradients flow back."""
     leaves = [*keras.tree.flatten(tower.outputs), *tower.added_losses]
     return [leaf for leaf in leaves if leaf.dtype.is_floating]
 
 
 def _added_losses(model: keras.Model) -> list[tf.Tensor]:
-    """Return the losses that layers added in the last forward pass, without regularization."""
+    """Return the losses that layers added in the last forward pass, except regularization."""
     layers = [model, *flatten_layers(model, include_self=False)]
     losses = [tf.convert_to_tensor(loss) for layer in layers for loss in own_losses(layer)]
     for loss in losses:
@@ -297,7 +308,10 @@ def _added_losses(model: keras.Model) -> list[tf.Tensor]:
 
 
 def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Return the first ``rows`` rows of an output, with the same rows of its mask."""
+    """Return the first ``rows`` rows of an output.
+
+    If the output has a mask, the result has one too.
+    """
     if output.shape.rank == 0:
         raise ModelError(
             "Outputs must have a row for each sample with --mode towers, got a scalar; pass it to "
@@ -311,7 +325,7 @@ def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _concatenate(*outputs: tf.Tensor) -> tf.Tensor:
-    """Concatenate an output of all towers, and its mask."""
+    """Concatenate the outputs of all towers. If they have masks, concatenate the masks too."""
     joined = tf.concat(outputs, axis=0)
     masks = [get_mask(output) for output in outputs]
     if masks[0] is not None:

@@ -60,9 +60,9 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Copy the state and options of an optimizer of ``root_rank`` to all ranks.
+    """Copy the state and options of the optimizer on ``root_rank`` to all ranks.
 
-    Only ``root_rank`` needs to have a state. Nothing is pickled.
+    Only the optimizer on ``root_rank`` needs to have a state. Nothing is sent as a pickle.
 
     Args:
         optimizer: Optimizer with the same parameters in the same order on all ranks.
@@ -147,9 +147,9 @@ def allgather_object(
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describe nested values as JSON, and append their tensors to a list.
+    """Describe nested values as JSON, and append the tensors among them to a list.
 
-    Containers become lists that start with their kind.
+    A dict, list or tuple becomes a list that starts with the name of its kind, such as ``"dict"``.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -165,7 +165,10 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _restore(value: Any, receive: Any) -> Any:
-    """Return the values that ``_flatten`` has described, with tensors from ``receive``."""
+    """Return the values that ``_flatten`` has described.
+
+    Tensors come from the function ``receive``.
+    """
     if not isinstance(value, list):
         return value
     kind, *entries = value

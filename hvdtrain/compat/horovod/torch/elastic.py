@@ -1,6 +1,6 @@
 """Horovod's elastic training for PyTorch.
 
-See ``hvdtrain.compat.horovod.elastic_state``.
+``hvdtrain.compat.horovod.elastic_state`` explains it with an example.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ __all__ = ["ElasticSampler", "TorchState"]
 
 
 class ElasticSampler(torch.utils.data.Sampler):
-    """Sampler that divides a dataset among the ranks, and again after ranks are lost.
+    """Sampler that divides a dataset among the ranks.
 
-    Pass it to ``TorchState``, call ``record_batch`` after each batch, and ``set_epoch`` at the end
-    of each epoch. All ranks get the same number of samples, so some are repeated.
+    If ranks are lost, it divides the rest again.
+
+    Pass the sampler to ``TorchState``. Call ``record_batch`` after each batch, and ``set_epoch`` at
+    the end of each epoch. All ranks get the same number of samples. If the number of samples is not
+    divisible by the number of ranks, some samples are repeated.
 
     Args:
         dataset: Dataset of a constant size.
         shuffle: Whether to shuffle the samples in each epoch.
-        seed: Seed of the shuffling, the same on all ranks.
+        seed: Seed for shuffling, which must be the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -51,7 +54,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed a batch of this size."""
+        """Record that each rank has processed a batch of this size."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -59,7 +62,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from the result of ``state_dict``."""
+        """Continue at the position that ``state_dict`` has returned."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
@@ -89,8 +92,8 @@ class TorchState(ObjectState):
     Args:
         model: Model.
         optimizer: Optimizer.
-        attributes: Attributes of the state and their initial values. Modules, optimizers and
-            ``ElasticSampler`` are saved with ``state_dict``.
+        attributes: Attributes of the state and their initial values. Attributes that are modules,
+            optimizers or an ``ElasticSampler`` are saved with their ``state_dict`` method.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class TorchState(ObjectState):
             self._stateful[name] = value
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Copy the state in memory. ``restore`` returns to this copy."""
         self._states = {
             name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()
         }
@@ -133,7 +136,7 @@ class TorchState(ObjectState):
                 value.reset()
 
     def sync(self) -> None:
-        """Replace the state of all ranks by the state of rank 0.
+        """Replace the state of all ranks with the state of rank 0.
 
         All ranks must call this.
         """

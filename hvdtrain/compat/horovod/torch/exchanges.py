@@ -1,8 +1,8 @@
-"""Horovod's other collectives on PyTorch tensors, with gradients.
+"""Horovod's collectives that exchange PyTorch tensors, such as ``allgather``, with gradients.
 
-All ranks must make the same calls in the same order, as for reductions. Gradients are scaled as in
-Horovod: ``alltoall`` returns the gradient of the sum of all ranks' losses, and ``allgather`` and
-``broadcast`` return the gradient of their mean.
+All ranks must make the same calls in the same order. Gradients are scaled as in Horovod.
+``alltoall`` returns the gradient of the sum of all ranks' losses. ``allgather`` and ``broadcast``
+return the gradient of the mean of these losses.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenate the tensors of all ranks. The arguments are as in ``allgather_async``.
+    """Concatenate the tensors of all ranks along the first axis, in rank order.
+
+    The arguments are the same as in ``allgather_async``.
 
     Raises:
-        MismatchError: If types or the sizes of other axes differ between ranks.
+        MismatchError: If dtypes, or sizes of axes other than the first, differ between ranks.
     """
 
     def forward(value: torch.Tensor) -> list[torch.Tensor]:
@@ -93,7 +95,7 @@ def allgather(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start ``allgather`` of each of several tensors."""
+    """Start ``allgather`` for each of several tensors."""
     return all_of([allgather_async(tensor, name, process_set) for tensor in tensors])
 
 
@@ -139,7 +141,9 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the tensor of ``root_rank``. The arguments are as in ``broadcast_async``.
+    """Return the tensor of ``root_rank`` on every rank.
+
+    The arguments are the same as in ``broadcast_async``.
 
     Raises:
         MismatchError: If shapes, types or roots differ between ranks.
@@ -165,8 +169,8 @@ def alltoall_async(
 ) -> Handle:
     """Start to send rows to each rank.
 
-    ``synchronize`` returns the received rows in rank order, and an int32 tensor with the number of
-    rows from each rank.
+    ``synchronize`` returns a pair: the received rows in rank order, and an int32 tensor with the
+    number of rows from each rank.
 
     Args:
         tensor: Tensor that is split along its first axis. The other axes must have the same size on
@@ -177,7 +181,7 @@ def alltoall_async(
         process_set: Participating ranks. Defaults to all ranks.
 
     Raises:
-        ValueError: If ``splits`` are not integers.
+        ValueError: If ``splits`` contains something other than integers.
     """
     counts = None
     if splits is not None:
@@ -203,15 +207,15 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each rank. The arguments are as in ``alltoall_async``.
+    """Send rows to each rank. The arguments are the same as in ``alltoall_async``.
 
     Returns:
-        The received rows. If ``splits`` is given, also an int32 tensor with the number of rows from
-        each rank.
+        The received rows. If ``splits`` is given, the result is a pair: the received rows, and an
+        int32 tensor with the number of rows from each rank.
 
     Raises:
-        ConfigurationError: If ``splits`` do not add up to the number of rows.
-        MismatchError: If types or the sizes of other axes differ between ranks.
+        ConfigurationError: If the numbers in ``splits`` do not add up to the number of rows.
+        MismatchError: If dtypes, or sizes of axes other than the first, differ between ranks.
     """
     received: list[torch.Tensor] = []
 
@@ -229,11 +233,12 @@ def alltoall(
 
 
 def join(device: int = -1) -> int:
-    """Wait until all ranks have called ``join``, and return the last rank that did.
+    """Wait until all ranks have called ``join``. Return the rank that called it last.
 
-    A rank calls this when its data is used up. The other ranks may still call ``allreduce``, and
-    step a ``DistributedOptimizer``. A joined rank contributes zeros to sums and averages, and
-    nothing to Min, Max and Product. Averages still divide by the number of all ranks.
+    A rank calls this when it has no more data. The other ranks may still call ``allreduce``, and
+    call ``step`` of a ``DistributedOptimizer``. A rank that has joined contributes zeros to sums
+    and averages. It contributes nothing to Min, Max and Product. Averages still divide by the
+    number of all ranks, including those that have joined.
 
     Args:
         device: Ignored.
@@ -246,5 +251,5 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the set have called this."""
+    """Wait until all ranks of the process set have called ``barrier``."""
     calls.run(lambda: process_set.collectives().barrier())

@@ -1,4 +1,4 @@
-"""Reduction of gradients in buckets, in the same order on all ranks."""
+"""Reduction of gradients in buckets, which are reduced in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ __all__ = ["GradientBuckets", "GradientOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """How gradients are reduced.
+    """The options of a reduction of gradients.
 
     Attributes:
-        op: The operation.
+        op: The reduction, such as ``Average``.
         compression: Class that converts gradients to the dtype in which they are sent.
-        prescale: Factor for the gradients.
-        postscale: Factor for the results.
-        groups: Number of buckets, or lists of parameters. None divides by size.
-        sparse_as_dense: Whether to convert sparse gradients to dense ones first.
+        prescale: Factor by which gradients are multiplied before the reduction.
+        postscale: Factor by which the results are multiplied.
+        groups: Number of buckets, or a list of parameters for each bucket. With None, parameters
+            are divided into buckets of a certain size in bytes.
+        sparse_as_dense: Whether to convert sparse gradients to dense gradients before they are
+            reduced.
     """
 
     op: ReduceOp = Average
@@ -56,7 +58,12 @@ class GradientOptions:
 
 @dataclass
 class _Reduction:
-    """A bucket whose reduction has started: indices of parameters, and how to get the results."""
+    """A bucket whose reduction has started.
+
+    ``indices`` are the indices of its parameters with dense gradients. ``results`` is a function
+    that waits for the results. ``sparse`` contains the index of each parameter with a sparse
+    gradient, and a handle that returns its result.
+    """
 
     indices: list[int]
     results: Callable[[], list[np.ndarray]]
@@ -66,11 +73,12 @@ class _Reduction:
 class GradientBuckets:
     """The gradients of an optimizer, which are reduced over the ranks of a process set.
 
-    With several buckets, each is reduced in a thread as soon as it is complete. A parameter without
-    a gradient contributes zeros. If no rank has a gradient, the parameter keeps none.
+    If there are several buckets, the reduction of a bucket starts in a thread as soon as the bucket
+    is complete. A parameter without a gradient contributes zeros. If a parameter has no gradient on
+    any rank, it still has none afterwards.
 
     Args:
-        options: How gradients are reduced.
+        options: The options of the reduction.
         process_set: Participating ranks.
     """
 
@@ -103,17 +111,20 @@ class GradientBuckets:
 
     @property
     def started(self) -> bool:
-        """Whether the reduction of a bucket has started."""
+        """Whether the reduction of at least one bucket has started."""
         return bool(self._started)
 
     def reset(self) -> None:
-        """Forget which gradients are ready, after all reductions have ended."""
+        """Wait until all reductions have ended. Then treat all gradients as not computed yet."""
         calls.wait()
         self._started = []
         self._missing = [len(bucket) for bucket in self._buckets]
 
     def ready(self, parameter: Any) -> None:
-        """Start the reduction of each bucket that is complete with this gradient."""
+        """Record that a parameter's gradient is computed.
+
+        Start to reduce buckets that are complete now.
+        """
         bucket = self._bucket_of.get(id(parameter))
         if len(self._buckets) == 1 or bucket is None:
             return
@@ -122,7 +133,7 @@ class GradientBuckets:
             self._start(calls.add)
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, and replace the gradients by the results."""
+        """Reduce the remaining buckets, and replace all gradients with the results."""
         while len(self._started) < len(self._buckets):
             self._start(_at_once)
         started, has_gradient = self._started, [1.0] * len(self._parameters)

@@ -1,4 +1,4 @@
-"""Start and end of a job of PyTorch programs, and the features of PyTorch."""
+"""Functions that start and end the job of a PyTorch program, or describe PyTorch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
 def shutdown() -> None:
     """Wait for pending operations, and leave the job.
 
-    If one rank calls this, all ranks must.
+    If one rank calls this, all ranks must call it.
     """
     calls.wait()
     world.shutdown()
 
 
 def add_process_set(process_set: sets.ProcessSet | Sequence[int]) -> sets.ProcessSet:
-    """Make a process set usable, after all pending operations.
+    """Wait for pending operations, and make a process set usable.
 
     See ``hvdtrain.tensorflow.add_process_set``.
     """
@@ -48,7 +48,7 @@ def add_process_set(process_set: sets.ProcessSet | Sequence[int]) -> sets.Proces
 
 
 def remove_process_set(process_set: sets.ProcessSet) -> bool:
-    """Close a process set after all pending operations, and return whether it was usable.
+    """Wait for pending operations, close a process set, and return whether it was usable.
 
     All ranks must call this.
     """

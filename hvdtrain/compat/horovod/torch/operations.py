@@ -1,4 +1,4 @@
-"""What collectives on PyTorch tensors have in common: handles, gradients, and changes in place."""
+"""Handles of asynchronous operations on PyTorch tensors, and functions for all collectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ __all__ = ["Handle", "all_of", "differentiable", "in_place", "poll", "synchroniz
 
 
 class Handle:
-    """An operation in progress. ``synchronize`` and the handle itself return its result.
+    """An operation in progress.
+
+    Pass the handle to ``synchronize``, or call it, to wait for the operation and to get its result.
 
     Args:
-        call: Function that makes the collective calls, on NumPy arrays.
-        finish: Function that turns the result of ``call`` into tensors, in the caller's thread.
+        call: Function that runs the collectives, on NumPy arrays and in a thread.
+        finish: Function that converts the result of ``call`` to tensors. It runs in the thread that
+            waits for the operation.
     """
 
     def __init__(self, call: Callable[[], Any], finish: Callable[[Any], Any]) -> None:
@@ -35,7 +38,10 @@ class Handle:
         return self._output[0]
 
     def then(self, finish: Callable[[Any], Any]) -> Handle:
-        """Apply a function to the result, in the caller's thread."""
+        """Add a function to apply to the result.
+
+        It runs in the thread that waits for the operation.
+        """
         first = self._finish
         self._finish = lambda result: finish(first(result))
         return self
@@ -61,14 +67,14 @@ def synchronize(handle: Handle) -> Any:
 
 
 def all_of(handles: Sequence[Handle]) -> Handle:
-    """Return a handle whose result is the list of results of several handles."""
+    """Combine several handles to a handle whose result is the list of their results."""
     return Handle(lambda: None, lambda _: [handle() for handle in handles])
 
 
 def in_place(start: Callable[..., Handle], what: str) -> Callable[..., Handle]:
-    """Return a function like ``start`` that replaces the values of its tensors by the result.
+    """Return a function like ``start`` that assigns the result to its tensors.
 
-    ``what`` is the first line of its docstring.
+    ``what`` is the first line of the new function's docstring.
     """
 
     @functools.wraps(start)
@@ -87,9 +93,9 @@ def in_place(start: Callable[..., Handle], what: str) -> Callable[..., Handle]:
 
 
 def waiting(start: Callable[..., Handle], what: str) -> Callable[..., Any]:
-    """Return a function like ``start`` that waits and returns the result.
+    """Return a function like ``start`` that waits for the operation and returns the result.
 
-    ``what`` is the first line of its docstring.
+    ``what`` is the first line of the new function's docstring.
     """
 
     @functools.wraps(start)
@@ -101,7 +107,7 @@ def waiting(start: Callable[..., Handle], what: str) -> Callable[..., Any]:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Tensors computed by one function, and their gradients by another."""
+    """An operation whose result and gradients are each computed by a Python function."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> Any:

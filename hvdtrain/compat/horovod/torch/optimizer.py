@@ -1,7 +1,8 @@
 """Horovod's ``DistributedOptimizer`` for PyTorch.
 
-Gradients are reduced in buckets. All ranks reduce the same buckets in the same order, each as soon
-as the backward pass has computed the gradients of this bucket and of all buckets before it.
+Gradients are reduced in buckets. All ranks reduce the same buckets in the same order. The reduction
+of a bucket starts as soon as the backward pass has computed the gradients of this bucket and of all
+buckets before it.
 """
 
 from __future__ import annotations
@@ -42,23 +43,26 @@ def DistributedOptimizer(
 
     The optimizer gets these methods:
 
-    - ``synchronize()`` waits until the gradients are reduced, for example to clip them.
-    - ``skip_synchronize()`` returns a context in which ``step()`` does not synchronize again.
-    - ``set_backward_passes_per_step(passes)``
+    - ``synchronize()`` waits until the gradients are reduced. Call it to clip the reduced gradients
+      before ``step()``, for example.
+    - ``skip_synchronize()`` returns a context manager. In its ``with`` block, ``step()`` does not
+      call ``synchronize()`` again.
+    - ``set_backward_passes_per_step(passes)`` sets the argument ``backward_passes_per_step``.
 
     Args:
         optimizer: Optimizer from ``torch.optim``, which is changed.
         named_parameters: ``model.named_parameters()``, whose names appear in errors.
-        compression: Type in which gradients are sent, from ``Compression``.
+        compression: Data type in which gradients are sent, such as ``Compression.fp16``.
         backward_passes_per_step: Number of backward passes whose gradients are added up before they
             are reduced.
-        op: The reduction. With Adasum, ranks take their own steps, and combine the changes of the
-            parameters.
-        gradient_predivide_factor: With Average, gradients are divided by this factor before the
-            reduction, and by the number of ranks divided by this factor after it.
-        num_groups: Deprecated, use ``groups``.
-        groups: Number of buckets, or lists of parameters that form buckets.
-        sparse_as_dense: Whether to reduce sparse gradients as dense ones.
+        op: The reduction. With Adasum, each rank takes a step with its own gradients, and the ranks
+            then combine the changes of their parameters.
+        gradient_predivide_factor: With Average, gradients are divided by this factor before they
+            are summed, and the sum is divided by ``size() / factor``.
+        num_groups: Deprecated. Use ``groups`` instead.
+        groups: Number of buckets, or a list of parameters for each bucket.
+        sparse_as_dense: Whether to convert sparse gradients to dense gradients before they are
+            reduced.
         process_set: Participating ranks. Defaults to all ranks.
 
     Returns:
@@ -97,7 +101,7 @@ def DistributedOptimizer(
 
 
 class _ReducesGradients:
-    """Mixin for the class of an optimizer."""
+    """Mixin with which an optimizer reduces its gradients over all ranks."""
 
     param_groups: list[dict[str, Any]]
 
@@ -133,7 +137,7 @@ class _ReducesGradients:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _hvdtrain_watch(self) -> None:
-        """Find the parameters to train, and watch for their gradients."""
+        """Find the parameters to train, and add hooks that run when gradients are computed."""
         parameters = [p for p in self._hvdtrain_parameters() if p.requires_grad]
         ids = list(map(id, parameters))
         if ids == self._hvdtrain_ids or self._hvdtrain_buckets.started:
@@ -179,7 +183,10 @@ class _ReducesGradients:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Keep ``step()`` from synchronizing, after a call of ``synchronize()``."""
+        """Make ``step()`` not synchronize within the ``with`` block.
+
+        Use this if ``synchronize()`` was called before.
+        """
         if self._hvdtrain_is_adasum:
             raise AssertionError("skip_synchronize is not supported with op=Adasum.")
         self._hvdtrain_skips = True
@@ -189,7 +196,7 @@ class _ReducesGradients:
             self._hvdtrain_skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes before a reduction."""
+        """Set the number of backward passes whose gradients are added up before a reduction."""
         self.backward_passes_per_step = passes
         self._hvdtrain_passes.clear()
 
@@ -204,20 +211,26 @@ class _ReducesGradients:
         self._hvdtrain_passes.clear()
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """Load the optimizer's state, and forget the gradients of an unfinished step."""
+        """Load the optimizer's state.
+
+        Gradients that were computed since the last step are discarded.
+        """
         self._hvdtrain_forget()
         self._hvdtrain_synchronized = False
         super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which all ranks must do between the same steps."""
+        """Add parameters to the optimizer. All ranks must do this between the same two steps."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if hasattr(self, "_hvdtrain_buckets"):
             self._hvdtrain_watch()
 
 
 def _before_step(optimizer: Any, arguments: Any, options: Any) -> Any:
-    """Reduce the gradients, or let the closure do it after it has computed them."""
+    """Reduce the gradients before a step.
+
+    If ``step`` gets a closure, return a new closure that computes the gradients and reduces them.
+    """
     if optimizer._hvdtrain_skips:
         optimizer._hvdtrain_synchronized = False
         return None
@@ -243,7 +256,7 @@ def _before_step(optimizer: Any, arguments: Any, options: Any) -> Any:
 
 
 class _AdasumOfChanges:
-    """Combines the changes that each rank's step makes to its parameters."""
+    """Combines, with Adasum, the changes that the step of each rank makes to the parameters."""
 
     def __init__(self, parameters: Callable[[], list[Any]], process_set: ProcessSet) -> None:
         self._parameters = parameters
@@ -255,7 +268,7 @@ class _AdasumOfChanges:
         self._before = [p.detach().clone() for p in self._trained()]
 
     def finish(self) -> None:
-        """Apply the combined changes of all ranks after a step, instead of this rank's changes."""
+        """Replace the changes that this rank's step made with the combined changes of all ranks."""
         parameters = self._trained()
         changes = [array_of(p.detach() - old) for p, old in zip(parameters, self._before)]
         how: Any = {"prescale": 1.0, "postscale": 1.0, "name": "changes of parameters"}

@@ -1,13 +1,13 @@
 """Horovod's reductions of PyTorch tensors, with gradients.
 
-All ranks must make the same calls in the same order. If name, shape, type or options differ, every
-rank raises an error. If only some ranks make a call, they raise an error after
-``HVDTRAIN_TIMEOUT_S`` seconds.
+All ranks must make the same calls in the same order. If the name, shape, dtype or options of a call
+differ between ranks, every rank raises an error. If only some ranks make a call, these ranks raise
+an error after ``HVDTRAIN_TIMEOUT_S`` seconds.
 
-Functions whose names end with ``async`` return a handle for ``poll`` and ``synchronize``. Names
-that end with an underscore change their tensors. Gradients are scaled as in Horovod: ``allreduce``
-returns the gradient of the sum of all ranks' losses, and ``reducescatter`` this gradient multiplied
-by the number of ranks.
+A function whose name ends with ``async`` returns a handle. Pass the handle to ``poll`` or
+``synchronize``. A function whose name ends with an underscore, such as ``allreduce_``, changes its
+tensors in place. Gradients are scaled as in Horovod. ``allreduce`` returns the gradient of the sum
+of all ranks' losses. ``reducescatter`` returns this gradient multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to reduce several tensors at once. The arguments are as in ``allreduce_async``."""
+    """Start to reduce several tensors at once.
+
+    The arguments are the same as in ``allreduce_async``.
+    """
     how = choose_op(op, average).tensor_op
     arrays = list(map(array_of, tensors))
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
@@ -85,7 +88,7 @@ def allreduce_async(
 
     Args:
         tensor: Tensor with the same shape and type on all ranks.
-        average: Deprecated, use ``op``. True means Average and False means Sum.
+        average: Deprecated. Use ``op`` instead. True means Average and False means Sum.
         name: Name for error messages, which must be the same on all ranks.
         op: Average, Sum, Adasum, Min, Max or Product. Defaults to Average. Averages of integers are
             rounded towards zero.
@@ -116,8 +119,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce the tensors of all ranks elementwise.
 
-    ``compression`` is the type in which the tensor is sent, from ``Compression``. The other
-    arguments are as in ``allreduce_async``.
+    ``compression`` is the data type in which the tensor is sent, such as ``Compression.fp16``. The
+    other arguments are the same as in ``allreduce_async``.
 
     Raises:
         MismatchError: If shapes, types, names or options differ between ranks.
@@ -136,7 +139,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in one collective. The arguments are as in ``allreduce``."""
+    """Reduce several tensors in one collective. The arguments are the same as in ``allreduce``."""
     how = choose_op(op, average)
     factors = float(prescale_factor), float(postscale_factor)
 
@@ -168,7 +171,7 @@ def sparse_allreduce_async(
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to add or average sparse tensors, whose entries are gathered from all ranks."""
+    """Start to add up or average sparse tensors, by gathering the entries of all ranks."""
     indices, values = array_of(tensor._indices().t()), array_of(tensor._values())
 
     def gather() -> list[np.ndarray]:
@@ -192,10 +195,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start to reduce the tensors of all ranks; the result is this rank's share of the rows.
+    """Start to reduce the tensors of all ranks. The result is this rank's share of the rows.
 
     If the rows can't be divided evenly, the first ranks get one more row. ``op`` must be Average or
-    Sum. The other arguments are as in ``allreduce_async``.
+    Sum. The other arguments are the same as in ``allreduce_async``.
 
     Raises:
         NotImplementedError: If ``op`` is neither Average nor Sum.
@@ -228,8 +231,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce the tensors of all ranks, and return this rank's share of the rows.
 
-    ``compression`` is the type in which the tensor is sent. The other arguments are as in
-    ``reducescatter_async``.
+    ``compression`` is the data type in which the tensor is sent, such as ``Compression.fp16``. The
+    other arguments are the same as in ``reducescatter_async``.
 
     Raises:
         MismatchError: If shapes or types differ between ranks.
@@ -259,7 +262,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start ``reducescatter`` of each of several tensors."""
+    """Start ``reducescatter`` for each of several tensors."""
     arguments = name, op, process_set, prescale_factor, postscale_factor
     return all_of([reducescatter_async(tensor, *arguments) for tensor in tensors])
 

@@ -15,8 +15,8 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks.
 
-    The arguments are the same as for ``torch.nn.BatchNorm2d``. Inputs have two axes or more. They
-    may be on the CPU, and may have different numbers of rows on each rank.
+    The arguments are the same as for ``torch.nn.BatchNorm2d``. Inputs must have at least two axes.
+    They may be on the CPU, and the number of rows may differ between ranks.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"input must have at least two axes, got {input.dim()}.")
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics."""
+        """Update the running mean and variance of the layer."""
         self.num_batches_tracked.add_(1)
         factor = self.momentum
         if factor is None:
