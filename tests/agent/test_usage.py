@@ -169,6 +169,7 @@ _DRIVERS = {
     # A driver that is missing at the start stays missing, but a lost GPU may come back.
     "missing": (["nvml 9", _WORKING], [_UNKNOWN, _UNKNOWN]),
     "lost": (["gpu a\ngpu b\nlost 15", _WORKING], [_UNKNOWN, _MEASURED]),
+    "failing": ([_WORKING, "nvml 15", _WORKING], [_MEASURED, _UNKNOWN, _MEASURED]),
     "hanging": ([_WORKING, "hang 1", _WORKING], [_MEASURED, _TIMEOUT, _UNKNOWN]),
 }
 

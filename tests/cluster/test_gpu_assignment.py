@@ -104,6 +104,7 @@ def test_the_same_gpus_need_no_warning() -> None:
     none = RankGpus(hostname="c", pid=1, visible=None)
     assert warnings(on("a", A0, A1), on("a", A0, A1), on("b", slightly_more), none) == []
     assert warnings(on("a", A0), on("b", unknown)) == []
+    assert warnings(on("a"), on("b")) == [], "no rank has a GPU"
 
 
 def test_gpus_of_different_models() -> None:
@@ -113,6 +114,8 @@ def test_gpus_of_different_models() -> None:
         "GPUs differ, and all ranks wait for the slowest: NVIDIA H100 (80 GiB) on a, c; "
         "NVIDIA H100 (40 GiB) on b; NVIDIA T4 (80 GiB) on d"
     )
+    (warning,) = warnings(on("a", A0), on("b", B0._replace(memory_bytes=94 << 30)))
+    assert "NVIDIA H100 (94 GiB) on b" in warning
 
 
 def test_ranks_that_share_gpus() -> None:

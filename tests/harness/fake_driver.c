@@ -215,7 +215,7 @@ int nvmlDeviceGetCount_v2(unsigned *result) {
     while (hangs) pause();
     *result = 0;
     for (int i = 0; i < count; i++) *result += devices[i].parent < 0;
-    return 0;
+    return nvml_code;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **result) {
