@@ -14,17 +14,16 @@ tests/testbed/packages.txt.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import signal
 import sys
 import time
 from pathlib import Path
 
-from peers.plan import RANKS, full_sizes, make_plan, quick_sizes
-from peers.running import run_plan
-from peers.summary import report
-from peers.ways import MEASURES, WAYS, find_ways
+from common import make_parser
+from peers.candidates import MEASURES, WAYS, find_ways
+from peers.jobs import FULL, HOSTS, QUICK, RANKS, make_plan, run_plan, say
+from peers.tables import report
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.launch.hosts import whole_number
@@ -32,32 +31,32 @@ from hvdtrain.text import plural
 from tests.environments import missing_environment
 from tests.testbed.requirements import missing_requirements
 
-HOSTS = 4
-QUEUE_MS = 20
-
 
 def main() -> int:
     """Run the comparison, and print and write its tables."""
     arguments = parse(sys.argv[1:])
     names = [name for name in WAYS if name in arguments.ways]
     ways, unavailable = find_ways(names, missing_environment)
-    wheres = list(arguments.where)
-    if "cluster" in wheres and (reason := missing_requirements()):
+    places = {
+        "host": f"{RANKS} ranks on one host",
+        "cluster": f"{HOSTS} hosts with a rank each, links of {arguments.rate}",
+    }
+    places = {where: places[where] for where in arguments.where}
+    if "cluster" in places and (reason := missing_requirements()):
         say(f"the test cluster is not available: {reason}")
-        wheres.remove("cluster")
+        del places["cluster"]
     for reason in unavailable.values():
         say(f"not measured: {reason}")
-    sizes = quick_sizes() if arguments.quick else full_sizes()
+    sizes = QUICK if arguments.quick else FULL
     repeat = 1 if arguments.quick else arguments.repeat
-    plan = make_plan(arguments.what, wheres, ways, repeat, sizes)
     machine = describe_machine()
     say(machine_line(machine))
     start_s = time.monotonic()
     # sys.exit also ends the running job.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    entries = run_plan(plan, arguments.rate, QUEUE_MS, HOSTS, say)
-    links = f"{HOSTS} hosts with a rank each, links of {arguments.rate}"
-    text = report(arguments.what, wheres, ways, unavailable, entries, sizes, RANKS, links)
+    plan = make_plan(arguments.what, list(places), ways, repeat, sizes)
+    entries = run_plan(plan, HOSTS, arguments.rate)
+    text = report(arguments.what, ways, unavailable, entries, sizes, places)
     jobs = plural(repeat, "job")
     head = f"{machine_line(machine)}\n\nMedians of {jobs} of each candidate (least to most)."
     if arguments.quick:
@@ -70,8 +69,8 @@ def main() -> int:
     if arguments.json:
         content = {
             "machine": machine,
-            "arguments": {name: value for name, value in vars(arguments).items() if name in FLAGS},
-            "sizes": dataclasses.asdict(sizes),
+            "arguments": sys.argv[1:],
+            "sizes": sizes._asdict(),
             "ways": {name: way._asdict() for name, way in ways.items()},
             "unavailable": unavailable,
             "repetitions": entries,
@@ -80,14 +79,9 @@ def main() -> int:
     return 1 if any("error" in entry for entry in entries) else 0
 
 
-FLAGS = ("what", "where", "ways", "repeat", "rate", "quick")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--what", nargs="+", choices=MEASURES, default=list(MEASURES))
     places = ("host", "cluster")
     parser.add_argument("--where", nargs="+", choices=places, default=list(places))
@@ -102,11 +96,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures of every job to this file")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args(argv)
-
-
-def say(line: str) -> None:
-    """Print progress to stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

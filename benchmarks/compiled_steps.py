@@ -9,7 +9,6 @@ as elapsed time, and as processor time, which other programs affect less.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from common import make_parser, print_head, print_row
 
 import hvdtrain
 from hvdtrain import world
@@ -63,10 +63,7 @@ def compiled(name: str) -> keras.Model:
 
 
 def main() -> None:
-    """Run the comparison on all ranks, and print a table on the chief."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=BATCH_SIZES, default=[*BATCH_SIZES])
     parser.add_argument("--rounds", type=int, default=10, help="default: 10")
     arguments = parser.parse_args()
@@ -78,8 +75,9 @@ def main() -> None:
     engine = world.collectives()
     reduce = engine.grouped_allreduce
     if hvdtrain.is_chief():
-        print("| model | plain Keras | two ranks | ratio | processor | two ranks | ratio |")
-        print("|---|---|---|---|---|---|---|")
+        print_head(
+            *("model", "plain Keras", "two ranks", "ratio", "processor", "two ranks", "ratio")
+        )
     for name in arguments.models:
         plain, together = compiled(name), hvdtrain.distribute(compiled(name))
         clocks = Clock(), Clock()
@@ -91,9 +89,9 @@ def main() -> None:
                 engine.barrier(name="benchmark")
                 model.fit(x[:rows], y[:rows], batch_size=size, verbose=0, callbacks=[clock])
         alone, joint = (1000 * np.min(clock.steps, axis=0) for clock in clocks)
-        cells = [f"{a:.1f} ms | {j:.1f} ms | {j / a:.2f}" for a, j in zip(alone, joint)]
         if hvdtrain.is_chief():
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            pairs = zip(alone, joint)
+            print_row(name, *(f"{a:.1f} ms | {j:.1f} ms | {j / a:.2f}" for a, j in pairs))
 
 
 if __name__ == "__main__":

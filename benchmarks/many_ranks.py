@@ -12,11 +12,9 @@ others.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -25,6 +23,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from common import make_parser, print_head, print_row
 
 from hvdtrain.agent import messages
 from hvdtrain.config import LAUNCHER
@@ -51,7 +51,6 @@ class Agents:
         self.stopped: dict[int, float] = {}
 
     def connect(self) -> None:
-        """Connect all ranks, one by one."""
         addresses = messages.parse_addresses(os.environ[LAUNCHER])
         for rank in sorted(self.left):
             connection = messages.connect(addresses)
@@ -63,7 +62,6 @@ class Agents:
                 self.send(rank, "line", stream="stderr", text=text)
 
     def send(self, sender: int, kind: str, **fields: object) -> None:
-        """Send a message of a rank."""
         self._connections[sender].sendall(messages.encode(kind, **fields))
 
     def report(self, step: int) -> None:
@@ -119,76 +117,62 @@ def simulate_agents(ranks: int, seconds: int, path: Path) -> None:
 
 
 class Watch:
-    """A thread that records processor time and the moment when all agents are connected."""
+    """A thread that records time, processor time and connected agents of the launcher."""
 
     def __init__(self, server: AgentServer) -> None:
-        self._server = server
-        self.complete_at = 0.0
-        self._samples = [self._now()]
+        self.samples: list[tuple[float, float, int]] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=[server], daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return time.monotonic(), used.ru_utime + used.ru_stime
-
-    def _watch(self) -> None:
+    def _watch(self, server: AgentServer) -> None:
         while not self._over.wait(SAMPLE_S):
-            self._samples.append(self._now())
-            if not self.complete_at and self._server.connected == self._server.ranks:
-                self.complete_at = self._samples[-1][0]
+            self.samples.append((time.monotonic(), time.process_time(), server.connected))
 
     def stop(self) -> None:
-        """Stop recording."""
         self._over.set()
         self._thread.join(10 * SAMPLE_S)
-        self._samples.append(self._now())
 
     def between(self, start: float, end: float) -> float:
         """Return the core seconds used between two times."""
-        before = [used for moment, used in self._samples if moment <= start] or [0.0]
-        until = [used for moment, used in self._samples if moment <= end] or [0.0]
+        before = [used for moment, used, _ in self.samples if moment <= start] or [0.0]
+        until = [used for moment, used, _ in self.samples if moment <= end] or [0.0]
         return until[-1] - before[-1]
 
 
 def run(ranks: int, seconds: int) -> list[str]:
     """Run one job and return its row of the table."""
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        console = Console(
-            nowhere, nowhere, ranks=ranks, with_host=True, chief_only=False, collapse=True
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        null = stack.enter_context(open(os.devnull, "w"))
+        console = Console(null, null, ranks=ranks, with_host=True, chief_only=False, collapse=True)
+        recorder = stack.enter_context(contextlib.closing(JobRecorder(JobFolder(folder))))
+        server = stack.enter_context(
+            contextlib.closing(AgentServer(ranks, console, local=True, on_line=recorder.line))
         )
-        times = Path(folder, "times.json")
-        with (
-            contextlib.closing(JobRecorder(JobFolder(Path(folder)))) as recorder,
-            contextlib.closing(
-                AgentServer(ranks, console, local=True, on_line=recorder.line)
-            ) as server,
-        ):
-            address = messages.format_addresses(["127.0.0.1"], server.port)
-            variables = {LAUNCHER: address, messages.JOB: server.secret}
-            argv = (sys.executable, __file__, "--agents", *map(str, (ranks, seconds, times)))
-            hosts = {rank: f"node{rank // RANKS_PER_HOST}" for rank in range(ranks)}
-            supervisor = Supervisor(
-                Command(argv=argv, environ={**os.environ, **variables}),
-                server,
-                console,
-                hosts=hosts,
-                time_limits=TimeLimits(hang_s=600.0),
-                received=[],
-                observer=recorder,
-            )
-            watch = Watch(server)
-            outcome = supervisor.run()
-            watch.stop()
+        times = folder / "times.json"
+        address = messages.format_addresses(["127.0.0.1"], server.port)
+        environ = {**os.environ, LAUNCHER: address, messages.JOB: server.secret}
+        argv = (sys.executable, __file__, "--agents", *map(str, (ranks, seconds, times)))
+        supervisor = Supervisor(
+            Command(argv=argv, environ=environ),
+            server,
+            console,
+            hosts={rank: f"node{rank // RANKS_PER_HOST}" for rank in range(ranks)},
+            time_limits=TimeLimits(hang_s=600.0),
+            received=[],
+            observer=recorder,
+        )
+        watch = Watch(server)
+        outcome = supervisor.run()
+        watch.stop()
         if outcome.code != 7:
             raise RuntimeError(f"expected exit code 7, got {outcome}")
         moments = json.loads(times.read_text())
     if moments["left"]:
         raise RuntimeError(f"{moments['left']} agents were not released")
     start, failed = moments["start"], moments["failed"]
-    complete = watch.complete_at
+    complete = next(moment for moment, _, connected in watch.samples if connected == ranks)
     return [
         str(ranks),
         f"{complete - start:.2f} s",
@@ -200,21 +184,19 @@ def run(ranks: int, seconds: int) -> list[str]:
 
 
 def main() -> None:
-    """Run the jobs and print a table."""
     if sys.argv[1:2] == ["--agents"]:
         ranks, seconds, path = sys.argv[2:]
         simulate_agents(int(ranks), int(seconds), Path(path))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1000], help="default 64 1000")
     parser.add_argument("--seconds", type=int, default=15, help="of training; default 15")
     arguments = parser.parse_args()
-    print("| ranks | connected | core time | running, of a core | failure known to all | ended |")
-    print("|---|---|---|---|---|---|")
+    print_head(
+        *("ranks", "connected", "core time", "running, of a core", "failure known to all", "ended")
+    )
     for ranks in arguments.ranks:
-        print(f"| {' | '.join(run(ranks, arguments.seconds))} |", flush=True)
+        print_row(*run(ranks, arguments.seconds))
 
 
 if __name__ == "__main__":

@@ -16,27 +16,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cluster_jobs import JOB_TIMEOUT_S, shaped_cluster
+from common import make_parser, print_head, print_row, shaped_cluster
 
 LAYERS = 16
 BATCH_SIZE = 4
+JOB_TIMEOUT_S = 900.0
 # The first steps trace functions and connect the ranks.
 WARMUP_STEPS = 2
 
 
 def main() -> None:
-    """Run a job for each backend and bucket size, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rate", default="200mbit", help="speed of each link; default %(default)s")
     parser.add_argument("--backends", nargs="+", choices=("mpi", "nccl"), default=["mpi", "nccl"])
     parser.add_argument("--bucket-bytes", nargs="+", default=["auto"], help="default: auto")
@@ -47,32 +43,24 @@ def main() -> None:
     if arguments.rank:
         measure(arguments.width, arguments.steps)
         return
-    print("| backend | bucket bytes | computing | reducing | a step | relative to the longer |")
-    print("|---|---|---|---|---|---|")
-    shape = ("--width", str(arguments.width), "--steps", str(arguments.steps))
-    program = [str(Path(__file__).resolve()), "--rank", *shape]
+    print_head(
+        *("backend", "bucket bytes", "computing", "reducing", "a step", "relative to the longer")
+    )
+    program = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--rank"]
     with shaped_cluster(2, arguments.rate) as (cluster, environ):
         # The test cluster's default is one. init() ensures two.
-        environ = {**environ, "TF_NUM_INTEROP_THREADS": "2"}
+        environ["TF_NUM_INTEROP_THREADS"] = "2"
         for backend in arguments.backends:
             for bucket_bytes in arguments.bucket_bytes:
                 argv = [sys.executable, "-m", "hvdtrain", "run", "-H", "node1:1,node2:1"]
                 argv += ["--backend", backend, "--bucket-bytes", bucket_bytes, "--chief-only"]
-                times = run(cluster, [*argv, "--", sys.executable, *program], environ)
+                done = cluster.run([*argv, "--", *program], env=environ, timeout_s=JOB_TIMEOUT_S)
+                if done.returncode:
+                    raise SystemExit(f"the job failed: {done!r}")
+                times = json.loads(done.stdout[done.stdout.index("{") :])
                 cells = [f"{1e3 * times[name]:.0f} ms" for name in ("compute", "reduce", "step")]
                 ratio = times["step"] / max(times["compute"], times["reduce"])
-                print(f"| {backend} | {bucket_bytes} | {' | '.join(cells)} | {ratio:.2f} |")
-
-
-def run(cluster: Any, argv: list[str], environ: dict[str, str | None]) -> dict[str, float]:
-    """Run a job, and return the results of its chief."""
-    done = cluster.run(argv, env=environ, timeout_s=JOB_TIMEOUT_S)
-    if done.returncode:
-        raise SystemExit(
-            f"{done.stdout}{done.stderr}\nthe job failed with exit code {done.returncode}"
-        )
-    [results] = re.findall(r"{.*}", done.stdout)
-    return dict(json.loads(results))
+                print_row(backend, bucket_bytes, *cells, f"{ratio:.2f}")
 
 
 def measure(width: int, steps: int) -> None:
@@ -81,6 +69,7 @@ def measure(width: int, steps: int) -> None:
 
     import hvdtrain
     from hvdtrain import world
+    from hvdtrain.bench.timing import time_in_turn
     from hvdtrain.gradients.reducer import GradientReducer
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -92,14 +81,15 @@ def measure(width: int, steps: int) -> None:
     gradients = [tf.ones(variable.shape) for variable in model.trainable_variables]
     reduce = tf.function(lambda: reducer.average(gradients, model.trainable_variables))
     engine = world.collectives()
-    times = {"reduce": time_calls(reduce, engine.barrier, steps)}
+    reduce()
+    reduce_s = time_in_turn(engine, {"reduce": reduce}, repetitions=steps)["reduce"].median_s
     # All ranks sleep equally long.
-    nap_s[0] = float(engine.broadcast_object(times["reduce"], name="time to reduce")) / LAYERS
-    times["compute"] = time_steps(plain, 1, steps)
+    nap_s[0] = reduce_s / LAYERS
+    compute_s = time_steps(plain, 1, steps)
     engine.barrier()
-    times["step"] = time_steps(model, engine.size, steps)
+    step_s = time_steps(model, engine.size, steps)
     if hvdtrain.is_chief():
-        print(json.dumps(times), flush=True)
+        print(json.dumps({"reduce": reduce_s, "compute": compute_s, "step": step_s}), flush=True)
 
 
 def build(width: int, nap_s: list[float]) -> Any:
@@ -125,17 +115,6 @@ def build(width: int, nap_s: list[float]) -> Any:
     model = keras.Model(inputs, x)
     model.compile(keras.optimizers.SGD(1e-6), "mse", jit_compile=False)
     return model
-
-
-def time_calls(call: Callable[[], object], barrier: Callable[[], object], steps: int) -> float:
-    """Return the median seconds of a call."""
-    seconds = []
-    for _ in range(WARMUP_STEPS + steps):
-        barrier()
-        start_s = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start_s)
-    return median(seconds[WARMUP_STEPS:])
 
 
 def time_steps(model: Any, ranks: int, steps: int) -> float:

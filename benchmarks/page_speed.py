@@ -4,25 +4,24 @@
     python benchmarks/page_speed.py --jobs 1000 --log-mb 10
 
 The program creates a folder of jobs, one of them with a large log, many ranks and many metrics,
-sends the requests of the page's scripts, and opens the page in Chromium if playwright is installed.
+and sends the requests of the page's scripts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import make_parser
 
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.log import LogLine, LogWriter
@@ -30,13 +29,21 @@ from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
 REPEATS = 9
+TIMEOUT_S = 60.0
 _LARGE = "large-20260101-000000"
-# Runs in the page: records when the first expected element appears.
-_WATCH = """new MutationObserver((_, watcher) => {
-  if (!document.querySelector(%s)) return;
-  window.shownAt = performance.now();
-  watcher.disconnect();
-}).observe(document, { childList: true, subtree: true });"""
+_JOB = f"/api/jobs/{_LARGE}"
+REQUESTS = {
+    "the list": "/api/jobs?count=50",
+    "the list, the next 100": "/api/jobs?begin=5000&count=100",
+    "the list, a search": "/api/jobs?q=0.123&count=50",
+    "metrics for Prometheus": "/metrics",
+    "the large job": _JOB,
+    "its curves": f"{_JOB}/metrics?count=1000",
+    "its ranks": f"{_JOB}/ranks?count=240",
+    "the end of its log": f"{_JOB}/log?count=400",
+    "its log, one rank": f"{_JOB}/log?count=400&ranks=3",
+    "its log, a search": f"{_JOB}/log?count=400&grep=no+such+text",
+}
 
 
 def _write_job(
@@ -117,102 +124,30 @@ class Server:
         argv = [sys.executable, "-m", "hvdtrain", "serve", "--port", "0", "--jobs-dir", str(folder)]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        self.url = self.process.stderr.readline().split()[-1].rstrip("/")
-        self.token = (folder / ".serve-token").read_text().strip()
+        self._url = self.process.stderr.readline().split()[-1].rstrip("/")
+        self._token = (folder / ".serve-token").read_text().strip()
         self.get("/api/jobs")
         self.start_s = time.perf_counter() - start_s
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> bytes:
         """Return the response to an authorized request."""
-        headers = {"authorization": f"Bearer {self.token}"}
-        with urllib.request.urlopen(
-            urllib.request.Request(self.url + path, headers=headers)
-        ) as response:
-            body = response.read()
-        return json.loads(body) if response.headers["content-type"] == "application/json" else body
+        headers = {"authorization": f"Bearer {self._token}"}
+        request = urllib.request.Request(self._url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return bytes(response.read())
 
-    def close(self) -> None:
-        """Stop the server."""
-        self.process.terminate()
-        self.process.wait(timeout=20)
-
-
-def _times_ms(act: Callable[..., object], *arguments: object) -> list[float]:
-    times = []
-    for _ in range(REPEATS):
-        start_s = time.perf_counter()
-        act(*arguments)
-        times.append((time.perf_counter() - start_s) * 1e3)
-    return times
-
-
-def requests_of(server: Server) -> dict[str, list[float]]:
-    """Return the milliseconds of each request."""
-    job = f"/api/jobs/{_LARGE}"
-    paths = {
-        "the list": "/api/jobs?count=50",
-        "the list, the next 100": "/api/jobs?begin=5000&count=100",
-        "the list, a search": "/api/jobs?q=0.123&count=50",
-        "metrics for Prometheus": "/metrics",
-        "the large job": job,
-        "its curves": f"{job}/metrics?count=1000",
-        "its ranks": f"{job}/ranks?count=240",
-        "the end of its log": f"{job}/log?count=400",
-        "its log, one rank": f"{job}/log?count=400&ranks=3",
-        "its log, a search": f"{job}/log?count=400&grep=no+such+text",
-    }
-    return {name: _times_ms(server.get, path) for name, path in paths.items()}
-
-
-def _shown_ms(page: Any, address: str) -> list[float]:
-    """Return the milliseconds from navigation until the expected element is shown."""
-    times = []
-    for _ in range(REPEATS):
-        page.goto("about:blank")
-        page.goto(address, wait_until="commit")
-        while not (shown_ms := page.evaluate("window.shownAt")):
-            page.wait_for_timeout(20)
-        times.append(float(shown_ms))
-    return times
-
-
-def views_of(server: Server) -> dict[str, list[float]]:
-    """Return the milliseconds until a browser shows each view."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        chromium = None
-    if chromium is None:
-        print("views skipped: install playwright and Chromium")
-        return {}
-    views = {
-        # The empty page, for comparison.
-        "view: the login": ("login", "#token"),
-        "view: the list": ("#/", "tbody tr"),
-        "view: the large job": (f"#/jobs/{_LARGE}", ".log .line"),
-        "view: two jobs compared": ("#/compare?jobs=train-000001,train-000002", "canvas"),
-    }
-    times = {}
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, (address, sign) in views.items():
-            context = browser.new_context(viewport={"width": 1280, "height": 900})
-            context.add_init_script(_WATCH % json.dumps(sign))
-            page = context.new_page()
-            page.request.post(f"{server.url}/login", form={"token": server.token})
-            page.goto(f"{server.url}/")
-            times[name] = _shown_ms(page, f"{server.url}/{address}")
-            context.close()
-        browser.close()
-    return times
+    def time_ms(self, path: str) -> list[float]:
+        """Return the milliseconds of several requests."""
+        times = []
+        for _ in range(REPEATS):
+            start_s = time.perf_counter()
+            self.get(path)
+            times.append((time.perf_counter() - start_s) * 1e3)
+        return times
 
 
 def main() -> None:
-    """Create jobs, measure, and print the times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=10_000, help="default %(default)s")
     parser.add_argument("--ranks", type=int, default=1_000, help="default %(default)s")
     parser.add_argument("--log-mb", type=int, default=100, help="default %(default)s")
@@ -223,12 +158,13 @@ def main() -> None:
         try:
             print(f"{server.start_s:.2f} s until the first response")
             start_s = time.perf_counter()
-            while server.get("/api/jobs?count=1")["found"] < arguments.jobs:
+            while json.loads(server.get("/api/jobs?count=1"))["found"] < arguments.jobs:
                 time.sleep(0.1)
             print(f"{time.perf_counter() - start_s:.2f} s more until all jobs are listed")
-            times = requests_of(server) | views_of(server)
+            times = {name: server.time_ms(path) for name, path in REQUESTS.items()}
         finally:
-            server.close()
+            server.process.terminate()
+            server.process.wait(timeout=20)
     for name, values in times.items():
         print(f"{name:<30} {statistics.median(values):6.0f} ms, at most {max(values):6.0f} ms")
 

@@ -10,12 +10,12 @@ are compared, without the first two, which compile.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
 
 import keras
+from common import make_parser
 
 import hvdtrain
 from hvdtrain.bench.models import build_model, synthetic_data
@@ -25,8 +25,6 @@ WARM_UP = 2
 
 
 class AlternatingReports(keras.callbacks.Callback):
-    """A callback that enables reports in every other epoch, and times all epochs."""
-
     def __init__(self) -> None:
         super().__init__()
         reporter = report._update()
@@ -46,10 +44,7 @@ class AlternatingReports(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Train, and print the cost."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--epochs", type=int, default=42, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=60, help="per epoch; default %(default)s")
     parser.add_argument(
@@ -63,23 +58,14 @@ def main() -> None:
     images, labels = synthetic_data(model, arguments.steps * arguments.batch_size * hvdtrain.size())
     hvdtrain.distribute(model)
     alternating = AlternatingReports()
-    model.fit(
-        images,
-        labels,
-        batch_size=arguments.batch_size,
-        epochs=arguments.epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=[alternating],
-    )
+    options = {"batch_size": arguments.batch_size, "epochs": arguments.epochs, "verbose": 0}
+    model.fit(images, labels, shuffle=False, callbacks=[alternating], **options)
     if not hvdtrain.is_chief():
         return
     reporting, silent = (
-        statistics.median(alternating.seconds[reports]) for reports in (True, False)
+        statistics.median(seconds) / arguments.steps for seconds in alternating.seconds.values()
     )
-    per_step_ms = 1e3 / arguments.steps
-    print(f"a step with reports takes {reporting * per_step_ms:.3f} ms")
-    print(f"a step without reports takes {silent * per_step_ms:.3f} ms")
+    print(f"a step with reports takes {reporting * 1e3:.3f} ms, without {silent * 1e3:.3f} ms")
     print(f"reports cost {reporting / silent - 1:+.2%} (target: at most 1 %)")
 
 

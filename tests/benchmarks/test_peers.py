@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from peers.commands import command_on_cluster, command_on_host, python_of
-from peers.plan import full_sizes, make_plan, quick_sizes
-from peers.running import parse_results
-from peers.summary import Column, collect, report, show_values, table, with_efficiency
-from peers.ways import MEASURES, WAYS, find_ways
+from peers.candidates import (
+    ALONE,
+    ENVIRONMENTS,
+    MEASURES,
+    WAYS,
+    command_on_cluster,
+    command_on_host,
+    find_ways,
+)
+from peers.jobs import FULL, QUICK, make_plan, parse_results, python_of
+from peers.tables import Column, collect, report, show_values, table, with_efficiency
 
 from hvdtrain.launch.commands import Mpirun
 
@@ -20,7 +26,8 @@ PYTHON = Path("/own/bin/python")
 def test_measures_name_existing_candidates() -> None:
     named = {name for names in MEASURES.values() for name in names}
     assert named == set(WAYS)
-    assert {way.alone for way in WAYS.values()} - {""} <= set(WAYS)
+    assert set(ALONE.values()) <= set(WAYS)
+    assert {"", *ENVIRONMENTS.values()} == set(ALONE)
 
 
 def test_unavailable_candidates_are_listed_with_the_remedy() -> None:
@@ -52,23 +59,24 @@ def test_unavailable_candidates_are_listed_with_the_remedy() -> None:
         ("keras", "/own/bin/python"),
     ],
 )
-def test_commands_on_this_host(name: str, begin: str) -> None:
+def test_commands_on_this_host(name: str, begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way = WAYS[name]
-    python = python_of(way, PYTHON, lambda environment: Path("/envs", environment))
-    argv, _ = command_on_host(way, 2, ["rank.py", "{}"], python, MPIRUN)
+    monkeypatch.setattr("sys.executable", str(PYTHON))
+    monkeypatch.setattr("peers.jobs.folder_of", lambda environment: Path("/envs", environment))
+    argv, _ = command_on_host(way, 2, ["rank.py", "{}"], python_of(way), MPIRUN)
     assert argv == [*begin.split(), "rank.py", "{}"]
 
 
 @pytest.mark.parametrize(
     ("name", "program", "end"),
     [
-        ("torch", "mpirun", "-H a:1,b:1 /x/python rank.py"),
-        ("horovod-mpi", "mpirun", "-H a:1,b:1 -x TF_CPP_MIN_LOG_LEVEL /x/python rank.py"),
-        ("horovod-gloo", "horovodrun", "--gloo -np 2 -H a:1,b:1 /x/python rank.py"),
+        ("torch", "mpirun", "-H a:2,b:2 /x/python rank.py"),
+        ("horovod-mpi", "mpirun", "-H a:2,b:2 -x TF_CPP_MIN_LOG_LEVEL /x/python rank.py"),
+        ("horovod-gloo", "horovodrun", "--gloo -np 4 -H a:2,b:2 /x/python rank.py"),
     ],
 )
 def test_commands_on_the_cluster(name: str, program: str, end: str) -> None:
-    argv, environ = command_on_cluster(WAYS[name], ["a", "b"], ["rank.py"], Path("/x/python"))
+    argv, environ = command_on_cluster(WAYS[name], ["a", "b"], 2, ["rank.py"], Path("/x/python"))
     assert Path(argv[0]).name == program
     assert argv[-len(end.split()) :] == end.split()
     assert environ["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
@@ -76,8 +84,8 @@ def test_commands_on_the_cluster(name: str, program: str, end: str) -> None:
 
 def test_candidates_take_turns() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "mpi")}
-    plan = make_plan(["allreduce"], ["host", "cluster"], ways, 2, quick_sizes())
-    order = [(task.where, task.repetition, task.way.name) for task in plan]
+    plan = make_plan(["allreduce"], ["host", "cluster"], ways, 2, QUICK)
+    order = [(task.where, task.repetition, task.name) for task in plan]
     assert order == [
         (where, repetition, name)
         for where in ("host", "cluster")
@@ -88,12 +96,12 @@ def test_candidates_take_turns() -> None:
 
 def test_training_jobs_measure_memory() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "torch")}
-    both = make_plan(["training", "memory"], ["host"], ways, 1, full_sizes())
+    both = make_plan(["training", "memory"], ["host"], ways, 1, FULL)
     assert [list(task.job["models"]) for task in both] == [
         ["lenet", "mlp", "resnet50"],
         ["lenet", "mlp"],
     ]
-    memory = make_plan(["memory"], ["host", "cluster"], ways, 1, full_sizes())
+    memory = make_plan(["memory"], ["host", "cluster"], ways, 1, FULL)
     assert [(task.what, list(task.job["models"])) for task in memory] == [
         ("training", ["lenet"]),
         ("training", ["lenet"]),
@@ -102,15 +110,15 @@ def test_training_jobs_measure_memory() -> None:
 
 def test_single_processes_do_not_run_on_the_cluster() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "keras")}
-    plan = make_plan(["training", "startup"], ["cluster"], ways, 1, full_sizes())
-    assert [(task.what, task.way.name, list(task.job["models"])) for task in plan] == [
+    plan = make_plan(["training", "startup"], ["cluster"], ways, 1, FULL)
+    assert [(task.what, task.name, list(task.job["models"])) for task in plan] == [
         ("training", "hvdtrain", ["lenet"])
     ]
 
 
 def test_a_single_process_has_one_rank() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "keras")}
-    assert [task.ranks for task in make_plan(["training"], ["host"], ways, 1, quick_sizes())] == [
+    assert [task.ranks for task in make_plan(["training"], ["host"], ways, 1, QUICK)] == [
         2,
         1,
     ]
@@ -147,8 +155,8 @@ def test_a_table_has_a_row_for_each_candidate() -> None:
         {**entry("d", x=7.0), "where": "cluster"},
     ]
     columns = [
-        Column(figure="x", head="of x", show="{:.0f}".format),
-        Column(figure="y", head="of y", show="{:.0f}".format),
+        Column("x", "of x", "{:.0f}".format),
+        Column("y", "of y", "{:.0f}".format),
     ]
     labels = {"a": "A", "b": "B", "c": "C"}
     assert table(labels, collect(entries, "training", "host"), columns).splitlines() == [
@@ -185,8 +193,8 @@ def test_the_report_lists_missing_candidates() -> None:
             "found": {"kill_to_next_step_s": 0.5},
         }
     ]
-    text = report(["recovery"], ["host"], ways, unavailable, entries, quick_sizes(), 2, "")
+    text = report(["recovery"], ways, unavailable, entries, QUICK, {"host": "2 ranks on one host"})
     assert "LeNet: 2 ranks on one host" in text.splitlines()[0]
     assert "| hvdtrain run --elastic: the other rank continues (keras 3) | 0.50 |" in text
     assert "- Not measured: torchrun --max-restarts 1 (another framework): not installed;" in text
-    assert "- Not measured: Horovod's elastic mode: " in text
+    assert "Not measured: Horovod's elastic mode: " in text
