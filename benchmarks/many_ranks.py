@@ -120,7 +120,7 @@ class Watch:
     """A thread that records time, processor time and connected agents of the launcher."""
 
     def __init__(self, server: AgentServer) -> None:
-        self.samples: list[tuple[float, float, int]] = []
+        self.samples = [(time.monotonic(), time.process_time(), 0)]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=[server], daemon=True)
         self._thread.start()
@@ -135,9 +135,8 @@ class Watch:
 
     def between(self, start: float, end: float) -> float:
         """Return the core seconds used between two times."""
-        before = [used for moment, used, _ in self.samples if moment <= start] or [0.0]
-        until = [used for moment, used, _ in self.samples if moment <= end] or [0.0]
-        return until[-1] - before[-1]
+        used_s = [[s for moment, s, _ in self.samples if moment <= t][-1] for t in (start, end)]
+        return used_s[1] - used_s[0]
 
 
 def run(ranks: int, seconds: int) -> list[str]:

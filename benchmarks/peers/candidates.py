@@ -87,35 +87,21 @@ def find_ways(
 ) -> tuple[dict[str, Way], dict[str, str]]:
     """Return the available candidates, and the reasons of the unavailable ones.
 
-    Args:
-        names: Names of ``WAYS``.
-        missing: Returns the reason why an environment is unavailable, or None.
+    ``missing`` returns the reason why an environment is unavailable, or None.
     """
-    available: dict[str, Way] = {}
-    unavailable: dict[str, str] = {}
+    unavailable = {}
     for name in names:
         way = WAYS[name]
-        reason = missing(way.environment) if way.environment else None
-        if reason is None:
-            available[name] = way
-        else:
+        if way.environment and (reason := missing(way.environment)):
             command = f"make environments NAMES={way.environment}"
             unavailable[name] = f"{way.label}: {reason.partition(';')[0]}; install it: {command}"
-    return available, unavailable
+    return {name: WAYS[name] for name in names if name not in unavailable}, unavailable
 
 
 def command_on_host(
     way: Way, ranks: int, program: Sequence[str], python: Path, mpirun: Mpirun | None
 ) -> tuple[list[str], Environ]:
-    """Return the command that starts ranks on this host, and the changes of its environment.
-
-    Args:
-        way: The candidate.
-        ranks: Number of ranks.
-        program: A script and its arguments.
-        python: The Python that runs it.
-        mpirun: hvdtrain's mpirun, for the launcher ``mpirun``.
-    """
+    """Return the command that starts ranks on this host, and the changes of its environment."""
     run = [str(python), *program]
     if way.launcher == "hvdtrain":
         hvdtrain = str(python.with_name("hvdtrain"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -41,6 +42,8 @@ THREADS = {
 
 # what, where, way, repetition, job_s, and found (results by figure) or error.
 Entry = dict[str, Any]
+# The cluster, and the environment for its programs.
+Hosts = tuple[Any, Environ]
 
 
 class Sizes(NamedTuple):
@@ -114,17 +117,14 @@ def make_plan(
             # Training jobs may run only to measure memory, on this host.
             if where == "cluster" and (what not in ON_CLUSTER or what not in whats):
                 continue
-            for turn in range(1, repetitions + 1):
-                for name in MEASURES[what]:
-                    if name not in ways:
-                        continue
-                    way = ways[name]
-                    ranks = HOSTS if where == "cluster" else RANKS
-                    if way.launcher == "alone":
-                        ranks = 1
-                    if where == "host" or ranks > 1:
-                        job = _job(what, where, way, whats, sizes)
-                        plan.append(Task(what, where, name, way, turn, ranks, job))
+            names = [name for name in MEASURES[what] if name in ways]
+            if where == "cluster":
+                names = [name for name in names if ways[name].launcher != "alone"]
+            for turn, name in itertools.product(range(1, repetitions + 1), names):
+                way = ways[name]
+                ranks = HOSTS if where == "cluster" else 1 if way.launcher == "alone" else RANKS
+                job = _job(what, where, way, whats, sizes)
+                plan.append(Task(what, where, name, way, turn, ranks, job))
     return plan
 
 
@@ -154,7 +154,7 @@ def run_plan(plan: Sequence[Task], count: int, *links: Any) -> list[Entry]:
     entries: list[Entry] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
-        hosts: tuple[Any, Environ] | None = None
+        hosts: Hosts | None = None
         for number, task in enumerate(plan, start=1):
             if task.where == "cluster" and hosts is None:
                 hosts = stack.enter_context(shaped_cluster(count, *links))
@@ -167,13 +167,13 @@ def run_plan(plan: Sequence[Task], count: int, *links: Any) -> list[Entry]:
             try:
                 entry |= _run(task, folder, hosts if task.where == "cluster" else None)
             except (TimeoutError, ValueError) as error:
-                entry["error"] = _last_lines(str(error))
+                entry["error"] = "\n".join(str(error).strip().splitlines()[-LAST_LINES:])
                 say(f"  failed: {entry['error']}")
             entries.append(entry)
     return entries
 
 
-def _run(task: Task, folder: Path, hosts: tuple[Any, Environ] | None) -> Entry:
+def _run(task: Task, folder: Path, hosts: Hosts | None) -> Entry:
     """Run a job.
 
     Raises:
@@ -182,24 +182,43 @@ def _run(task: Task, folder: Path, hosts: tuple[Any, Environ] | None) -> Entry:
     """
     start_s = time.monotonic()
     result = (hosts[0].folder if hosts else folder) / f"{time.monotonic_ns()}.json"
-    done = _on_cluster(task, result, *hosts) if hosts else _on_host(task, result)
+    done = _start(task, result, hosts)
     job_s = time.monotonic() - start_s
     if done.returncode or not result.exists():
         reason = "timed out" if done.timed_out else f"exit code {done.returncode}"
-        raise ValueError(f"{reason}\n{_last_lines(done.stdout + done.stderr)}")
+        raise ValueError(f"{done.stdout}{done.stderr}\n{reason}")
     results = json.loads(result.read_text())
     versions = results.pop("versions", {})
     found = parse_results(results, start_s, task.ranks)
     return {"job_s": job_s, "versions": versions, "found": found}
 
 
-def parse_results(results: Mapping[str, Any], start_s: float, ranks: int) -> dict[str, float]:
-    """Return figures by name, with durations since the command instead of times.
+def _start(task: Task, result: Path, hosts: Hosts | None) -> Completed:
+    way, python = task.way, python_of(task.way)
+    paths = {"result": str(result), "killed": str(result.with_suffix(".killed"))}
+    program = [PROGRAM, json.dumps({**task.job, **paths, "environ": THREADS})]
+    if hosts:
+        cluster, environ = hosts
+        ranks_per_host = task.ranks // len(cluster.hosts)
+        argv, changes = command_on_cluster(way, cluster.hosts, ranks_per_host, program, python)
+        # horovodrun --gloo looks for the common network interface on its own host.
+        host = cluster.hosts[0] if "--gloo" in way.flags else None
+        return cluster.run(argv, host=host, env={**environ, **changes}, timeout_s=JOB_TIMEOUT_S)
+    if way.library == "bench":
+        program = ["-m", "hvdtrain", "bench", "recovery", "-np", "2", "--json", str(result)]
+        program += ["--between-steps", str(DIES_AFTER)]
+    mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
+    argv, changes = command_on_host(way, task.ranks, program, python, mpirun)
+    environment = clean_environment(
+        {**OWN_DEFAULTS, "PYTHONPATH": None, "OPENBLAS_NUM_THREADS": "1", **THREADS, **changes}
+    )
+    return run_job(argv, folder=result.parent, timeout_s=JOB_TIMEOUT_S, environment=environment)
 
-    Args:
-        results: Results of a rank or of ``hvdtrain bench recovery``.
-        start_s: Time of the command on the machine's monotonic clock.
-        ranks: Number of started ranks.
+
+def parse_results(results: Mapping[str, Any], start_s: float, ranks: int) -> dict[str, float]:
+    """Return figures by name, with durations since the command at ``start_s`` instead of times.
+
+    The results are those of a rank or of ``hvdtrain bench recovery``.
 
     Raises:
         ValueError: The ranks did not find each other.
@@ -221,45 +240,6 @@ def python_of(way: Way) -> Path:
     if way.environment:
         return folder_of(way.environment) / "bin" / "python"
     return Path(sys.executable)
-
-
-def _on_host(task: Task, result: Path) -> Completed:
-    program = _program(task, result)
-    if task.way.library == "bench":
-        program = ["-m", "hvdtrain", "bench", "recovery", "-np", "2", "--json", str(result)]
-        program += ["--between-steps", str(DIES_AFTER)]
-    mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
-    argv, changes = command_on_host(task.way, task.ranks, program, python_of(task.way), mpirun)
-    environment = clean_environment(
-        {**OWN_DEFAULTS, "PYTHONPATH": None, "OPENBLAS_NUM_THREADS": "1", **THREADS, **changes}
-    )
-    return run_job(argv, folder=result.parent, timeout_s=JOB_TIMEOUT_S, environment=environment)
-
-
-def _on_cluster(task: Task, result: Path, cluster: Any, environ: Environ) -> Completed:
-    program = _program(task, result)
-    argv, changes = command_on_cluster(
-        task.way, cluster.hosts, task.ranks // len(cluster.hosts), program, python_of(task.way)
-    )
-    # horovodrun --gloo looks for the common network interface on its own host.
-    host = cluster.hosts[0] if "--gloo" in task.way.flags else None
-    done: Completed = cluster.run(
-        argv, host=host, env={**environ, **changes}, timeout_s=JOB_TIMEOUT_S
-    )
-    return done
-
-
-def _program(task: Task, result: Path) -> list[str]:
-    """Return the program of the ranks with its job."""
-    killed = str(result.with_suffix(".killed"))
-    return [
-        PROGRAM,
-        json.dumps({**task.job, "result": str(result), "killed": killed, "environ": THREADS}),
-    ]
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
 
 
 def say(line: str) -> None:

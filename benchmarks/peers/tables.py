@@ -130,13 +130,7 @@ def report(
 ) -> str:
     """Return all tables, with notes about missing candidates.
 
-    Args:
-        whats: Names of measures.
-        ways: Candidates that ran.
-        unavailable: Reasons of missing candidates.
-        entries: Results of all jobs.
-        sizes: Sizes of the measurements.
-        places: Descriptions of ``host``, ``cluster`` or both.
+    ``places`` describes ``host``, ``cluster`` or both; ``unavailable`` contains reasons.
     """
     labels = {name: way.label for name, way in ways.items()}
     for entry in entries:
