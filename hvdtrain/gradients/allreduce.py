@@ -95,7 +95,7 @@ def _differentiable_allreduce(
 ) -> list[tf.Tensor]:
     """Reduce tensors with an operation that has a gradient.
 
-    The gradient is that of the sum of all ranks' losses.
+    The gradient is computed for the sum of all ranks' losses.
     """
     gradient_name = f"gradient of {name}"
 

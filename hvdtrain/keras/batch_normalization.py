@@ -137,7 +137,7 @@ def _joint_moments(
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
-    """Return the number of values of this rank's batch from which the layer computes each mean."""
+    """Return how many values of this rank's batch the layer uses to compute each mean."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]

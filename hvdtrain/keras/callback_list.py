@@ -69,8 +69,8 @@ class StopTogether(keras.callbacks.Callback):
     It also stops evaluation and prediction on all ranks if a callback of one rank stops them.
 
     Ranks exchange a flag after the first batch of each epoch, evaluation and prediction. They
-    exchange the flag after every batch if user code on some rank may stop training there. Such user
-    code is a callback with hooks for batches, or a custom ``train_step`` that runs eagerly.
+    exchange the flag after every batch if user code runs after every batch on some rank. Such code
+    is a callback with hooks for batches, or a custom ``train_step`` that runs eagerly.
     """
 
     def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:

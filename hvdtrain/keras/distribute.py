@@ -103,7 +103,8 @@ def DistributedOptimizer(optimizer: Any) -> Any:
         The same optimizer. It is saved and loaded as a plain Keras optimizer.
 
     Raises:
-        ModelError: If it is not a Keras 3 optimizer, or if some ranks are parameter servers.
+        ModelError: If ``optimizer`` is not a Keras 3 optimizer, or if some ranks are parameter
+            servers.
     """
     check_mode("DistributedOptimizer")
     if world.collectives().size == 1:

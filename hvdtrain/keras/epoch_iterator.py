@@ -202,7 +202,7 @@ class EpochIterator:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps of an epoch that begins now; None if unknown."""
+        """The number of steps of an epoch that begins now. None if it is unknown."""
         return self._steps_per_epoch or self.sharded.steps
 
     @property
@@ -253,9 +253,9 @@ class EpochIterator:
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield a tuple for each block of steps: its first step, its last step, and the batches.
+        """Yield a tuple for each block of steps: its first step, its last step, and an iterator.
 
-        The batches are an iterator, from which Keras takes the batches of the block.
+        The iterator yields the batches that Keras uses in the block.
         """
         continues = self._steps_per_epoch is not None and not self.ended
         step = 0 if continues else self._begin_pass()

@@ -108,8 +108,8 @@ def _without_rows(share: Share) -> Share:
 class InputWait:
     """Measures how long training waits for its next batch.
 
-    Nothing is measured if the job has no launcher that receives reports. The time is measured
-    inside ``tf.data``, on the thread that requests the batch. With ``steps_per_execution`` above 1,
+    If no launcher receives reports from this job, nothing is measured. The time is measured inside
+    ``tf.data``, on the thread that requests the batch. With ``steps_per_execution`` above 1,
     TensorFlow may request a batch while the previous step still computes. The measured time then
     includes time in which training did not wait.
     """

@@ -1,6 +1,6 @@
 """Metrics, logs and predictions over the samples of all ranks.
 
-A custom ``train_step`` may return other values besides the results of the model's metrics. Keras
+A custom ``train_step`` may return the results of the model's metrics and other values. Keras
 reports the values that the last step of the epoch returned. An entry that equals a metric's result
 is replaced by the result of this metric over all ranks, which is exact. Any other entry is taken as
 a value of the batch, and averaged over the ranks.

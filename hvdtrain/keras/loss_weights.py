@@ -46,7 +46,7 @@ class Term(NamedTuple):
     """A loss that is a mean over unmasked values or sample weights instead of a mean over rows.
 
     Attributes:
-        count: Number of unmasked values in this rank's batch, or the sum of its sample weights; 0
+        count: Number of unmasked values in this rank's batch, or the sum of its sample weights. 0
             if the rank has no rows.
         factor: The factor f_r of the loss.
     """
@@ -72,7 +72,7 @@ def _reductions(model: keras.Model) -> set[str | None]:
 
 
 def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """Return a / b as a float32 scalar; 0 if b is 0."""
+    """Return a / b as a float32 scalar, or 0 if b is 0."""
     return tf.math.divide_no_nan(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
@@ -127,7 +127,7 @@ class LossWeights:
         Args:
             rows: Number of this rank's rows that count. None if only this rank runs the step; the
                 losses are then not multiplied.
-            joint_rows: Number of rows of all ranks; None if unknown.
+            joint_rows: Number of rows of all ranks. None if unknown.
             step: ``train`` or ``test``.
 
         Yields:

@@ -1,9 +1,9 @@
 """Statistics that layers keep of their batches, such as the moving mean of BatchNormalization.
 
 One process would update a statistic to m = a m + (1 - a) sum(n_r x_r) / n. Here a is the momentum,
-n the number of rows in the joint batch, and x_r the moment of the n_r rows of rank r. N ranks get
-the same result in two steps. Rank r updates its own statistic m_r with the formulas below. The
-statistic of all ranks is then the average of all m_r, weighted by c_r.
+n is the number of rows of all ranks, and x_r is the mean or variance of the n_r rows of rank r. N
+ranks get the same result in two steps. Rank r updates its own statistic m_r with the formulas
+below. The statistic of all ranks is then the average of all m_r, weighted by c_r.
 
     w_r = N n_r / n
     c_r = a c_r + (1 - a) w_r, initially 1

@@ -100,10 +100,10 @@ class RankGenerator:
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
     def repeat(self) -> None:
-        """Draw as many seeds as the functions that have been traced so far draw.
+        """Repeat the draws of the functions that have been traced so far.
 
         If tracing a function creates the generator, TensorFlow traces the function again. Only the
-        last trace counts then.
+        draws of the last trace are repeated then.
         """
         last = {graph.name: graph for graph, _ in self.draws}
         for graph, ordered in list(self.draws):

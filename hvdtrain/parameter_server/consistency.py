@@ -195,7 +195,10 @@ class WorkerLiveness:
 
     @property
     def next_silence_s(self) -> float:
-        """The time at which the next worker will count as silent. Infinity if no worker can."""
+        """The time at which the next worker will count as silent.
+
+        Infinity if no request is expected.
+        """
         return min(self._replied.values(), default=math.inf) + self._silence_s
 
     def mark_silent(self, now: float) -> list[int]:

@@ -48,7 +48,7 @@ class Server:
         updates: The updates of this server's shard.
         memory: Memory shared with workers on this host. Workers on other hosts send gradients and
             receive weights in messages.
-        workers: The ranks that train; the first one is the chief.
+        workers: The ranks that train. The first one is the chief.
         consistency: Decides when workers may proceed.
         require_finite: Whether to refuse gradients with NaN or infinity.
         received_signal: Function that returns the number of a signal that this rank received, or 0.

@@ -48,7 +48,7 @@ class Spec(NamedTuple):
 
     @property
     def row(self) -> int:
-        """The number of elements in a row; 1 for a vector or a scalar."""
+        """The number of elements in a row. It is 1 for a vector or a scalar."""
         return math.prod(self.shape[1:])
 
     @property
@@ -70,7 +70,7 @@ class VariableSlice:
         variable: The index of the variable.
         shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if the
             slice is the complete variable, and ``(stop - start,)`` otherwise.
-        offset: Position in the shard's buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
+        offset: Position in the shard's buffer in bytes. It is a multiple of ``ALIGNMENT_BYTES``.
     """
 
     variable: int

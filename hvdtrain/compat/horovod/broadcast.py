@@ -106,7 +106,7 @@ def allgather_object(
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """Return an operation that assigns ``root_rank``'s global variables to those of every rank.
+    """Return an operation that copies the values of ``root_rank``'s global variables to all ranks.
 
     Raises:
         ModelError: If execution is eager, because TensorFlow then has no list of global variables.

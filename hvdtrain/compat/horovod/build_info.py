@@ -29,10 +29,9 @@ __all__ = [
 
 
 def cross_rank() -> int:
-    """Return the index of this rank's host.
+    """Return the index of this rank among the ranks that have the same local rank.
 
-    More exactly, this is the index of this rank among all ranks with the same local rank, of which
-    each host has at most one.
+    Each of these ranks is on a different host.
     """
     rank = world.topology().rank
     return cross_ranks(world.hosts(), rank).index(rank)
@@ -44,7 +43,7 @@ def cross_size() -> int:
 
 
 def cross_ranks(hosts: Sequence[int], rank: int) -> list[int]:
-    """Return the ranks whose local rank is the same as that of ``rank``.
+    """Return the ranks with the same local rank as ``rank``.
 
     ``hosts`` contains the host of each rank.
     """

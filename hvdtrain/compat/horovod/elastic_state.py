@@ -112,7 +112,7 @@ class ObjectState:
         return self._generation > before
 
     def save(self) -> None:
-        """Copy the state in memory. ``restore`` returns to this copy."""
+        """Keep a copy of the state in memory, to which ``restore`` returns."""
         self._saved = {name: getattr(self, name) for name in self._saved}
 
     def restore(self) -> None:

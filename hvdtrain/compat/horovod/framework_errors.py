@@ -1,4 +1,4 @@
-"""Errors of hvdtrain that are also of the type that Horovod raises with the same framework."""
+"""Conversion of hvdtrain's errors, so that they have the type that Horovod raises."""
 
 from __future__ import annotations
 

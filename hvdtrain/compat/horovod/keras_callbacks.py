@@ -94,7 +94,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the results in ``logs`` by their averages over all ranks."""
+        """Replace the results in ``logs`` with their averages over all ranks."""
         if not logs:
             return
         names = sorted(logs)

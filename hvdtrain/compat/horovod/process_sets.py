@@ -191,7 +191,7 @@ def init_with(
 ) -> None:
     """Start the job of a program that uses ``framework``.
 
-    The other arguments and the errors are those of ``init``.
+    The other arguments and the errors are the same as in ``init``.
     """
     if comm is not None:
         raise ConfigurationError(

@@ -38,7 +38,7 @@ class TensorFlowState(ObjectState):
         self.save()
 
     def save(self) -> None:
-        """Copy the state in memory. ``restore`` returns to this copy."""
+        """Keep a copy of the state in memory, to which ``restore`` returns."""
         self._values = [np.array(variable.numpy()) for variable in self.variables]
         super().save()
 

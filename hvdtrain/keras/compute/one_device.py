@@ -57,8 +57,8 @@ class OneDevice:
         """Run the forward and backward pass, and compute the metrics.
 
         Args:
-            within: Function that returns a context manager. The step runs inside it, and its
-                operations are compiled with XLA like those of the step.
+            within: Function that returns a context manager, in which the step runs. The operations
+                of the context manager may be compiled with XLA too.
             x: The inputs of a batch, nested as the model expects them.
             y: The targets, or None.
             sample_weight: A weight for each sample, or None.

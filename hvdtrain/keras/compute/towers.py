@@ -1,9 +1,9 @@
-"""Computation of a batch in towers: one process with several devices computes a part on each.
+"""Computation of a batch by a process with several devices. Each device is called a tower.
 
-The variables of the model exist only once. Each tower runs the model on its part of the batch. The
-outputs of all towers are then concatenated, and loss and metrics are computed from the result,
-which is correct for any kind of loss. The gradient of the loss flows back into each tower. At last,
-the gradients that the towers have for the same weight are added up.
+The variables of the model exist only once. Each tower runs the model on its part of the batch. Loss
+and metrics are then computed from the concatenated outputs of all towers, so that they are correct
+for any kind of loss. The gradient of the loss flows back into each tower. Finally, the gradients
+that the towers have for the same weight are added up.
 """
 
 from __future__ import annotations

@@ -171,8 +171,7 @@ class ShardedStream(ShardedInput):
         """Make a dataset with this rank's share of each step.
 
         Args:
-            start: Called when the dataset is iterated. Returns the queue from which the dataset
-                takes steps.
+            start: Called when the dataset is iterated. Returns the queue that contains the steps.
             limit: Returns the maximum number of elements, which may grow while elements are read.
             steps: The number of elements, or None if it is unknown.
         """

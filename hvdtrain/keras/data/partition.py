@@ -41,7 +41,7 @@ Shuffle = bool | Literal["batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A position in a pass over the data, from which training can resume.
+    """A position in a pass over the data. Training can resume at a position.
 
     A unit is a sample if the input consists of arrays, and a batch otherwise. A pass reads the
     units in some order, and the place of a unit is its index in this order. Suppose that a rank was
@@ -52,8 +52,8 @@ class Position:
     Attributes:
         epoch: The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is
             the number of passes that were started before.
-        start: The first place from which no rank has taken a unit yet. All units before it are
-            done, except for the ``missed`` units.
+        start: The first place whose unit no rank has taken yet. Training has used all units before
+            this place, except for the ``missed`` units.
         missed: The places before ``start``, in ascending order, whose units were taken by ranks
             that were lost.
         joint_batch: The number of units that all ranks together take in a full step, when the pass
@@ -161,7 +161,7 @@ def epoch_order(
 
 
 def remaining_units(order: np.ndarray, position: Position) -> np.ndarray:
-    """Return the units that are left at ``position``: first the missed units, then the others."""
+    """Return the units that are left at ``position``. The missed units come first."""
     missed = np.asarray(position.missed, np.int64)
     return np.concatenate([order[missed[missed < len(order)]], order[position.start :]])
 

@@ -181,5 +181,5 @@ def begin_session(
 
 
 def open_store(options: CheckpointOptions) -> Store:
-    """Return the store for the user's directory."""
+    """Return the object that reads and writes the checkpoints in the user's directory."""
     return Store(options.directory, keep=options.keep, notice=logger.warning)

@@ -57,7 +57,7 @@ class WorkerPosition:
     samples: int
 
     def to_numbers(self) -> tuple[int, ...]:
-        """Return this position as nine numbers, from which ``from_numbers`` creates it again."""
+        """Return this position as nine numbers, which ``from_numbers`` converts back."""
         place, position = self.place, self.place.position
         counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
         if position is None:

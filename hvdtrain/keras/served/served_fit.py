@@ -1,4 +1,4 @@
-"""``fit`` in a job with parameter servers: what all ranks do, and what only servers do."""
+"""The parts of ``fit`` with parameter servers that all ranks share, or that only servers run."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class WorkerSession(CheckpointSession):
             self._export()
 
     def _own_progress(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """Return the progress from which this worker resumes.
+        """Return the progress at which this worker resumes.
 
         Also set the positions at which later passes of this worker over its data begin.
         """
@@ -211,7 +211,7 @@ class WorkerSession(CheckpointSession):
 def _starting_positions(
     saved: TrainingProgress, epochs: EpochIterator, size: int
 ) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
-    """Return two values: the positions from which workers resume, and where later passes begin.
+    """Return the positions of workers when training resumes, and where later passes begin.
 
     The first result has a position for each of ``size`` workers. The second result maps an epoch to
     the position where its pass over the data begins, if that is not the start of the data.

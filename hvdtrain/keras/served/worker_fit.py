@@ -51,7 +51,7 @@ class WorkerFit(keras.callbacks.Callback):
     read them. When training ends, it doesn't overwrite weights that the user's callbacks assign.
 
     Attributes:
-        membership: This worker's rank among all workers.
+        membership: The membership in which this worker has its rank among all workers.
     """
 
     def __init__(self, job: ServedJob, exchange: GradientExchange) -> None:

@@ -62,7 +62,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue at the position that ``state_dict`` has returned."""
+        """Continue at the epoch and sample that ``state_dict`` returned."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
@@ -117,7 +117,7 @@ class TorchState(ObjectState):
             self._stateful[name] = value
 
     def save(self) -> None:
-        """Copy the state in memory. ``restore`` returns to this copy."""
+        """Keep a copy of the state in memory, to which ``restore`` returns."""
         self._states = {
             name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()
         }

@@ -1,4 +1,4 @@
-"""Reduction of gradients in buckets, which are reduced in the same order on all ranks."""
+"""Reduction of gradients in buckets. All ranks reduce the same buckets in the same order."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class GradientBuckets:
     """The gradients of an optimizer, which are reduced over the ranks of a process set.
 
     If there are several buckets, the reduction of a bucket starts in a thread as soon as the bucket
-    is complete. A parameter without a gradient contributes zeros. If a parameter has no gradient on
-    any rank, it still has none afterwards.
+    is complete. A parameter without a gradient contributes zeros. A parameter that has no gradient
+    on any rank gets no gradient.
 
     Args:
         options: The options of the reduction.
