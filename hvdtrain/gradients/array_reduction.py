@@ -17,7 +17,10 @@ TensorOp = ReduceOp | Literal["adasum"]
 
 
 def by_type(values: Sequence[Any]) -> list[list[int]]:
-    """Group the indices of tensors or arrays by dtype, in the order of first appearance."""
+    """Group the indices of tensors or arrays by dtype.
+
+    The groups are in the order in which the dtypes first appear.
+    """
     indices: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         indices.setdefault(value.dtype, []).append(index)

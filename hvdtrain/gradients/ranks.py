@@ -63,7 +63,7 @@ class EngineRanks:
         return True
 
     def collectives(self) -> Engine:
-        """Return the engine."""
+        """Return the engine, which runs the collectives of these ranks."""
         return self.engine
 
     def device_collectives(self) -> DeviceCollectives | None:

@@ -1,4 +1,4 @@
-"""The distributed gradient tape, and the first broadcast, for custom training loops."""
+"""The gradient tape and the broadcast of initial values, for custom training loops."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _LOOPS = {
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
-    """Return the ``callbacks`` argument of ``fit`` as a list."""
+    """Return the argument ``callbacks`` of ``fit``, converted to a list."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return list(keras.tree.flatten(callbacks)) if callbacks is not None else []
@@ -84,7 +84,7 @@ class StopTogether(keras.callbacks.Callback):
             setattr(self, f"on_{loop}_batch_end", partial(self._agree, loop))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Make ranks exchange the flag after the next batch."""
+        """Make ranks exchange the flag after the first batch of the epoch."""
         self._first = True
 
     def _begin(self, loop: str, logs: Any = None) -> None:

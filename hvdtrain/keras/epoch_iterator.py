@@ -73,7 +73,7 @@ class _Taken(NamedTuple):
     members: tuple[int, ...]
 
     def places_of(self, members: Collection[int]) -> list[int]:
-        """Return the positions of the samples that these members used in the step."""
+        """Return the positions of the samples that these ranks used in the step."""
         return [
             place
             for rank, member in enumerate(self.members)

@@ -97,7 +97,7 @@ def optimizer_variables(model: keras.Model) -> list[Any]:
 
 
 def built_variable_indices(model: keras.Model) -> list[list[int]]:
-    """Return, for each optimizer, the indices of the ``model.variables`` that it was built for."""
+    """Return, for each optimizer, which of ``model.variables`` it was built for, as indices."""
     indices = {id(variable): index for index, variable in enumerate(model.variables)}
     return [
         [
@@ -112,7 +112,11 @@ def built_variable_indices(model: keras.Model) -> list[list[int]]:
 
 
 def build_optimizers(model: keras.Model, indices: Sequence[Sequence[int]]) -> None:
-    """Build unbuilt optimizers for the indices that ``built_variable_indices`` returned before."""
+    """Build the optimizers that are not built yet.
+
+    Each is built for the variables with the indices that ``built_variable_indices`` returned
+    before.
+    """
     for optimizer, own in zip(optimizers_of(model), indices):
         if own and not optimizer.built and max(own) < len(model.variables):
             optimizer.build([model.variables[index] for index in own])

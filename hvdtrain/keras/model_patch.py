@@ -144,7 +144,7 @@ class ModelPatch:
         )
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
-        """Replace methods of the model. ``_remove_earlier`` restores them."""
+        """Replace methods of the model. ``_remove_earlier`` restores the original methods."""
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             if "train_step" in methods:
                 plain = methods.get(name, getattr(self._model, name))

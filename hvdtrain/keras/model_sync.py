@@ -163,7 +163,7 @@ def describe_model(model: keras.Model) -> dict[str, str]:
 
 
 def _describe_layers(model: keras.Model) -> dict[str, str]:
-    """Describe each layer by its configuration, and models by the connections of their layers."""
+    """Describe each layer by its configuration, and each model by the connections of its layers."""
     layers = flatten_layers(model)
     names = renumbered([layer.name for layer in layers])
     labels = {layer.name: name for layer, name in zip(layers, names)}

@@ -228,7 +228,7 @@ class FiniteCheckMixin:
 
 
 def _is_linear(optimizer: Any) -> bool:
-    """Return whether the order of adding up rows doesn't matter to the optimizer's update.
+    """Return whether rows with the same index may be added up before the optimizer's update.
 
     In a sparse gradient, several rows may have the same index. The result is true if the update
     with these rows equals the update with their sum.

@@ -232,7 +232,7 @@ class Server:
             self.updates.apply_mean()
 
     def _send_replies(self) -> None:
-        """Reply to the workers that may proceed."""
+        """Reply to all workers that may proceed to their next step."""
         if not self._loaded:
             return
         if self._snapshot.reached:

@@ -35,7 +35,10 @@ _LARGEST_ROW = 0.02
 
 
 class Spec(NamedTuple):
-    """Path, shape and dtype (a name such as ``bfloat16``) of a trainable variable."""
+    """The path, shape and dtype of a trainable variable.
+
+    The dtype is a name such as ``bfloat16``.
+    """
 
     path: str
     shape: tuple[int, ...]

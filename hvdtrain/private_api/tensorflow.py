@@ -264,7 +264,7 @@ def unfinalize(graph: Any) -> None:
 
 
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
-    """Make an existing operation run after the operation ``before``."""
+    """Make an existing operation of a graph run after the operation ``before``."""
     operation._add_control_input(before)
 
 
@@ -370,7 +370,10 @@ def cache_file(dataset: Any) -> str:
 
 
 def is_nondeterministic(dataset: Any) -> bool | None:
-    """Return whether a dataset has ``deterministic=False``, or None if it lacks this option."""
+    """Return whether a dataset was created with ``deterministic=False``.
+
+    Return None if this kind of dataset lacks the argument.
+    """
     value = getattr(dataset, "_deterministic", None)
     return None if value is None else value == "false"
 

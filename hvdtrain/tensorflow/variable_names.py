@@ -36,7 +36,7 @@ def variable_name(variable: Any) -> str:
 
 
 def variable_label(variable: Any) -> str:
-    """Return the name of a variable without automatic numbers."""
+    """Return the name of a variable without the numbers that TensorFlow and Keras add."""
     return without_counts(variable_name(variable))
 
 

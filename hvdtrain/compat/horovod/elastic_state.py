@@ -64,7 +64,10 @@ class ObjectState:
         self.restore()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Add functions to call after ranks are lost, for example to scale the learning rate."""
+        """Add functions that are called after ranks are lost.
+
+        A function may scale the learning rate, for example.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:

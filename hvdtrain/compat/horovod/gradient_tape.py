@@ -30,7 +30,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         self._hvdtrain_reducer = reducer
 
     def register_local_source(self, source: Any) -> None:
-        """Exclude a variable: its gradient will not be reduced."""
+        """Exclude a variable from the reduction, so that each rank uses its own gradient."""
         self._hvdtrain_reducer.keep_local(source)
 
     def gradient(  # type: ignore[override]  # Horovod's arguments are positional

@@ -112,7 +112,7 @@ class UpdateEpochStateCallback(_StateCallback):
         self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Continue counting from ``state.epoch``."""
+        """Continue counting epochs from ``state.epoch``."""
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -36,7 +36,7 @@ class _HorovodOptimizer(GradientAveragingMixin):
     _hvdtrain_sums = False
 
     def register_local_var(self, var: Any) -> None:
-        """Exclude a variable: its gradient will not be reduced."""
+        """Exclude a variable from the reduction, so that each rank uses its own gradient."""
         self._hvdtrain_reducer.keep_local(var)
 
     def _hvdtrain_average(self, grads: Any) -> Any:

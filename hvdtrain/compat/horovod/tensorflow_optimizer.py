@@ -82,7 +82,7 @@ class _ReducesGradients:
     _hvdtrain_has_reduced: bool
 
     def register_local_var(self, var: Any) -> None:
-        """Exclude a variable: its gradient will not be reduced."""
+        """Exclude a variable from the reduction, so that each rank uses its own gradient."""
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:

@@ -33,7 +33,7 @@ __all__ = ["LocalModelPatch"]
 
 
 class LocalModelPatch(ModelPatch):
-    """Replaces the methods of a model in a job with ``--mode local-sgd``."""
+    """Replaces methods of a model, if the job uses ``--mode local-sgd``."""
 
     def __init__(
         self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings

@@ -188,7 +188,7 @@ class CheckpointSession:
             self._end_resuming(self._saved)
 
     def on_batch_end(self, batch: int) -> None:
-        """Take a checkpoint if it is due or if a rank has received a signal."""
+        """Take a checkpoint if one is due, or if a rank has received a signal."""
         self._epoch_step = batch + 1
         step, before = self._epochs.step, self._step_before
         self._step_before = step

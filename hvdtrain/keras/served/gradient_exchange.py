@@ -132,7 +132,10 @@ class GradientExchange:
         self._has_averages = job.is_chief and job.has_averages
 
     def attach(self, optimizer: Any) -> None:
-        """Make ``optimizer`` use the servers for its updates. It is saved and loaded as before."""
+        """Make ``optimizer`` use the servers for its updates.
+
+        The optimizer is saved and loaded as before.
+        """
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             mix_in(optimizer, _OverflowMixin, self)
         for leaf in plain_optimizers(optimizer):

@@ -115,7 +115,7 @@ class GradientBuckets:
         return bool(self._started)
 
     def reset(self) -> None:
-        """Wait until all reductions have ended. Then treat all gradients as not computed yet."""
+        """Wait until all reductions have ended, and prepare for the gradients of the next step."""
         calls.wait()
         self._started = []
         self._missing = [len(bucket) for bucket in self._buckets]
