@@ -73,10 +73,10 @@ class Backlog(Generic[_Item]):
             return dropped, items
 
     def put_back(self, dropped: int, items: Sequence[tuple[_Item, int]]) -> None:
-        """Return items to the front of the queue after a failed write.
+        """Put items back at the front of the queue after a failed write.
 
-        ``dropped`` and ``items`` are the result of ``take``. Each item must be a single line, and
-        comes with its size in bytes.
+        ``dropped``, which is a number of lines, and ``items`` come from ``take``. Each item must be
+        a single line, and comes with its size in bytes.
         """
         with self._added:
             self._items.extendleft((item, size + ITEM_BYTES, 1) for item, size in reversed(items))
@@ -105,8 +105,8 @@ class BackgroundWriter:
 
     Args:
         descriptor: The file descriptor, which stays open.
-        gap: Function that receives the number of dropped lines, and returns the line to write
-            instead.
+        gap: Function that receives the number of dropped lines, and returns a line to write in
+            their place.
         fails: Function that is called in the thread with each write error, and returns whether to
             retry. If it returns False, all further output is discarded.
     """

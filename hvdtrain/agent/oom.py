@@ -86,7 +86,7 @@ def _below(root: str, path: str) -> PurePosixPath:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the ``oom_kill`` counter in the text of a kernel file; None if it is missing.
+    """Return the ``oom_kill`` counter in the text of a kernel file; None if the text has none.
 
     The file is memory.events, memory.oom_control or /proc/vmstat.
     """
@@ -145,7 +145,7 @@ class OomWatch:
             self._group, self._before = group, _count_kills(group)
 
     def kills(self) -> OomKills:
-        """Return how many out-of-memory kills there were during the run, and the memory limit."""
+        """Return the number of out-of-memory kills during the run, and the memory limit."""
         return OomKills(
             in_group=_increase(self._before, _count_kills(self._group) if self._group else None),
             on_host=_increase(self._before_on_host, self._count_on_host()),

@@ -95,7 +95,7 @@ def start_ticks(pid: int) -> int:
 
 
 def run_guarded(work: Callable[[int], int]) -> int:
-    """Run ``work`` in a child process, pass signals on to it, and kill its descendants at the end.
+    """Run ``work`` in a child, pass signals on to the child, and kill its descendants at the end.
 
     Args:
         work: Function that receives a file descriptor. Reading from the descriptor reports the end
@@ -157,7 +157,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Return the parent and the session of each process except zombies. Empty outside Linux."""
+    """Return the parent and session of each process except zombies.
+
+    The result is empty outside Linux.
+    """
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

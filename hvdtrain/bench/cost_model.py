@@ -106,9 +106,9 @@ class Step:
     Attributes:
         compute_s: Seconds of computation.
         gradient_bytes: Bytes of the gradients.
-        backward: Gradients become available during the last part of the computation. This is the
-            share of that part. The default is two thirds, because the backward pass has two matrix
-            products for each matrix product of the forward pass.
+        backward: The share of the computation, at its end, during which gradients become available.
+            The default is two thirds, because the backward pass has two matrix products for each
+            matrix product of the forward pass.
         spread: Standard deviation of ``compute_s``, divided by ``compute_s``.
     """
 

@@ -104,7 +104,7 @@ def _measure_runs(
 ) -> tuple[list[_Run], list[_Run]]:
     """Alternate between runs of each rank alone and runs of all ranks together.
 
-    A rank alone trains with plain Keras.
+    A rank that trains alone uses plain Keras.
     """
     plain = build_model(name)
     alone, joint = [], []

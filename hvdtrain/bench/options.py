@@ -151,7 +151,7 @@ class StartupOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Options):
-    """Options of ``hvdtrain bench predict``: the defaults describe ResNet-50."""
+    """Options of ``hvdtrain bench predict``. The defaults describe ResNet-50."""
 
     summary = "predicted training times on more hosts, from a cost model"
     usual_ranks = 0

@@ -81,7 +81,7 @@ def time_in_turn(
 
 
 def largest(collectives: Engine, *values: float) -> list[float]:
-    """Return the maximum over all ranks of each argument. All ranks must call this."""
+    """Return the maximum of each argument over all ranks. All ranks must call this."""
     local_values = np.array(values, np.float64)
     return [
         float(value) for value in collectives.allreduce(local_values, "max", name="hvdtrain bench")

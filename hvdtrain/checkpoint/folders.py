@@ -44,7 +44,7 @@ _REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
 
 
 class CheckpointFolder(NamedTuple):
-    """A folder with the name of a checkpoint. Sorting puts older checkpoints first.
+    """A folder that is named like a checkpoint. Sorting puts older checkpoints first.
 
     Attributes:
         step: The step of the checkpoint.
@@ -116,7 +116,7 @@ def hidden_name(prefix: str, step: int) -> str:
 
 
 def free_name(directory: Path, step: int) -> str:
-    """Return a name for a new checkpoint of this step that sorts after the existing ones."""
+    """Return a name for a new checkpoint of a step. It sorts after the step's older checkpoints."""
     numbers = [folder.number for folder in _list_folders(directory) if folder.step == step]
     number = max(numbers, default=0) + 1
     # A file or a link may have this name, for example a link to a checkpoint that was moved.

@@ -36,8 +36,8 @@ _watches_forks = False
 def acquire(directory: Path, timeout_s: float) -> WriteLock:
     """Return the lock of a directory.
 
-    All callers in this process get the same lock. It is released once nothing refers to it any
-    more.
+    All callers in this process get the same lock. The lock is released once no object refers to it
+    any more.
 
     Args:
         directory: An existing directory.
@@ -131,7 +131,7 @@ class WriteLock:
 
 
 def _release_in_child() -> None:
-    """Close all locks in a forked child, so that it doesn't hold them when its parent has ended."""
+    """Close all lock files in a forked child, so that the child doesn't hold its parent's locks."""
     global _guard
     _guard = threading.Lock()
     for lock in list(_held.values()):

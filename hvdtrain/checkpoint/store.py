@@ -54,10 +54,10 @@ class Store:
 
     Args:
         directory: Path of the directory. The first ``write`` creates it and its parents.
-        keep: How many of the latest saved steps keep their checkpoints. Earlier checkpoints are
-            removed.
-        notice: Called with a message when something goes wrong that doesn't prevent reading or
-            writing.
+        keep: Number of steps whose checkpoints are kept, counted from the latest saved step.
+            Checkpoints of earlier steps are removed.
+        notice: Function that is called with a message about each problem that doesn't prevent
+            reading or writing.
         lock_timeout_s: Seconds for which ``write`` waits for another process to release the
             directory.
 
@@ -128,7 +128,7 @@ class Store:
     def newest(self) -> Snapshot | None:
         """Return the newest intact checkpoint, or None if the directory has no checkpoints.
 
-        Newer, damaged checkpoints are reported through ``notice``.
+        Damaged checkpoints that are newer than the returned one are reported through ``notice``.
 
         Raises:
             CheckpointError: If all checkpoints are damaged, or the directory can't be read.
@@ -185,12 +185,13 @@ class Store:
         return final
 
     def _prune(self, step: int) -> None:
-        """Remove old checkpoints, but keep ``keep`` steps with a checkpoint that seems intact.
+        """Remove old checkpoints, so that ``keep`` steps have a checkpoint that seems intact.
 
-        Only the newest such checkpoint of a step is kept. A checkpoint seems intact if its files
-        have the right sizes and this store has not found it damaged. Checkpoints of steps after the
-        latest written step are ignored and kept. This training resumed from an earlier step, so
-        these checkpoints are damaged or belong to another training.
+        Of each of these steps, only the newest checkpoint that seems intact is kept. A checkpoint
+        seems intact if its files have the right sizes and this store has not found it damaged.
+        Checkpoints of steps after the latest written step are ignored and kept. This training
+        resumed from an earlier step, so these checkpoints are damaged or belong to another
+        training.
         """
         kept: set[int] = set()
         try:
@@ -239,7 +240,7 @@ class BackgroundWriter:
     """A thread that writes one snapshot at a time while training continues.
 
     Args:
-        store: The store to write to. The thread uses it while ``busy``.
+        store: The store to write to. The thread uses the store while ``busy`` is true.
         on_written: Called on the thread after each write, with the step of the checkpoint.
     """
 
@@ -253,7 +254,7 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written. While this is true, its arrays must not change."""
+        """Whether a snapshot is being written. Its arrays must not change meanwhile."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, snapshot: Snapshot) -> None:
@@ -270,7 +271,7 @@ class BackgroundWriter:
             self._thread.join(timeout_s)
 
     def take_error(self) -> CheckpointError | None:
-        """Return and clear the error of the last write; None if it succeeded."""
+        """Return and clear the error of the last write. Return None if the write succeeded."""
         error, self._error = self._error, None
         return error
 

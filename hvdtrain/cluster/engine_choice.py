@@ -28,8 +28,8 @@ class EngineChoice(NamedTuple):
 
     Attributes:
         engine: The library.
-        reason: Why it was chosen.
-        is_fallback: Whether it is used because NCCL failed.
+        reason: Why the library was chosen.
+        is_fallback: Whether the library is used because NCCL failed.
     """
 
     engine: Literal["mpi", "nccl", "horovod"]
@@ -175,7 +175,7 @@ def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -
 
 
 def _sharing(users: Iterable[Hashable]) -> list[int]:
-    """Return the ranks whose entry also occurs on another rank. Empty entries are ignored."""
+    """Return the ranks whose entry equals the entry of another rank. Ignore empty entries."""
     entries = list(users)
     counts = Counter(entries)
     return [rank for rank, entry in enumerate(entries) if entry and counts[entry] > 1]

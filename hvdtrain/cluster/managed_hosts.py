@@ -79,7 +79,7 @@ def lost_hosts(
 ) -> Mapping[str, str]:
     """Return the lost or replaced hosts among the hosts in ``used``, each with the reason.
 
-    ``before`` and ``now`` are the lists of hosts that are compared.
+    ``before`` is an earlier list of hosts, and ``now`` is the current one.
     """
     current = {host.name: host for host in now}
     reasons = {}

@@ -1,8 +1,8 @@
 """Distinguishes the process that is a rank from its child processes.
 
 Launchers identify a rank by environment variables, which its child processes inherit. A child must
-not enter MPI with them, because the other ranks would take it for its parent. So the process that
-enters the job writes its process ID into its environment.
+not enter MPI with these variables, because the other ranks would take the child for its parent. So
+the process that enters the job writes its process ID into its environment.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Roles:
 
     Attributes:
         workers: Ranks of the workers; the first is rank 0, the chief.
-        servers: Ranks of the parameter servers; empty in modes without them.
+        servers: Ranks of the parameter servers; empty in modes without servers.
     """
 
     workers: tuple[int, ...]

@@ -55,7 +55,7 @@ class RanksRaised(Exception):
 
 
 class SomeJoined(Exception):
-    """Raised on all ranks if some ranks called ``Engine.join``, and all others made the same call.
+    """Raised on all ranks if some ranks called ``Engine.join``, and the others made equal calls.
 
     Args:
         ranks: The ranks that called ``join``.
@@ -132,7 +132,7 @@ def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int
 
 
 def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
-    """Return the array in contiguous memory, after checking that it has rows that can be sent."""
+    """Check that an array has rows that can be sent, and return it in contiguous memory."""
     if array.ndim == 0:
         raise ConfigurationError(
             f"{operation} needs an array with a first axis, got a scalar; pass an array of one "
@@ -142,7 +142,7 @@ def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
 
 
 def plain(array: np.ndarray, operation: str) -> np.ndarray:
-    """Return the array in contiguous memory, after checking that its bytes can be sent."""
+    """Check that the bytes of an array can be sent, and return it in contiguous memory."""
     if array.dtype.hasobject:
         raise ConfigurationError(
             f"{operation} can't send an array of Python objects, got dtype {array.dtype}; pass "

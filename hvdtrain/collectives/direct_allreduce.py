@@ -75,7 +75,7 @@ class Transfer:
     def decode(self, data: np.ndarray, values: np.ndarray) -> None:
         """Convert received bytes to values.
 
-        Without a wire format, the bytes are already in place.
+        If no wire format is used, ``values`` already contains the received values.
         """
         if self.wire is not None:
             self.wire.decode(data, values)
@@ -83,13 +83,14 @@ class Transfer:
 
 @dataclass(eq=False)
 class _Segment:
-    """A slice of each rank's part of the array. All slices are sent together.
+    """A slice of each rank's part of the array. All slices of a segment are sent together.
 
     The array is divided into one part per rank. ``parts[r]`` is the range of the array that
     contains the slice of rank ``r``'s part.
 
     Attributes:
-        encoded: Pairs of received bytes in a wire format and the array to decode them into.
+        encoded: Pairs of arrays. The first contains bytes that were received in a wire format, and
+            the second receives the decoded values.
         received: Contribution of each rank to this rank's slice.
     """
 

@@ -90,7 +90,7 @@ class DirectExchange:
             have += more
 
     def _allgather_in_ring(self, blocks: Sequence[np.ndarray]) -> None:
-        """In each round, send a block to one neighbour, and receive the next from the other."""
+        """In each round, send a block to the previous rank, and receive one from the next rank."""
         to, source = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         for sent, received in itertools.pairwise(blocks):
             self._swap([sent], to, [received], source)

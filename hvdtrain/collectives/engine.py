@@ -97,12 +97,12 @@ class Engine(EngineCore):
 
     Attributes:
         kind: Name of the transport.
-        rank: This rank among the remaining ranks, from 0 for the chief.
+        rank: Number of this rank among the remaining ranks. The chief is number 0.
         size: Number of remaining ranks.
         survives_losses: Whether the other ranks continue after a rank dies.
         generation: Number of times that ranks have been lost.
-        members: Initial ranks of the remaining ranks, in order. A rank keeps its initial rank when
-            other ranks are lost. The launcher and point-to-point messages use initial ranks.
+        members: The initial rank of each remaining rank, in order. A rank keeps its initial rank
+            when other ranks are lost. The launcher and point-to-point messages use initial ranks.
         numbers: The job's rank for each initial rank. An engine that connects a subset numbers its
             initial ranks from 0, so they may differ from the job's ranks. Error messages use the
             job's ranks.
@@ -323,8 +323,8 @@ class Engine(EngineCore):
         by ``size``. The result of ``allgather_object`` omits joined ranks.
 
         Returns:
-            The last rank that joined. If several ranks joined last, at the same time, the highest
-            of these ranks.
+            The last rank that joined. If several ranks joined last, at the same time, the result is
+            the highest of these ranks.
 
         Raises:
             ConfigurationError: If the job is elastic.
@@ -366,10 +366,10 @@ class Engine(EngineCore):
         All ranks of the job must call this. Each passes the size of its part.
 
         Returns:
-            The part of each rank of this host, by initial rank. Each part is a uint8 array of
-            zeros, aligned to 64 bytes, with the size that its rank has passed. Other ranks see the
-            writes of a rank in the order in which it made them. If the ranks can't share memory,
-            the result is empty.
+            A dict with a part of the memory for each rank of this host. The keys are initial ranks.
+            Each part is a uint8 array of zeros, aligned to 64 bytes, with the size that its rank
+            has passed. Other ranks see a rank's writes in the order in which the rank made them. If
+            the ranks can't share memory, the dict is empty.
         """
         host, name = self.transport.host, "shared memory"
         if host is None:

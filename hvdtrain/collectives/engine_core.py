@@ -96,7 +96,7 @@ class EngineCore(RankState):
         If an earlier error has left the ranks out of step, that error is raised instead.
         ``attempt`` is a function that runs the operation once with the current ranks. If the
         operation can't be repeated without a certain rank, such as the root of a broadcast,
-        ``source`` is its initial rank. Otherwise it is -1.
+        ``source`` is the initial rank of that rank. Otherwise ``source`` is -1.
         """
         start_s = self._enter(call)
         waited_s, error_text = self.transport.waited_s, ""
@@ -328,7 +328,7 @@ class EngineCore(RankState):
 
 
 def _mismatch_text(texts: Sequence[str], numbers: Sequence[int]) -> str:
-    """Return the message that lists which ranks made which call."""
+    """Return the error message that lists the different calls, each with its ranks."""
     ranks_by_text: dict[str, list[str]] = {}
     for number, text in zip(numbers, texts):
         ranks_by_text.setdefault(text, []).append(str(number))
@@ -356,7 +356,7 @@ def _shorten(text: str, difference: int, limit: int = 300) -> str:
 def _neutral_value(op: ReduceOp, dtype: np.dtype) -> object:
     """Return the value that does not change the result of a reduction, such as 0 for a sum.
 
-    The divisor of an average still includes this rank.
+    For an average, the value is 0. The sum is still divided by a number that counts this rank.
     """
     if op in ("sum", "average"):
         return 0

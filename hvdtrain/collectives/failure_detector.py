@@ -44,7 +44,8 @@ class RanksLost(Exception):
 def is_loss(mpi: ModuleType, error: Any) -> bool:
     """Return whether an ``MPI.Exception`` means that a rank died.
 
-    Another rank may have noticed the death first and revoked the communicator.
+    If another rank noticed the death first, that rank has revoked the communicator. The resulting
+    error on this rank also means that a rank died.
     """
     return error.Get_error_class() in (
         mpi.ERR_PROC_FAILED,
@@ -220,9 +221,9 @@ class FailureDetector:
     def fail(self, reason: str) -> bool:
         """Notify all ranks that this rank failed, and return whether all of them know.
 
-        This waits a few seconds for the other ranks. In elastic jobs it waits as long as an
-        operation would. Otherwise this rank might exit before the other ranks know of the failure,
-        and they would treat it as lost and continue.
+        This waits a few seconds for the other ranks. In elastic jobs it waits up to the time-out of
+        operations, because otherwise this rank might exit before the other ranks know of the
+        failure. They would then treat this rank as lost and continue.
         """
         if self._this_rank_failed or self.announce_failure(reason):
             return True

@@ -202,7 +202,7 @@ class MpiTransport(Transport):
     def subset(self, ranks: Sequence[int]) -> MpiTransport | None:
         """Return a transport for some ranks, or None on other ranks.
 
-        It uses no shared memory if each of these ranks is on a different host.
+        The transport uses no shared memory if each of these ranks is on a different host.
         """
         rank = self.ranks.rank
         color = 0 if rank in ranks else self._mpi.UNDEFINED

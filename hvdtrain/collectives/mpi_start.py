@@ -89,7 +89,8 @@ def start_mpi(
 def _exit_after(timeout_s: float | None) -> Iterator[None]:
     """Exit if the block takes too long, which means that another rank does not start MPI.
 
-    A Python thread could not do this, because MPI holds Python's lock while it starts.
+    A Python thread could not do this, because MPI holds Python's global interpreter lock while it
+    starts.
     """
     if timeout_s is None:
         yield
@@ -150,8 +151,8 @@ def fence() -> bool:
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
     """Return why this MPI does not report dead ranks, or "" if it does.
 
-    Open MPI 5 reports them if ``mpirun`` is started with an option, which sets an environment
-    variable for the ranks.
+    Open MPI 5 reports dead ranks if ``mpirun`` is started with ``--with-ft ulfm``. This option sets
+    an environment variable for the ranks.
     """
     vendor, version = mpi.get_vendor()
     if vendor != "Open MPI" or version < (5,):

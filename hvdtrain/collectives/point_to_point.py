@@ -98,7 +98,8 @@ class PointToPoint:
         """Wait until all messages from ``start_send`` and ``start_receive`` are transferred.
 
         Pass ``endless=True`` to wait without a time-out, but only if the other rank's wait has a
-        time-out. ``unless`` is called often. Once it returns true, this returns early.
+        time-out. The function ``unless`` is called often. Once ``unless()`` returns true, this
+        method returns early.
 
         Raises:
             PeerLostError: If the sender or receiver of a message died.
@@ -126,7 +127,8 @@ class PointToPoint:
     ) -> int | None:
         """Receive a message with the size of ``buffer`` from any rank, and return the sender.
 
-        ``unless`` is called often. Once it returns true, or if the sender died, this returns None.
+        The function ``unless`` is called often. This method returns None once ``unless()`` returns
+        true, or if the sender died.
 
         Raises:
             PeerFailedError: If another rank failed or exited.

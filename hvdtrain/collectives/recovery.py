@@ -129,7 +129,7 @@ class Recovery:
         """Repeat an operation until it has succeeded on all remaining ranks.
 
         If the operation can't be repeated without a certain rank, such as the root of a broadcast,
-        ``source`` is its initial rank. Otherwise it is -1.
+        ``source`` is the initial rank of that rank. Otherwise ``source`` is -1.
 
         Raises:
             RanksLostError: On all ranks, if ``source`` was lost.

@@ -50,8 +50,8 @@ def can_share_files() -> bool:
 def claim_mpi_segments() -> None:
     """Allocate the shared memory that Open MPI uses for messages.
 
-    Open MPI creates sparse files. If a rank wrote to one after the file system has become full, it
-    would get SIGBUS.
+    Open MPI creates sparse files. If a rank wrote to such a file after the file system has become
+    full, the rank would get SIGBUS.
     """
     with contextlib.suppress(OSError):
         with open("/proc/self/maps") as maps:
@@ -167,7 +167,7 @@ def share_on_host(
 ) -> SharedFile | None:
     """Call ``share_file`` on all ranks of a communicator.
 
-    All of them must call this.
+    All ranks of the communicator must call this.
     """
     return share_file(
         sizes,

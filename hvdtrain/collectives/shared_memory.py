@@ -235,7 +235,10 @@ class SharedMemoryTransport(MpiTransport):
         return DirectAllreduce(self._mpi, cross, self.segment_bytes) if crosses else None
 
     def _chunks_ahead(self) -> int:
-        """Return how many chunks to transfer between hosts at a time, limited by the slots."""
+        """Return how many chunks to transfer between hosts at a time.
+
+        The number is limited by the number of slots.
+        """
         share_bytes = self.chunk_bytes // self._carriers
         ahead = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
         return min(ahead * self._turns, self._window.slots - LEAST_SLOTS)

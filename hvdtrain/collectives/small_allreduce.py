@@ -35,12 +35,12 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class SmallAllreduce:
-    """Compares calls between the ranks of a communicator, and combines small arrays.
+    """Checks that all ranks of a communicator made the same call, and combines small arrays.
 
-    If there are too many ranks for ``allreduce`` (see ``most_small_bytes``), they compare calls in
-    a tree. Other messages on the communicator must not use the tags ``FIRST`` and ``SECOND``.
-    ``rank_wait`` waits for late ranks, and ``data_wait`` waits for messages from ranks that have
-    arrived.
+    If the communicator has too many ranks for ``allreduce``, ``most_small_bytes`` returns 0, and
+    the check uses a tree of ranks. Other messages on the communicator must not use the tags
+    ``FIRST`` and ``SECOND``. ``rank_wait`` waits for late ranks, and ``data_wait`` waits for
+    messages from ranks that have arrived.
     """
 
     def __init__(

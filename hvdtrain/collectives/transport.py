@@ -59,8 +59,9 @@ class RankState:
 
     @property
     def waiting_in(self) -> str:
-        """The operation in which this rank waits; "" if it does not wait, or has only just begun.
+        """The operation in which this rank waits for other ranks, as text.
 
+        The text is empty if this rank does not wait, or has only just begun to wait.
         Other threads may read this.
         """
         inside = self.inside

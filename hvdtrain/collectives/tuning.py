@@ -137,8 +137,9 @@ def fit_chunk_bytes(wanted_bytes: int, most_bytes: int) -> int:
 def choose_turns(hosts: int, cross_groups: int, chunk_bytes: int) -> int:
     """Choose the number of sets of cross groups. The sets take turns to send chunks.
 
-    With one set, each group exchanges its share of every chunk. With many hosts, these shares would
-    be small messages. With several sets, each set exchanges only some of the chunks.
+    With one set, each group exchanges its share of every chunk. If there are many hosts, these
+    shares are small messages, which are slow. With several sets, each set exchanges only some of
+    the chunks, but larger shares of them.
     """
     return max(1, min(cross_groups, hosts * cross_groups * LEAST_MESSAGE_BYTES // chunk_bytes))
 
@@ -186,7 +187,7 @@ def choose_one_shot_bytes(ranks: int, link: Link) -> int:
 def measure_link(mpi: ModuleType, comm: Any) -> Link:
     """Measure the slowest link between neighbours.
 
-    All ranks must call this, and get the same result.
+    All ranks must call this. All of them get the same result.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     after, before = (rank + 1) % size, (rank - 1) % size

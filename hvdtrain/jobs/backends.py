@@ -67,7 +67,8 @@ class JobBackend(Protocol[Plan]):
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Remove a job that is still queued, or ask a started job to stop.
 
-        Stopping a started job may take a while. With ``save``, its ranks save a checkpoint first.
+        Stopping a started job may take a while. If ``save`` is true, the ranks of a started job
+        save a checkpoint first.
 
         Raises:
             JobError: If the queue does not answer.

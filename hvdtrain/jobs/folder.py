@@ -184,7 +184,7 @@ class JobFolder:
         self._stop_requests[number].touch(mode=0o600)
 
     def take_stop_request(self) -> int | None:
-        """Remove a stop request and return its signal; None without a request."""
+        """Remove the stop request and return its signal; None if there is no request."""
         for number, path in self._stop_requests.items():
             if path.exists():
                 path.unlink(missing_ok=True)

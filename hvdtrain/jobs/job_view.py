@@ -62,11 +62,11 @@ class JobView:
 
     @property
     def doubt(self) -> str:
-        """The reason if it is unknown whether the job runs; empty if it is known."""
+        """Why it is unknown whether the job runs. Empty if it is known."""
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the main fields of the job, its specification and its state as one JSON object."""
+        """Return a JSON object with the main fields of the job, its specification and its state."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},
@@ -174,7 +174,7 @@ def metrics_rows(job: JobFolder, most: int) -> Iterator[dict[str, Any]]:
     """Yield about ``most`` rows of a job's metrics in order, including the newest.
 
     For a long job, these are rows of a roll-up file, which contain the minimum and maximum of each
-    interval. A sample of the original rows would miss outliers between them.
+    interval. A sample of the original rows would miss outliers between the sampled rows.
     """
     first, newest = next(read_json_lines(job.metrics), {}), last_json_line(job.metrics)
     duration_s = newest.get("time", 0.0) - first.get("time", 0.0)
@@ -215,7 +215,10 @@ def remaining_s(job: JobFolder, view: JobView) -> float | None:
 
 
 def goodput(job: JobFolder) -> float | None:
-    """Return the fraction of a job's time spent in steps that were kept; None if unknown."""
+    """Return the fraction of a job's time that was spent on steps which no failure undid.
+
+    Return None if the fraction is unknown.
+    """
     for event in reversed(newest_json_lines(job.events)):
         if event.get("kind") == "summary":
             kept = event.get("kept")

@@ -5,8 +5,8 @@
 
     1764168603.123 3 o the text
 
-It contains the time in seconds since 1970, the rank (``-`` for the launcher), ``o`` or ``e`` for
-stdout or stderr, and the text. When the log grows too long, segments in the middle are removed.
+The line contains the time in seconds since 1970, the rank (``-`` for the launcher), ``o`` or ``e``
+for stdout or stderr, and the text. When the log grows too long, segments in the middle are removed.
 Readers notice such a gap because the next segment does not start at the end of the previous one.
 Earlier versions also wrote an index (``.idx``) for each segment. Index files are ignored.
 """

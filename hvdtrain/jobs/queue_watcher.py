@@ -34,7 +34,8 @@ class QueueWatcher(Generic[Answer]):
     """Keeps the newest answer of a queue. Several threads may use it at the same time.
 
     Args:
-        ask: Asks the queue about all jobs. A failure is also an answer.
+        ask: Function that asks the queue about all jobs. If the query fails, the failure is an
+            answer too.
         interval_s: The shortest time between two queries. A queue that is slow or does not answer
             is asked less often.
     """

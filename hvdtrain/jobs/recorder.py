@@ -144,7 +144,7 @@ class JobRecorder(Observer):
             self._unwritten = self._state
 
     def close(self) -> None:
-        """Write all remaining data, unless the disk makes no progress."""
+        """Write all remaining data. Give up if the disk makes no progress."""
         for path, roll_up in self._roll_ups.items():
             if (row := roll_up.end()) is not None:
                 self._record(path, row)

@@ -65,7 +65,7 @@ class SlotQueue:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Take free slots if it is this job's turn; return whether it has all the slots it needs.
+        """Take free slots if it is this job's turn. Return whether the job has all of its slots.
 
         Call this repeatedly until it returns True.
         """
@@ -193,8 +193,8 @@ def gpu_variables(
 ) -> dict[str, str]:
     """Return environment variables that restrict a job to the GPUs of its slots on this host.
 
-    The result is empty if this host lacks GPUs, or if all slots of the job are on other hosts,
-    because those hosts restrict their ranks themselves.
+    The result is empty if this host lacks GPUs. It is also empty if all slots of the job are on
+    other hosts, because those hosts restrict their ranks themselves.
     """
     slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
     if not gpus or not slots:

@@ -98,8 +98,8 @@ class SlurmQueue:
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Run scancel.
 
-        With ``save``, scancel only sends a signal to a started job, which then saves a checkpoint
-        and stops.
+        If ``save`` is true and the job has started, scancel only sends a signal to the job. The job
+        then saves a checkpoint and stops.
         """
         if not spec.slurm_job:
             raise JobError(
@@ -140,9 +140,9 @@ class SqueueAnswer(QueueAnswer):
     jobs: Mapping[str, Sequence[str]] | None = None
 
     def state_of(self, spec: JobSpec) -> tuple[str, str]:
-        """Return a job's state and the reason for it.
+        """Return the state of a job, and the reason for this state.
 
-        ``derive_status`` accepts the state as ``queue_state``.
+        The state can be passed to ``derive_status`` as ``queue_state``.
         """
         if self.jobs is None:
             return NO_ANSWER, ""

@@ -113,7 +113,8 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
 
     Args:
         spec: The job's specification.
-        changes: Options that override the job's own. A different program may follow after ``--``.
+        changes: Options that override the job's own options. A different program may follow after
+            ``--``.
         backend: The queue; by default the job's own.
 
     Raises:

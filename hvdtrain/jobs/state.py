@@ -151,7 +151,7 @@ def derive_status(
 
 
 def _status_in_queue(queue_state: str, *, has_started: bool) -> Status:
-    """Derive the status of a job from its state in the queue, if it sends no heartbeats."""
+    """Derive the status of a job without heartbeats from its state in the queue."""
     if queue_state in _RUNNING:
         return "silent" if has_started else "queued"
     if queue_state == NO_ANSWER:
@@ -179,8 +179,8 @@ def own_identity() -> ProcessIdentity:
 def is_alive(process: ProcessIdentity) -> bool | None:
     """Return whether a process runs; None if this process can't see that.
 
-    It can't see processes on other hosts or in other PID namespaces. A different boot ID means that
-    this host has been rebooted, or that another machine has the same hostname.
+    This process can't see processes on other hosts or in other PID namespaces. A different boot ID
+    means that this host has been rebooted, or that another machine has the same hostname.
     """
     if (process.host, process.boot_id) != (socket.gethostname(), _boot_id()):
         return None

@@ -21,7 +21,7 @@ __all__ = ["restart_job", "stop_job", "submit_job"]
 def submit_job(request: JobRequest) -> JobFolder:
     """Submit a new job and return its folder.
 
-    The folder is created in the directory that contains the folder of the request.
+    The folder is created in the directory that contains ``request.job``.
 
     Raises:
         ConfigurationError: If the job can't be started as described.
@@ -53,7 +53,8 @@ def submit_job(request: JobRequest) -> JobFolder:
 def restart_job(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
     """Rerun a job that has ended, in the same folder.
 
-    ``request_for`` is called with the job's specification and returns the request.
+    ``request_for`` is called with the job's specification, and returns the request with which the
+    job is submitted again.
 
     Raises:
         ConfigurationError: If the job can't be started as described.
@@ -105,7 +106,9 @@ def _job_errors(job: JobFolder) -> Iterator[None]:
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
-    """Ask a job that has not ended to stop; with ``save``, its ranks save a checkpoint first.
+    """Ask a job that has not ended to stop.
+
+    If ``save`` is true, the job's ranks save a checkpoint first.
 
     Raises:
         JobError: If it is unknown whether the job runs, or if the job can't be reached.

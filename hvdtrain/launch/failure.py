@@ -339,7 +339,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_failure(first: RankExit, role: str = "") -> str:
-    """Describe the first failure, with the rank's role if no other rank can replace it."""
+    """Describe the first failure, with the rank's role if no other rank can replace the rank."""
     comma = f", {role}," if role else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_describe_exit(first)}"]
     kills = first.kills or OomKills()
@@ -359,7 +359,7 @@ def describe_failure(first: RankExit, role: str = "") -> str:
 def describe_loss(end: RankExit, step: int | None, left: int, min_np: int) -> str:
     """Describe the loss of a rank after ``step``, and whether the other ranks continue.
 
-    ``left`` is the number of other ranks.
+    ``left`` is the number of remaining ranks.
     """
     assert end.code is not None
     after = "" if step is None else f" after step {step}"

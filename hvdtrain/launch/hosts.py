@@ -219,7 +219,7 @@ class HostWatch:
         self._more_since = None
 
     def reason_to_restart(self, now: float, saved_at: float | None) -> str:
-        """Return why all ranks should save a checkpoint and restart, or "" if they need not."""
+        """Return the reason to save a checkpoint and restart all ranks; "" if there is none."""
         if self._path is None or now < self._due_at:
             return ""
         from hvdtrain.cluster.managed_hosts import leaving_hosts

@@ -25,7 +25,7 @@ __all__ = [
 class AttemptBegan:
     """The ranks of an attempt are about to start.
 
-    ``hosts`` is the number of ranks per host, and ``mpi`` the name of the MPI.
+    ``hosts`` maps each host to its number of ranks. ``mpi`` is the name of the MPI.
     """
 
     ranks: int

@@ -202,7 +202,7 @@ class TrainingWaits:
                 seconds[rank] = seconds.get(rank, 0.0) + max(0.0, end_s - (begin_s or 0.0))
 
     def shares(self, training_s: float) -> tuple[float | None, float | None]:
-        """Return the fractions of training in which ranks waited for others and for input.
+        """Return two fractions of the training time: waits for other ranks, and waits for input.
 
         Each fraction is the mean over the reporting ranks, or None if unknown. Their sum is at most
         1.
@@ -338,9 +338,9 @@ class ProgressPublisher:
     def review(
         self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
-        """Send events about what is new, unless the last call was a short time ago.
+        """Send events about what is new, unless the previous call was only a short time ago.
 
-        If ``last`` is true, always send the events.
+        If ``last`` is true, this is the final call, and the events are always sent.
         """
         if now < self._due_at and not last:
             return

@@ -30,7 +30,7 @@ JITTER = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether another attempt follows, and after how many seconds. If not, the reason."""
+    """Whether another attempt follows, and after how many seconds; or why no attempt follows."""
 
     restart: bool
     delay_s: float = 0.0
@@ -117,7 +117,7 @@ def describe_losses(history: Sequence[Outcome]) -> str:
 
 
 def describe_resume(history: Sequence[Outcome]) -> str:
-    """Describe the checkpoint that a failed job can resume from; empty without one."""
+    """Describe the checkpoint that a failed job can resume from; empty if there is none."""
     newest = _newest_checkpoint(history)
     if history[-1].cause in ("done", "ordered", "preempted") or not newest:
         return ""
@@ -205,7 +205,7 @@ def _parts_of_training(outcome: Outcome) -> Iterator[tuple[str, float]]:
 
 
 def summarise(history: Sequence[Outcome], wall_s: float) -> list[str]:
-    """Return a summary of a job in three lines. Empty if its ranks reported no steps."""
+    """Return a summary of a job in three lines, or "" if the job's ranks reported no steps."""
     steps = sum((o.step or 0) - (o.resumed or 0) for o in history if o.step is not None)
     training_s = sum(outcome.phases.get("training", 0.0) for outcome in history)
     if steps <= 0 or training_s <= 0:

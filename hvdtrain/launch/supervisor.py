@@ -1,4 +1,4 @@
-"""Runs one attempt at a job: starts mpirun or srun, watches the ranks, and stops what remains."""
+"""Runs one attempt at a job: starts mpirun or srun, watches the ranks, and ends all processes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Supervisor:
         command: The command of mpirun or srun that starts an agent for each rank.
         hosts: The planned host of each rank.
         received: The list of signals from ``caught_signals``.
-        min_np: Minimum number of ranks that may continue after a loss. None if no rank may be lost.
+        min_np: Minimum number of ranks with which the job continues after a loss. None if no rank
+            may be lost.
         critical: Roles of the ranks that the others can't continue without.
     """
 

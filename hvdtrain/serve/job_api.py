@@ -240,8 +240,8 @@ class CurveCache:
     def get(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
         """Return the ``curve`` and the ``goodput`` of a job.
 
-        The curve contains ``values``, and ``of``, which names the kind of values. It is ``loss``,
-        or ``rate`` (samples per second) if the program does not report its loss.
+        The curve contains ``values`` and ``of``. ``of`` is the kind of the values: ``loss``, or
+        ``rate`` (samples per second) if the program does not report its loss.
         """
         # The end of a job may be noticed after the last change of its files.
         version, now = (size_of(job.metrics), size_of(job.events), is_over), time.monotonic()
@@ -338,7 +338,7 @@ def _action(
 ) -> Callable[[Request], Any]:
     """Return a route that calls ``act`` on a thread with the JSON of the request.
 
-    It responds with the result or an error, both as JSON.
+    The route responds with the result or with an error, both as JSON.
     """
 
     async def respond(request: Request) -> Response:

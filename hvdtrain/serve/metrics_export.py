@@ -57,7 +57,7 @@ _ACTIVE = ("running", "restarting", "silent")
 def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
     """Return the text of ``/metrics``.
 
-    With ``with_ranks`` it contains series for each rank of running jobs.
+    If ``with_ranks`` is true, the text contains series for each rank of the running jobs.
     """
     registry = CollectorRegistry()
     registry.register(_JobCollector(index, with_ranks))
@@ -65,7 +65,7 @@ def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
 
 
 class _JobCollector(NamedTuple):
-    """A collector for prometheus_client, which calls it to get the metrics."""
+    """A collector for prometheus_client, which calls ``collect`` to get the metrics."""
 
     jobs: JobIndex
     with_ranks: bool

@@ -85,7 +85,8 @@ def read_token(path: Path) -> str:
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
     """Return the allowed Host headers, each with the port.
 
-    These are loopback names and addresses, ``host`` and ``names``.
+    The allowed hosts are the loopback names and addresses. In addition, ``host`` and each of
+    ``names`` are allowed.
     """
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):

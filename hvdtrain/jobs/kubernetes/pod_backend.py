@@ -120,7 +120,10 @@ class _NamespaceAnswer(QueueAnswer):
 
 
 class PodBackend:
-    """The Kubernetes queue. Options of a job choose its cluster. ``JobBackend`` has the methods."""
+    """The Kubernetes queue; see ``JobBackend`` for its methods.
+
+    A job's options choose the cluster.
+    """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -264,9 +267,9 @@ def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> boo
 
 
 def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """Return a job's state, which its pods show, and the reason for it.
+    """Return the state of a job according to its pods, and the reason for this state.
 
-    ``derive_status`` accepts the state as ``queue_state``.
+    The state can be passed to ``derive_status`` as ``queue_state``.
     """
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
