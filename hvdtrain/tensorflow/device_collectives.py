@@ -266,11 +266,14 @@ def _abort(error: HvdtrainError) -> None:
 
     If NCCL hangs, no exception would ever end the program.
     """
-    abort = functools.partial(private_tensorflow.abort_collectives, str(error))
-    thread = threading.Thread(target=abort, name="hvdtrain abort", daemon=True)
-    thread.start()
-    thread.join(ABORT_TIMEOUT_S)
-    if thread.is_alive():
+    aborted = threading.Event()
+
+    def abort() -> None:
+        private_tensorflow.abort_collectives(str(error))
+        aborted.set()
+
+    threading.Thread(target=abort, name="hvdtrain abort", daemon=True).start()
+    if not aborted.wait(ABORT_TIMEOUT_S):
         logger.error("a reduction can't be aborted, so this process ends")
         sys.excepthook(type(error), error, None)  # reports the error to the launcher
         os._exit(1)

@@ -361,7 +361,7 @@ def test_a_killed_or_stopped_rank_ends_the_job(launch, number: signal.Signals) -
 STUCK = """
 import os, signal
 from hvdtrain.private_api import tensorflow as private_tensorflow
-private_tensorflow.abort_collectives = lambda reason: time.sleep(100)
+private_tensorflow.abort_collectives = lambda reason: {abort}
 device_collectives.ABORT_TIMEOUT_S = 1
 engine = world.collectives()
 begin = engine.begin_external
@@ -376,9 +376,10 @@ tf.function(lambda value: reducer.average([value], ["kernel"])[0])(tf.ones(3))
 """
 
 
-def test_a_reduction_that_can_not_be_aborted_ends_the_process(launch) -> None:
+@pytest.mark.parametrize("abort", ["time.sleep(100)", "open('/missing')"])
+def test_a_reduction_that_can_not_be_aborted_ends_the_process(launch, abort: str) -> None:
     env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
-    done = launch(2, START + STUCK, env=env, timeout_s=60)
+    done = launch(2, START + STUCK.replace("{abort}", abort), env=env, timeout_s=60)
     assert done.returncode == 1, done
     assert "a reduction can't be aborted, so this process ends" in done.stderr
     assert re.search(rf"^hvdtrain.*TimeoutError: rank 0 waited {TIMEOUT_S} s", done.stderr, re.M)
