@@ -173,7 +173,7 @@ _NO_COOLDOWN = (
 )
 _NO_DISCOVERY = (
     'no hosts join while a job runs. Name the current hosts, as in -H "$({} | paste -sd,)", and '
-    "add --elastic or --max-restarts N if the job should continue when hosts are lost."
+    "add --max-restarts N if the job should restart on the other hosts when hosts are lost."
 )
 _NO_GLOO = (
     "ranks communicate through MPI. Leave this flag out; to install MPI: "
