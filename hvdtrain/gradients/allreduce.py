@@ -68,8 +68,8 @@ def exchange(
 ) -> list[Any]:
     """Reduce tensors over all ranks, in the same way as Horovod.
 
-    The result is differentiable. The ranks don't check that they have the same names, or that
-    values are finite. The rows of ``tf.IndexedSlices`` are concatenated.
+    The result is differentiable. The ranks don't check that names are equal or that values are
+    finite. The rows of ``tf.IndexedSlices`` are concatenated.
 
     Raises:
         NotImplementedError: If the options ``how`` do not support ``tf.IndexedSlices``.

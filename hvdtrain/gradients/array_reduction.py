@@ -108,7 +108,7 @@ def _adasum_all(
 ) -> list[np.ndarray]:
     """Combine arrays of all ranks with ``adasum``, one array after another.
 
-    Every rank needs memory for one array of all ranks, because it collects them all.
+    Every rank collects the array of each rank, and needs memory for all of these arrays.
     """
     ranks = collectives.size
     if ranks & (ranks - 1):

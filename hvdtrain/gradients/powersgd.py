@@ -101,7 +101,7 @@ class PowerSGD:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the matrix shape for an array that has the fewest rows plus columns.
+    """Return the matrix shape with the smallest number of rows plus columns for an array.
 
     A convolution kernel, whose last axis is the output, becomes (height * width * input, output)
     if it has many channels, as in the paper.
@@ -133,7 +133,7 @@ def _length(column: np.ndarray) -> float:
 def _normalized(columns: np.ndarray) -> np.ndarray:
     """Scale columns to length 1. Columns of zeros stay zeros.
 
-    With such columns in Q, P has the magnitude of the gradient in the next step.
+    If the columns of Q have length 1, P has the magnitude of the gradient in the next step.
     """
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)

@@ -39,7 +39,7 @@ class AdditiveMetrics:
     def reset(self) -> None:
         """Reset the tested metrics.
 
-        A metric that is not zero after this is marked as not additive.
+        A metric whose variables are not zero after the reset is marked as not additive.
         """
         for metric, left in self._left():
             metric.reset_state()
@@ -101,7 +101,7 @@ def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
 
 
 def _testing(metric: Any, left: Any) -> Any:
-    """Return an ``update_state`` that tests the metric before each update."""
+    """Return a replacement for ``update_state`` that tests the metric before each update."""
     plain = metric.update_state
 
     def update_state(*args: Any, **options: Any) -> Any:

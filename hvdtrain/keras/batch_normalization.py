@@ -25,9 +25,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with the mean and variance over the batches of all ranks.
 
     Horovod has a layer of this name. It is meant for models that are not passed to
-    ``hvdtrain.distribute``. In models that are, use
-    ``keras.layers.BatchNormalization(synchronized=True)``. It computes the same, and is saved as a
-    plain Keras layer.
+    ``hvdtrain.distribute``. In models that are passed to ``distribute``, use
+    ``keras.layers.BatchNormalization(synchronized=True)``. This Keras layer computes the same, and
+    is saved as a plain Keras layer.
 
     Args:
         fused: Must be False.

@@ -222,7 +222,7 @@ class ChiefFailover(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Copy the model's state from the chief to all ranks.
 
-        A callback of the chief may have restored it.
+        A callback of the chief may have restored this state from a file.
         """
         with self._without_timeout():
             self._broadcast()
@@ -257,7 +257,7 @@ class ChiefFailover(keras.callbacks.Callback):
         return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def wrapped(self, contributions: Contributions, synchronize: Callable[[], None]) -> list[Any]:
-        """Return the callbacks of this rank's ``fit``: the user's, and hvdtrain's around them.
+        """Return the callbacks of this rank's ``fit``: the user's callbacks between hvdtrain's own.
 
         ``synchronize`` is a function that makes the model equal on all ranks. It is called before
         ``on_epoch_end`` of the user's callbacks.

@@ -176,7 +176,7 @@ class EpochIterator:
     def record_applied(self, members: Collection[int] | None) -> None:
         """Record that the accumulated gradients of the ranks ``members`` were applied.
 
-        None stands for all ranks.
+        If ``members`` is None, the gradients of all ranks were applied.
         """
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.

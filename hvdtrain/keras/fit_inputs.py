@@ -125,7 +125,7 @@ class InputWait:
         self._due_s = 0.0
 
     def timed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a dataset with the same elements that measures how long each element takes."""
+        """Return a dataset with the same elements, which measures the time to get each element."""
         if not report.is_heard():
             return dataset
         if self._timed is None or dataset is not self._dataset:

@@ -94,12 +94,14 @@ def _capped(steps: int | None) -> int | None:
 
 
 class FitLoop:
-    """The distributed ``fit``, ``evaluate`` and ``predict`` of a model, which call Keras' own.
+    """Distributed versions of a model's ``fit``, ``evaluate`` and ``predict``.
+
+    They call Keras' methods of the same names.
 
     Args:
         inputs: Shards the training data.
-        reducer: Averages gradients. It also stores hvdtrain's original error if TensorFlow raises a
-            different one.
+        reducer: Averages gradients. If TensorFlow replaces an error of hvdtrain by a different
+            error, the reducer stores the first error.
         whole: Shards the data of ``evaluate`` and ``predict``. The default is ``inputs``.
         begin: Copies the chief's state to all ranks when training begins.
         begin_session: Function to call instead of ``saving.checkpoint_callback.begin_session``.
@@ -380,7 +382,7 @@ class FitLoop:
     def symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Run Keras' symbolic build.
 
-        ``fit`` passes its iterator to this method, which attaches to it.
+        ``fit`` passes its iterator to this method. The ``EpochIterator`` is attached to it here.
         """
         self._symbolic_build(iterator=iterator, data_batch=data_batch)
         if iterator is not None and self._epochs is not None:
@@ -388,7 +390,7 @@ class FitLoop:
             epochs.attach(iterator)
 
     def synchronize_weights(self) -> None:
-        """Average the weights if each rank trains its own. All ranks must call this."""
+        """Average the weights if each rank trains its own weights. All ranks must call this."""
         members = None if self._averaging is None else self._averaging.end_round()
         if members is not None and self._running is not None:
             self._running.record_applied(members)
@@ -473,7 +475,7 @@ class FitLoop:
     def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a method of Keras.
 
-        If TensorFlow raises its own error, raise hvdtrain's original error.
+        If TensorFlow has replaced an error of hvdtrain by its own error, raise the first error.
         """
         try:
             return method(*args, **options)

@@ -63,7 +63,7 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
     """Return how the values of a metric's variable are combined over ranks, such as ``"sum"``.
 
-    The variable's attribute ``aggregation`` decides. The result is None if each rank keeps its
+    The variable's attribute ``aggregation`` decides. The result is None if each rank keeps its own
     value.
     """
     aggregation = getattr(variable, "aggregation", "sum")
@@ -168,8 +168,9 @@ class Predicted(NamedTuple):
 def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
     """Return a predict function that returns only the outputs, and records the numbers of rows.
 
-    The function appends ``Predicted.rows`` of each step to the list ``rows``. If it returned them
-    as part of the result, Keras would pass them to callbacks and concatenate them like outputs.
+    The function appends ``Predicted.rows`` of each step to the list ``rows``. If the function
+    returned these numbers too, Keras would pass them to callbacks and concatenate them like
+    outputs.
     """
 
     def predict(data: Any) -> Any:

@@ -78,7 +78,7 @@ def _multiplied(rate: Callable[[], Any], factor: Any) -> Any:
 
 
 def rescale_rate(optimizer: Any, before: int, now: int) -> None:
-    """Change the learning rate from ``before`` to ``now`` ranks.
+    """Adapt the learning rate when the number of ranks changes from ``before`` to ``now``.
 
     Nothing happens if the program never called ``scale_learning_rate``.
     """

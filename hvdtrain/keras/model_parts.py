@@ -51,7 +51,8 @@ def overrides(model: keras.Model, method: str) -> bool:
 def attributes_of_type(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
     """Yield the attributes of a layer that have the given type.
 
-    If an attribute is a list or a dict, its entries are included. Attributes of sublayers are not.
+    If an attribute is a list or a dict, its entries are included. Attributes of sublayers are not
+    included.
     """
     return _find(vars(layer), kind, set())
 
@@ -97,7 +98,10 @@ def optimizer_variables(model: keras.Model) -> list[Any]:
 
 
 def built_variable_indices(model: keras.Model) -> list[list[int]]:
-    """Return, for each optimizer, which of ``model.variables`` it was built for, as indices."""
+    """Return, for each optimizer, the indices of the variables for which it was built.
+
+    The indices refer to ``model.variables``.
+    """
     indices = {id(variable): index for index, variable in enumerate(model.variables)}
     return [
         [

@@ -215,7 +215,7 @@ class FiniteCheckMixin:
         inner = self.inner_optimizer  # type: ignore[attr-defined]
 
         def unscale() -> Any:
-            """Do all but apply the gradients, and return them."""
+            """Do everything except applying the gradients, and return the gradients."""
             unscaled: list[Any] = []
             set_untracked(inner, "apply", lambda grads, trainable_variables: unscaled.extend(grads))
             try:

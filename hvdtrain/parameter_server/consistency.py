@@ -58,7 +58,7 @@ class Asynchronous:
         self.active.discard(worker)
 
     def rejoin(self, worker: int) -> None:
-        """Wait again for a worker that was silent."""
+        """Include a worker again that was excluded because it was silent."""
         self._clocks[worker] = max(self._clocks[worker], self._slowest)
         self.active.add(worker)
 
@@ -129,7 +129,7 @@ class Synchronous:
         self.active.discard(worker)
 
     def rejoin(self, worker: int) -> None:
-        """Wait again for a worker that was silent."""
+        """Include a worker again that was excluded because it was silent."""
         self.active.add(worker)
 
     def progress(self) -> list[int]:

@@ -102,7 +102,7 @@ def check_optimizer(optimizer: Any, servers: int) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer itself, or the inner one of a ``LossScaleOptimizer``."""
+    """Return the optimizer itself, or the inner optimizer of a ``LossScaleOptimizer``."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -349,7 +349,7 @@ def reduction_axes(layer: Any) -> list[int]:
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """Return the learning rate of an optimizer, which may be a variable, schedule or function."""
+    """Return an optimizer's learning rate, which may be a variable, schedule or function."""
     return optimizer._learning_rate
 
 
@@ -362,24 +362,30 @@ def iterations_of(optimizer: Any) -> Any:
 
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
-    """Return the variables with accumulated gradients. The list is empty without accumulation."""
+    """Return the variables that hold accumulated gradients; empty without accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
     return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the variable with the accumulated gradient of each variable of a built optimizer."""
+    """Return, for each variable, the variable that holds its accumulated gradient.
+
+    The optimizer must be built.
+    """
     accumulators = _API.get(optimizer, "_accumulated_gradients")
     return [accumulators[optimizer._get_variable_index(variable)] for variable in variables]
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """Return the moving averages of the weights that a built optimizer with ``use_ema`` keeps."""
+    """Return the optimizer's moving averages of the weights.
+
+    The optimizer must be built, and use ``use_ema``.
+    """
     return list(_API.get(optimizer, _AVERAGES))
 
 
 def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Update the moving averages that an optimizer with ``use_ema`` keeps."""
+    """Update the moving averages of the weights in an optimizer with ``use_ema``."""
     optimizer._update_model_variables_moving_average(variables)
 
 

@@ -122,7 +122,7 @@ def check() -> None:
 def in_use() -> bool:
     """Return whether TensorFlow has initialized its devices.
 
-    They can't be configured any more then.
+    After that, the devices can't be configured any more.
     """
     return _API.get(context.context(), "_context_handle") is not None
 
@@ -130,7 +130,7 @@ def in_use() -> bool:
 def is_connected() -> bool:
     """Return whether ``connect`` was called.
 
-    A process can call it only once.
+    A process can call ``connect`` only once.
     """
     return _connected
 

@@ -132,7 +132,7 @@ class _Attempt:
         self.finished.set()
 
     def _check_routes(self) -> None:
-        """Connect to the two servers that this rank needs: the first rank's and its neighbor's."""
+        """Connect to the servers of rank 0 and of the previous rank, which this rank needs."""
         size = len(self._addresses)
         for rank in sorted({0, (self._rank - 1) % size} - {self._rank}):
             host, _, port = self._addresses[rank].rpartition(":")
@@ -179,7 +179,7 @@ def _nccl_error() -> str:
 
 
 def _nccl_version() -> int:
-    """Return the version of NCCL, such as 22705 for 2.27.5, or 0 if it is not loaded."""
+    """Return the version of NCCL, such as 22705 for 2.27.5; 0 if NCCL is not loaded."""
     version = ctypes.c_int(0)
     function = getattr(_nccl(), "ncclGetVersion", None)
     if function is not None:

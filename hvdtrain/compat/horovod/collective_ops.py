@@ -341,7 +341,7 @@ def join() -> tf.Tensor:
 
     Returns:
         The rank that joined last, as an int32 tensor. If several ranks joined last at the same
-        time, the highest of these ranks.
+        time, the result is the highest of these ranks.
 
     Raises:
         ConfigurationError: If the job is elastic.

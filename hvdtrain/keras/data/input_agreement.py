@@ -32,8 +32,8 @@ class InputReport:
     Attributes:
         structure: Names and values that must be equal on all ranks.
         content: Names and values that must be equal if all ranks pass the same data.
-        steps: The number of steps in which N ranks can read this rank's data. None if unknown or
-            infinite.
+        steps: The number of steps that the ranks need to read this rank's data once. None if
+            unknown or infinite.
         endless: Whether the data is infinite.
         written_files: The files that are written while the data is read. Each rank must write
             different files.
@@ -63,8 +63,8 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> int | None:
     """Compare the reports of all ranks.
 
     Returns:
-        The number of steps in which all ranks together read the data. If their data has different
-        lengths, this is the largest number of any rank. None if unknown or infinite.
+        The number of steps that the ranks need to read the data once. If each rank has different
+        data, it is the number of the rank that needs the most steps. None if unknown or infinite.
 
     Raises:
         DataError: If the inputs differ, or if a rank can't use its input.

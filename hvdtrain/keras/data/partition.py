@@ -56,9 +56,9 @@ class Position:
             this place, except for the ``missed`` units.
         missed: The places before ``start``, in ascending order, whose units were taken by ranks
             that were lost.
-        joint_batch: The number of units that all ranks together take in a full step, when the pass
-            was started. It determines the order with ``shuffle="batch"``. None before the pass
-            starts.
+        joint_batch: The number of units that all ranks together took in a full step at the time
+            when the pass was started. With ``shuffle="batch"``, this number determines the order.
+            None before the pass starts.
 
     Raises:
         DataError: If the values are not valid.

@@ -5,7 +5,7 @@ Reading all elements of a pipeline once is called a pass. Each new iterator of a
 generator, so the order of a pass depends on the number of earlier passes. A process that resumes
 with pass ``e`` first starts the ``e`` earlier passes, as cheaply as possible.
 
-Starting the same pass again needs more, because a second iterator would draw the next order. The
+Starting the same pass again is harder, because a second iterator would draw the next order. The
 state of the first iterator is therefore saved before its first element is read. If a new iterator
 of the same dataset restores that state, it has the same order. Restoring also resets the random
 generator, so that the next pass has the right order too.

@@ -148,9 +148,9 @@ class ShardedInput:
         unit: The unit of positions: "samples" or "batches".
         each: The number of units that a rank takes in a full step.
         units: The number of units in this rank's data. None if unknown or infinite.
-        steps: The number of steps in which all ranks together read the data once. This is the
-            number of elements of ``dataset``. None if unknown or infinite. With a ``PyDataset``,
-            ``steps`` and ``dataset`` may change in each epoch.
+        steps: The number of steps that all ranks need to read the data once. This is the number of
+            elements of ``dataset``. None if unknown or infinite. With a ``PyDataset``, ``steps``
+            and ``dataset`` may change in each epoch.
         joint_rows_known: Whether each ``Share`` contains ``joint_rows``.
         notice: A recommendation for the user, which is logged once, or None.
         presharded: Whether each rank has different data.

@@ -225,7 +225,7 @@ class ShardedPipeline(ShardedInput):
             return without_autotuning(dataset).prefetch(tf.data.AUTOTUNE)
 
     def _single_batch(self, *element: Any) -> Share:
-        """Return the share of a step, for a rank that uses all batches of its data."""
+        """Convert a batch to a ``Share``, for a rank that uses every batch that it reads."""
         components, rows, _, _ = self._prepare(*element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
         return Share(self._pack(components), rows, unknown if self.plan.presharded else rows)

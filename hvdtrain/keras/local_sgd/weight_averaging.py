@@ -57,7 +57,7 @@ class OuterOptimizer:
 
 
 class WeightAveraging:
-    """Trains a model in rounds. In a round, each rank runs a number of steps, then ranks average.
+    """Trains a model in rounds of steps. At the end of a round, ranks average their weights.
 
     A round also ends at the end of an epoch, before a validation and before a checkpoint. The next
     round starts with the next step, from the weights at that time.

@@ -157,8 +157,8 @@ def begin_session(
 ) -> CheckpointSession:
     """Create the checkpoint session of a ``fit``. All ranks must call this.
 
-    It is used if all ranks are always at the same step, as opposed to workers of parameter servers.
-    ``TrainingState`` and ``CheckpointSession`` describe the arguments.
+    This function is used if all ranks are always at the same step. Jobs with parameter servers use
+    ``WorkerSession`` instead. ``TrainingState`` and ``CheckpointSession`` describe the arguments.
 
     Raises:
         CheckpointError: If all checkpoints are damaged, or the newest one belongs to a different

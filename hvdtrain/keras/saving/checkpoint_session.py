@@ -442,7 +442,7 @@ class CheckpointSession:
     def _wait_for_others(self, *, stop: bool) -> None:
         """Wait until the other ranks have ended, and take the checkpoints that are due meanwhile.
 
-        With ``stop``, the other ranks are asked to end now.
+        If ``stop`` is true, the other ranks are asked to end now.
         """
 
     def _warn(self, text: str) -> None:

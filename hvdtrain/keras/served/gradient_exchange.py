@@ -97,7 +97,7 @@ class _ServedOptimizerMixin(WeightedStepsMixin):
 class _OverflowMixin:
     """Mixin for a worker's ``LossScaleOptimizer``.
 
-    If its gradients overflow, it reports the step to the servers without gradients.
+    If the gradients overflow, the worker reports the step to the servers without gradients.
     """
 
     _hvdtrain_reducer: GradientExchange
@@ -210,7 +210,7 @@ class GradientExchange:
             weight: The weight of the gradients relative to other workers' gradients. If it is 0, no
                 gradients are sent.
             learning_rate: The optimizer's learning rate. None if the optimizer uses a schedule.
-            ends: Whether no accumulated gradients are left after this call.
+            ends: True if no accumulated gradients remain on this worker after this call.
         """
         numbers = [self._numbers[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]

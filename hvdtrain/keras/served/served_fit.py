@@ -56,8 +56,8 @@ class ServedJob:
     Attributes:
         collectives: Communication between all ranks.
         messages: Communication between workers and servers.
-        reducer: Reduces tensors within this rank only. It also stores hvdtrain's original error if
-            TensorFlow raises a different one.
+        reducer: Reduces tensors within this rank only. If TensorFlow replaces an error of hvdtrain
+            by a different error, the reducer stores the first error.
         specs: The specs of all trainable variables.
         shards: The shard of each server.
         memory: Memory shared with other ranks on this host.

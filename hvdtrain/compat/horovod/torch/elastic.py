@@ -27,7 +27,7 @@ __all__ = ["ElasticSampler", "TorchState"]
 class ElasticSampler(torch.utils.data.Sampler):
     """Sampler that divides a dataset among the ranks.
 
-    If ranks are lost, it divides the rest again.
+    If ranks are lost, the sampler divides the remaining samples again.
 
     Pass the sampler to ``TorchState``. Call ``record_batch`` after each batch, and ``set_epoch`` at
     the end of each epoch. All ranks get the same number of samples. If the number of samples is not
