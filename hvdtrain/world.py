@@ -47,8 +47,8 @@ _timeline: Timeline | None = None
 def init(framework: Framework | None = None) -> None:
     """Enter the job: find this process's rank, connect to the other ranks, and bind its GPUs.
 
-    Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
-    have no effect. All ranks must call it.
+    Call ``init`` at the start of the program, before anything uses TensorFlow's devices. Further
+    calls have no effect. All ranks must call ``init``.
 
     If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. Therefore
     ``shuffle`` of ``tf.data`` gives the same order on all ranks, even if you pass it no seed.
@@ -73,7 +73,8 @@ def init(framework: Framework | None = None) -> None:
 def shutdown() -> None:
     """Leave the job. Does nothing if ``init()`` was not called.
 
-    Programs need not call it before they end. If one rank calls it, all ranks must.
+    Programs need not call ``shutdown`` before they end. If one rank calls it, all ranks must call
+    it.
     """
     global _world
     with _lock:
@@ -111,7 +112,7 @@ def collectives() -> Engine:
 def device_collectives() -> DeviceCollectives | None:
     """Return the collectives on tensors that are on the devices.
 
-    None if ``collectives()`` combines the gradients instead.
+    Return None if ``collectives()`` combines the gradients instead.
     """
     return _entered().device_collectives
 

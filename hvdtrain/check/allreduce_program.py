@@ -29,8 +29,8 @@ TIMEOUT_S = 90.0
 def main() -> None:
     """Run the allreduce on all ranks.
 
-    The chief prints one line that begins with the first argument of this program. If all sums are
-    correct, the times follow.
+    The chief prints one line, which begins with the first argument of this program. If all sums are
+    correct, the rest of the line contains the times.
     """
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     topology = read_topology(os.environ)

@@ -100,7 +100,7 @@ class ModeSettings:
     def common_variables(self) -> dict[str, str]:
         """The settings that must be the same on all ranks, unless the job has parameter servers.
 
-        Keyed by the name of the environment variable.
+        The keys are the names of the environment variables.
         """
         names = ("mode", *_LOCAL_SGD_SETTINGS)
         return {variable_name(name): f"{getattr(self, name)}" for name in names}
@@ -122,7 +122,7 @@ class ModeSettings:
         """Check that settings don't contradict each other.
 
         Raises:
-            ConfigurationError: If they contradict each other.
+            ConfigurationError: If settings contradict each other.
         """
         only_for = {"devices_per_rank": "towers", **dict.fromkeys(_LOCAL_SGD_SETTINGS, "local-sgd")}
         for entry in dataclasses.fields(self):
@@ -222,7 +222,7 @@ class Settings(ModeSettings):
         """Check that settings don't contradict each other.
 
         Raises:
-            ConfigurationError: If they contradict each other.
+            ConfigurationError: If settings contradict each other.
         """
         super().check()
         if self.compression != "none" and (self.has_servers or self.is_local_sgd):
@@ -233,7 +233,7 @@ class Settings(ModeSettings):
 
     @property
     def tolerates_lost_ranks(self) -> bool:
-        """Whether the other ranks should continue when one dies, if MPI supports that."""
+        """Whether the other ranks should continue when a rank dies, if MPI supports that."""
         return self.has_servers if self.elastic is None else self.elastic
 
 

@@ -119,7 +119,7 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def _launcher_columns() -> int:
-    """Return the width of the terminal of the mpirun that started this process; 0 if none."""
+    """Return the terminal width of the mpirun that started this process; 0 without a terminal."""
     top, parent = 0, os.getppid()
     while parent > 1:
         # "pid (name) state parent ..."; the name may contain any character.

@@ -261,7 +261,7 @@ class _Reporter:
 def _finite(value: float | Callable[[], float] | None) -> float | None:
     """Return a number, or the number that a function returns.
 
-    None if the number is unknown or not finite, or if the function fails.
+    Return None if the number is unknown or not finite, or if the function fails.
     """
     try:
         # Functions of programs may return NumPy numbers, which are not JSON.

@@ -119,7 +119,7 @@ class ClusterApi:
     def create_one(self, one: Object, *, dry_run: bool = False) -> Object:
         """Create an object and return it as the cluster stored it.
 
-        With ``dry_run`` the object is only validated.
+        If ``dry_run`` is true, the object is only validated.
         """
         path = self._path(one["apiVersion"], plural(one["kind"]))
         what = f"{one['kind']} {one['metadata'].get('name') or ''}".rstrip()

@@ -198,7 +198,7 @@ class WorkerWatch:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job, release its workers if it has ended for good, and return its exit code."""
+    """Run the job, release its workers if the job has ended for good, and return its exit code."""
     name, words = arguments[0], arguments[list(arguments).index("--") + 1 :]
     process = RunProcess()
     _copy_key()

@@ -100,7 +100,7 @@ def _deletion_reason(status: Object) -> str:
 def find_condition(status: Object | None, kind: str, value: str) -> Object | None:
     """Return the condition of type ``kind`` of a pod or Job.
 
-    None if there is no such condition, or if its value is not ``value``.
+    Return None if there is no such condition, or if its value is not ``value``.
     """
     for condition in (status or {}).get("conditions") or ():
         if (condition["type"], condition["status"]) == (kind, value):

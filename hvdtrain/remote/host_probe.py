@@ -98,7 +98,7 @@ class HostFacts:
         names: Addresses of each host name. The list is empty if the name can't be resolved.
         back_error: Why the launcher can't be reached over TCP.
         local_address: This host's address in a connection to the launcher.
-        interface: Network interface of that address.
+        interface: Network interface with the address ``local_address``.
         speed_mbit: Speed of the interface in Mbit/s.
         cores: Number of available cores.
         load: Load average of the last minute.
@@ -268,7 +268,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _way_back(request: ProbeRequest) -> dict[str, Any]:
-    """Connect to the launcher, as ranks' agents do, and return which interface that uses."""
+    """Connect to the launcher, as ranks' agents do, and return the interface that was used."""
     failures = []
     for address in request.addresses if request.port else ():
         try:

@@ -83,8 +83,8 @@ class Answer:
     Attributes:
         host: Name of the host, as the user wrote it; empty for the launcher itself.
         ranks: Number of ranks planned for the host.
-        facts: Facts about the host; None if it did not answer.
-        failure: Reason why the host did not answer; None if it answered.
+        facts: Facts about the host; None if the host did not answer.
+        failure: Reason why the host did not answer; None if the host answered.
         asked_s: The launcher's clock at the request.
         answered_s: The launcher's clock at the answer.
     """
