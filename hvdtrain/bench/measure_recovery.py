@@ -1,4 +1,4 @@
-"""``hvdtrain bench recovery``: how long a killed rank delays the others.
+"""``hvdtrain bench recovery``: how long a killed rank delays the other ranks.
 
 All ranks but one kill themselves one after another, the chief first, each at a random moment of a
 step of ``fit``. The rank that remains reports the results.

@@ -106,8 +106,8 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
 def host_id() -> str:
     """Return an identifier that only the processes of this host or container share.
 
-    It contains the host's name and boot ID. Different hosts may have the same name ("localhost"),
-    and containers share the boot ID of their host.
+    The identifier contains the host's name and boot ID. Different hosts may have the same name
+    ("localhost"), and containers share the boot ID of their host.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}"

@@ -507,7 +507,7 @@ class Engine(EngineCore):
         """Check that all ranks start the same operation of another library.
 
         The arguments must be equal on all ranks, as in ``section``. From now on, this rank counts
-        as waiting for the others, until it calls ``pause_external`` or ``end_external``.
+        as waiting for the other ranks, until it calls ``pause_external`` or ``end_external``.
 
         Raises:
             MismatchError: If another rank made a different call.
@@ -532,7 +532,7 @@ class Engine(EngineCore):
             self._external_wait_s = None
 
     def resume_external(self) -> None:
-        """Record that this rank waits for the others again, after ``pause_external``."""
+        """Record that this rank waits for the other ranks again, after ``pause_external``."""
         with self._lock:
             self._external_wait_s = time.monotonic()
 

@@ -184,7 +184,7 @@ class EngineCore(RankState):
             self._break(error, "an operation")
 
     def _break(self, error: BaseException, what: str) -> None:
-        """Reject further operations, because this rank is no longer in step with the others."""
+        """Reject further operations, because this rank is not in step with the other ranks."""
         if self.size > 1 and self.broken is None:
             self.broken = CollectiveError(
                 f"Rank {self.number} left {what} early ({type(error).__name__}: {error}) and is no "

@@ -105,8 +105,8 @@ def _leave(watch: ExitCodeWatch) -> None:
 class ExitCodeWatch:
     """Records the code passed to ``sys.exit``, which Python does not pass to exit functions.
 
-    If a rank exits with an error code while the others are busy, it must end the job instead of
-    waiting for them.
+    If a rank exits with an error code while other ranks are busy, it must end the job instead of
+    waiting for the other ranks.
 
     The code is recorded only if nothing catches the ``SystemExit``, because only then does the
     program end. In this case the interpreter reads the exception's ``code``. This read is

@@ -14,11 +14,11 @@ than one operation ahead of another, because a rank starts its next operation on
 have the result of this one.
 
 To agree, a rank that notices a death revokes the communicators, which interrupts all waits on them,
-and notifies the others that it has stopped. If another rank is computing outside of any operation,
-the stopped ranks wait until it starts its next operation. Meanwhile they still detect failures.
-Once all ranks have stopped, they shrink the communicator (ULFM: Bland et al. 2013, "Post-failure
-recovery of MPI communication capability"), exchange their states, and set up everything that
-depends on the ranks. If another rank dies in the meantime, they start over.
+and notifies the other ranks that it has stopped. If another rank is computing outside of any
+operation, the stopped ranks wait until it starts its next operation. Meanwhile they still detect
+failures. Once all ranks have stopped, they shrink the communicator (ULFM: Bland et al. 2013,
+"Post-failure recovery of MPI communication capability"), exchange their states, and set up
+everything that depends on the ranks. If another rank dies in the meantime, they start over.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Recovery:
     def _agree_that(self, done: bool, comm: Any) -> bool:
         """Return whether ``done`` is true on all ranks.
 
-        All ranks get the same answer, even if one dies meanwhile.
+        All ranks get the same answer, even if a rank dies meanwhile.
         """
         try:
             return bool(comm.Agree(int(done)))

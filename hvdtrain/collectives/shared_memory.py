@@ -1,7 +1,7 @@
 """The transport that uses shared memory inside a host and MPI between hosts.
 
-Ranks of a host exchange arrays chunk by chunk, so that each rank finds the data of the others in
-the cache. They copy chunks to a shared window, in which every rank owns some slots. Each rank of
+Ranks of a host exchange arrays chunk by chunk, so that each rank finds the data of the other ranks
+in the cache. They copy chunks to a shared window, in which every rank owns some slots. Each rank of
 the host combines one share of every chunk. A rank does the following with a chunk, in stages:
 
     pack      copy to its slot the shares of its chunk that other ranks combine

@@ -208,7 +208,8 @@ class Transport:
     def check_peers(self, waiting_in: str, waited_s: float | None) -> None:
         """Raise an error if another rank has failed, or if this rank has waited too long.
 
-        ``waited_s`` is None if this rank is inside an operation, but does not wait for the others.
+        ``waited_s`` is None if this rank is inside an operation, but does not wait for the other
+        ranks.
         """
         if waited_s is not None and waited_s > self.timeout_s:
             raise CollectiveTimeoutError(

@@ -52,8 +52,8 @@ _COUNTERS = ("step", "epoch", "samples")
 class JobRecorder(Observer):
     """Writes the folder of one job. All methods must be called from the same thread.
 
-    It also watches the folder for requests to stop the job. On a request it sends this process
-    SIGTERM, or SIGUSR1 if the ranks should save a checkpoint first.
+    The recorder also watches the folder for requests to stop the job. On a request, it sends this
+    process SIGTERM, or SIGUSR1 if the ranks should save a checkpoint first.
 
     Args:
         folder: The job's folder.

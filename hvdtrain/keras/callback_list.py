@@ -66,7 +66,7 @@ def stops_at_nan(callbacks: Sequence[Any]) -> bool:
 class StopTogether(keras.callbacks.Callback):
     """Stops training on all ranks if a callback of one rank sets ``stop_training``.
 
-    It also stops evaluation and prediction on all ranks if a callback of one rank stops them.
+    Evaluation and prediction stop on all ranks too, if a callback of one rank stops them.
 
     Ranks exchange a flag after the first batch of each epoch, evaluation and prediction. They
     exchange the flag after every batch if user code runs after every batch on some rank. Such code

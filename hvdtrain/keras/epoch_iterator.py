@@ -209,8 +209,8 @@ class EpochIterator:
     def steps_left(self) -> int | None:
         """The number of remaining steps in this epoch.
 
-        It is None if ``steps_per_epoch`` was passed to ``fit``, or if the length of the data is
-        unknown.
+        The number is None if ``steps_per_epoch`` was passed to ``fit``, or if the length of the
+        data is unknown.
         """
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None

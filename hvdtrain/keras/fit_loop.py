@@ -96,7 +96,7 @@ def _capped(steps: int | None) -> int | None:
 class FitLoop:
     """Distributed versions of a model's ``fit``, ``evaluate`` and ``predict``.
 
-    They call Keras' methods of the same names.
+    These methods call Keras' methods of the same names.
 
     Args:
         inputs: Shards the training data.

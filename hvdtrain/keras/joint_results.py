@@ -36,7 +36,8 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
     """Set the model's metrics to their state over all ranks within the ``with`` block.
 
     Metrics contain sums and counts. These are added over the ranks, so the results are exact.
-    Averaging the results of the ranks would be wrong if one rank had fewer samples than the others.
+    Averaging the results of the ranks would be wrong if one rank had fewer samples than the other
+    ranks.
     """
     variables = list(model.metrics_variables)
     own = [np.asarray(variable.numpy()) for variable in variables]

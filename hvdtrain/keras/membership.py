@@ -91,7 +91,7 @@ class Membership:
     def notifying(self, callbacks: Sequence[ChangeCallback]) -> Iterator[None]:
         """Add callbacks.
 
-        They are called in this order if a rank is lost within the ``with`` block.
+        The callbacks are called in this order if a rank is lost within the ``with`` block.
         """
         self._callbacks += callbacks
         try:

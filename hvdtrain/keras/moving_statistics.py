@@ -76,7 +76,7 @@ class MovingStatistics:
     def weighted_by(self, weight: tf.Tensor, *, select: bool = False) -> Iterator[None]:
         """Weight the statistics of the step in the ``with`` block by ``weight``.
 
-        ``weight`` is w_r, the weight of this rank's batch. With ``select``, the update of the
+        ``weight`` is w_r, the weight of this rank's batch. If ``select`` is true, the update of the
         statistics contains no ``tf.cond``, because XLA can't fuse other operations with a
         ``tf.cond``.
         """

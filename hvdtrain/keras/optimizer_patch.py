@@ -151,7 +151,7 @@ def is_distributed(optimizer: Any) -> bool:
 def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[None]:
     """Use this ``Weighting`` for the gradients that optimizers apply in the ``with`` block.
 
-    With ``jit``, the optimizers' computations are compiled with XLA.
+    If ``jit`` is true, the optimizers' computations are compiled with XLA.
     """
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     every = [*optimizers, *inner]

@@ -162,7 +162,7 @@ class AgentServer:
             self._send(rank, encode("kill"))
 
     def drop_lost(self, end: RankExit) -> None:
-        """Move a lost rank from ``ends`` to ``dropped``, because the others continue without it."""
+        """Move a lost rank from ``ends`` to ``dropped``, because the other ranks continue."""
         self.ends.remove(end)
         self.dropped.append(end.rank)
 

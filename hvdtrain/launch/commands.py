@@ -188,7 +188,7 @@ class Plan:
     def critical(self) -> dict[int, str]:
         """The role of each rank that no other rank can replace.
 
-        Empty without parameter servers.
+        The result is empty if there are no parameter servers.
         """
         if all(place.role != "ps" for place in self.places):
             return {}

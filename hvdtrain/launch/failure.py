@@ -79,8 +79,8 @@ class RankExit:
     def is_loss(self) -> bool:
         """Whether an unexpected signal killed the rank. The other ranks may then continue.
 
-        If the rank ended with an exception or an exit code, the others would probably fail in the
-        same way.
+        If the rank ended with an exception or an exit code, the other ranks would probably fail in
+        the same way.
         """
         died = self.code is not None and signal_name(self.code) is not None
         return died and not self.was_signalled
@@ -310,7 +310,7 @@ def _output(record: JobRecord) -> list[str]:
 
 
 def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
-    """Return the failure that caused the others, or None if no rank failed."""
+    """Return the failure that caused the other failures, or None if no rank failed."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     any_lost = any(end.code is None or end.is_loss for end in failures)
     for is_unlikely in (
@@ -325,7 +325,7 @@ def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
 
 
 def exit_code(first: RankExit | None) -> int:
-    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 without a failure."""
+    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 if it is None."""
     if first is None:
         return 0
     if first.timed_out:

@@ -1,4 +1,4 @@
-"""Detects hangs, and kills hanging ranks if the others can continue without them."""
+"""Detects hangs, and kills hanging ranks if the other ranks can continue."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class HangWatch:
 
     Args:
         timeout_s: Time limit of a step in seconds. 0 means no limit.
-        critical: Roles of the ranks that the others can't continue without.
-        can_lose_ranks: Returns whether the others would continue if a rank were lost now.
+        critical: Roles of the ranks without which the other ranks can't continue.
+        can_lose_ranks: Function that returns whether the other ranks would continue if a rank were
+            lost now.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ def stuck_ranks(
 def missing_ranks(
     reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
-    """Return the ranks that the others wait for in a hanging job, each with the reason."""
+    """Return the ranks that the other ranks wait for in a hanging job, each with the reason."""
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     busy = {r: "not waiting for other ranks" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
@@ -142,7 +143,7 @@ def missing_ranks(
 def describe_hang(
     reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
-    """Describe a hang: which ranks have not arrived, and in which operations the others wait.
+    """Describe a hang: which ranks have not arrived, and in which operations other ranks wait.
 
     ``quiet_s`` is the number of seconds since a rank last made progress.
     """

@@ -66,7 +66,7 @@ class JobProgress:
 
     @property
     def moved_at(self) -> float | None:
-        """Time of the last report with a new step or phase; None without reports."""
+        """Time of the last report with a new step or phase; None if there are no reports."""
         return max(self.moved.values(), default=None)
 
     @property
@@ -124,7 +124,7 @@ class JobProgress:
 def holding_up(
     reports: JobProgress, running: Collection[int], now: float, after_s: float
 ) -> list[int]:
-    """Return the ranks that the others wait for, or [] if a rank made progress recently.
+    """Return the ranks that other ranks wait for, or [] if a rank made progress recently.
 
     Recently means within the last ``after_s`` seconds.
     """
@@ -287,7 +287,7 @@ class RankPaces:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that the others wait for."""
+    """A rank that the other ranks wait for."""
 
     rank: int
     own_s: float  # its own time per step, in seconds
@@ -301,7 +301,7 @@ class Straggler:
 
 
 def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
-    """Return the slowest rank, if it is much slower than the others."""
+    """Return the slowest rank, if it is much slower than the other ranks."""
     if len(paces) < 2:
         return None
     slowest = max(paces, key=lambda rank: paces[rank].own_s)

@@ -104,7 +104,7 @@ class Supervisor:
         received: The list of signals from ``caught_signals``.
         min_np: Minimum number of ranks with which the job continues after a loss. None if no rank
             may be lost.
-        critical: Roles of the ranks that the others can't continue without.
+        critical: Roles of the ranks without which the other ranks can't continue.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Supervisor:
     def _can_lose_ranks(self) -> bool:
         """Return whether the other ranks would continue if a rank were lost now.
 
-        They can't continue before all ranks have started MPI.
+        The other ranks can't continue before all ranks have started MPI.
         """
         if self._min_np is None:
             return False

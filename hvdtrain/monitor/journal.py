@@ -32,7 +32,7 @@ class Journal:
             self._give_up(error)
 
     def write(self, text: str, *, flush: bool = False) -> None:
-        """Write text. With ``flush``, the text is kept even if this process is killed."""
+        """Write text. If ``flush`` is true, the text is kept even if this process is killed."""
         if self._file is None:
             return
         try:

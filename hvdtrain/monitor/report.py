@@ -147,7 +147,7 @@ def failed(cause: BaseException, error: BaseException) -> None:
 class _Reporter:
     """The newest state, and the file descriptor to which it is written.
 
-    The descriptor is None without a launcher.
+    The descriptor is None if no launcher receives the reports.
     """
 
     def __init__(self, file: int | None) -> None:
@@ -291,7 +291,7 @@ def _update(**values: Any) -> _Reporter:
 
 
 def _open_pipe() -> int | None:
-    """Return the descriptor of the launcher's pipe; None without a launcher.
+    """Return the descriptor of the launcher's pipe; None if there is no launcher.
 
     Child processes don't inherit the descriptor any more.
     """

@@ -103,10 +103,10 @@ class Client:
     ) -> list[np.ndarray] | None:
         """Send gradients, and return the weights for the next step.
 
-        With ``overlap``, this returns before the servers have replied. The worker computes its next
-        gradient meanwhile, with the weights that the servers sent in reply to the previous
-        gradient. Any other request first waits for the missing reply, and therefore returns newer
-        weights.
+        If ``overlap`` is true, this method returns before the servers have replied. The worker
+        computes its next gradient meanwhile, with the weights that the servers sent in reply to the
+        previous gradient. Any other request first waits for the missing reply, and therefore
+        returns newer weights.
 
         Args:
             gradients: Gradients of all variables, or None for a step without samples. They may be
@@ -117,8 +117,8 @@ class Client:
             overlap: Whether to return without waiting for the reply.
 
         Returns:
-            The weights. With ``overlap``, None if no reply was missing, because the worker then
-            already has the newest weights.
+            The weights. If ``overlap`` is true and no reply was missing, the result is None,
+            because the worker then already has the newest weights.
 
         Raises:
             MismatchError: If a server can't use the gradient or, with ``overlap``, the previous

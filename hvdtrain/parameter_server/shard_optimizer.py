@@ -213,7 +213,7 @@ def pack_states(
 ) -> list[np.ndarray]:
     """Return the state of a model's optimizer, as a flat buffer for each shard.
 
-    With ``averages_only``, the buffers contain only the moving averages of the weights
+    If ``averages_only`` is true, the buffers contain only the moving averages of the weights
     (``use_ema``).
     """
     return [

@@ -202,8 +202,8 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
     """Return the value of ``piece`` in a flat buffer.
 
-    With ``copied``, the result is a copy. This is needed if a variable may keep a reference to the
-    value, because the buffer is reused and its content changes.
+    If ``copied`` is true, the result is a copy. This is needed if a variable may keep a reference
+    to the value, because the buffer is reused and its content changes.
     """
     part = tf.slice(flat, [piece.offset], [piece.nbytes])
     if copied:

@@ -95,7 +95,7 @@ class ClusterApi:
     def create(self, objects: Sequence[Object]) -> None:
         """Delete the objects of a previous run and create all objects, or none if that fails.
 
-        The first object must be a Job. It becomes the owner of the others.
+        The first object must be a Job. It becomes the owner of the other objects.
         """
         owner, *others = objects
         name = owner["metadata"]["name"]

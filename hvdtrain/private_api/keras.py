@@ -442,8 +442,8 @@ def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
 def default_batch_size(rows: int, steps: int | None, size: int) -> int:
     """Return the batch size per rank that is used if ``fit`` gets no ``batch_size``.
 
-    It is 32, as in Keras. If ``steps`` is given, the size is chosen so that ``steps`` batches on
-    all ranks contain all rows.
+    The size is 32, as in Keras. If ``steps`` is given, the size is chosen so that ``steps`` batches
+    on all ranks contain all rows.
     """
     return max(1, math.ceil(rows / (steps * size))) if steps else 32
 

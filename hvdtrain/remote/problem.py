@@ -130,8 +130,8 @@ def format_problem(problem: Problem) -> str:
 def problem_state(problems: Collection[Problem]) -> str:
     """Return the state of a host or another item that has these problems.
 
-    It is ``problem`` if one of them is an error, ``warning`` if all are warnings, and ``ok`` if
-    there are none.
+    The state is ``problem`` if one of the problems is an error, ``warning`` if all of them are
+    warnings, and ``ok`` if there are no problems.
     """
     if any(problem.is_error for problem in problems):
         return "problem"

@@ -1,6 +1,6 @@
 """Horovod's functions that describe the job and the installation.
 
-They are the same for TensorFlow and PyTorch.
+These functions are the same for TensorFlow and PyTorch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Horovod's collectives on tensors, with gradients.
 
-They run eagerly, in a tf.function and in sessions, but XLA can't compile them. All ranks must make
-the same calls in the same order. If the name, shape, dtype or options of a call differ between
-ranks, every rank raises an error. If only some ranks make a call, these ranks raise an error after
-``HVDTRAIN_TIMEOUT_S`` seconds.
+The collectives run eagerly, in a tf.function and in sessions, but XLA can't compile them. All ranks
+must make the same calls in the same order. If the name, shape, dtype or options of a call differ
+between ranks, every rank raises an error. If only some ranks make a call, these ranks raise an
+error after ``HVDTRAIN_TIMEOUT_S`` seconds.
 
 Gradients are scaled as in Horovod. ``allreduce`` and ``alltoall`` return the gradient of the sum of
 all ranks' losses. ``allgather`` and ``broadcast`` return the gradient of the mean of these losses.

@@ -1,6 +1,6 @@
 """Horovod's collectives for Keras.
 
-They accept any value that TensorFlow can convert to a tensor.
+The functions accept any value that TensorFlow can convert to a tensor.
 """
 
 from __future__ import annotations

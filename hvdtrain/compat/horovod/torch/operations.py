@@ -40,7 +40,7 @@ class Handle:
     def then(self, finish: Callable[[Any], Any]) -> Handle:
         """Add a function to apply to the result.
 
-        It runs in the thread that waits for the operation.
+        The function runs in the thread that waits for the operation.
         """
         first = self._finish
         self._finish = lambda result: finish(first(result))

@@ -16,7 +16,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks.
 
     The arguments are the same as for ``torch.nn.BatchNorm2d``. Inputs must have at least two axes.
-    They may be on the CPU, and the number of rows may differ between ranks.
+    Inputs may be on the CPU, and the number of rows may differ between ranks.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
