@@ -120,7 +120,7 @@ def memory_limit(group: ControlGroup) -> int | None:
 class OomWatch:
     """Compares the kernel's counters before and after a program's run.
 
-    Create it before the program starts, in the process that starts it.
+    Create an ``OomWatch`` before the program starts, in the process that starts the program.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:

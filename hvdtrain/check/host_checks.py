@@ -274,7 +274,7 @@ def _check_errors(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Probl
 
 
 def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that GPUs work, that each rank can have one, and that they are identical."""
+    """Check that GPUs work, that each rank can have a GPU, and that all GPUs are identical."""
     for host, facts in answered(answers):
         if facts.gpu_error:
             yield _error(

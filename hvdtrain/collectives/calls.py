@@ -55,7 +55,9 @@ class RanksRaised(Exception):
 
 
 class SomeJoined(Exception):
-    """Raised on all ranks if some ranks called ``Engine.join``, and the others made equal calls.
+    """Raised on all ranks if some ranks have called ``Engine.join``.
+
+    The calls of the ranks that have not joined are equal.
 
     Args:
         ranks: The ranks that called ``join``.

@@ -3,15 +3,15 @@
 Each rank owns a part of the array. For every other part, a rank sends its contribution to the owner
 (reduce-scatter). Each rank combines the contributions to its own part, and sends the result to all
 ranks (allgather). Parts are cut into segments, so that the sums of one segment are sent at the same
-time as the contributions to the next. Each rank sends ``2 (n - 1) / n`` times the size of the
-array, which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+time as the contributions to the next segment. Each rank sends ``2 (n - 1) / n`` times the size of
+the array, which is optimal (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 
 ``MPI_Allreduce`` is not used, because it guarantees neither identical nor reproducible results, and
 does not support bfloat16. Here, contributions are combined in rank order.
 
-If a wire format such as float16 is used, contributions and sums are converted to it before they are
-sent. A rank does not convert its contribution to its own part. But it converts the sums of its own
-part to the wire format and back, so that all ranks get the same result.
+If a wire format such as float16 is used, contributions and sums are converted to this format before
+they are sent. A rank keeps the float32 values of what it contributes to its own part. But the sums
+of this part are converted to the wire format and back, so that all ranks get the same result.
 """
 
 from __future__ import annotations

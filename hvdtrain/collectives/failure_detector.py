@@ -58,7 +58,7 @@ class FailureDetector:
     """Notifies other ranks of failures, and asks them which operation they are waiting in.
 
     Args:
-        operations: Returns the number of operations that this rank has started.
+        operations: Function that returns the number of operations that this rank has started.
         survives: Whether the other ranks continue when a rank dies.
         numbers: The job's rank for each rank of the communicator, for error messages. Only needed
             if the communicator connects a subset of the job's ranks.

@@ -76,8 +76,8 @@ def gradient_share(
 ) -> np.ndarray:
     """Return the gradient of a min, max or product with respect to this rank's value.
 
-    All ranks must call this. If several ranks have the minimum or maximum, its gradient is divided
-    equally among them.
+    All ranks must call this. If several ranks have the minimum or maximum, the gradient is divided
+    equally among these ranks.
     """
     total = collectives.allreduce(upstream, "sum", name=name)
     every = collectives.allgather(value[np.newaxis], name=name)

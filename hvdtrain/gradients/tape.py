@@ -24,8 +24,8 @@ class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
 
     All ranks must call ``gradient`` the same number of times. All ranks have the same weight in the
-    average. If the batch sizes of the ranks differ, multiply the loss of each rank by its own
-    number of rows, times the number of ranks, divided by the number of rows of all ranks. The tape
+    average. If the batch sizes of the ranks differ, multiply each rank's loss by the rank's number
+    of rows and by the number of ranks, and divide it by the number of rows of all ranks. The tape
     works eagerly and in a tf.function, but XLA can't compile it.
 
     Example::

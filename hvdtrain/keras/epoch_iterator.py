@@ -1,4 +1,4 @@
-"""Keras' loop over the steps of an epoch, for data that can be read from any position.
+"""An iterator over the steps of an epoch, which can start at any position in the data.
 
 Keras' own loop counts the steps of an epoch from 0 to a fixed number. With this module's iterator,
 training can be resumed in the middle of an epoch, and an epoch ends when its data end.

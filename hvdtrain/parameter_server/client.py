@@ -154,7 +154,7 @@ class Client:
 
     @property
     def has_newer_weights(self) -> bool:
-        """Whether a call of ``push`` with ``overlap`` has not returned the newest weights yet."""
+        """Whether the servers have sent or will send weights that ``push`` has not returned yet."""
         return self._in_flight is not None or self._unused is not None
 
     def close(self) -> None:

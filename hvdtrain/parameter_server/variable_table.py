@@ -113,10 +113,10 @@ class VariableTable:
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
-        """Return a traced function that applies gradients of these kinds.
+        """Return a traced function that applies gradients of the given kinds.
 
-        The function also returns the new weights. Reading them in a second call would cost as much
-        as copying a megabyte.
+        The function also returns the new weights. Reading the weights in a second call would cost
+        as much as copying a megabyte.
         """
         signature = [self._flat]
         for number in sorted(sparse):

@@ -244,6 +244,6 @@ class _GradientAccumulator:
 def _dependencies(operations: Sequence[Any]) -> list[Any]:
     """Return the operations that must run before the next one, as control dependencies.
 
-    In eager mode there are none, because operations have already run.
+    In eager mode, the list is empty, because the operations have already run.
     """
     return [] if tf.executing_eagerly() else [op for op in operations if op is not None]

@@ -115,7 +115,10 @@ class PodOptions:
 
 
 class _Option(NamedTuple):
-    """The command-line option of a field. If ``repeats`` is true, the field collects all values."""
+    """The command-line option of a field of ``PodOptions``.
+
+    If ``repeats`` is true, the field collects all values of the option.
+    """
 
     name: str
     field: str

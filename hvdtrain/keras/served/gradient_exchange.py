@@ -1,8 +1,8 @@
 """The exchange of gradients and weights with parameter servers.
 
-On a worker, it replaces the update of a Keras optimizer. It comes after gradient accumulation. The
-servers' copies of the optimizer then clip the gradients, apply weight decay, and update the
-weights.
+On a worker, this exchange replaces the update of a Keras optimizer. It follows after gradient
+accumulation. The servers' copies of the optimizer then clip the gradients, apply weight decay, and
+update the weights.
 """
 
 from __future__ import annotations

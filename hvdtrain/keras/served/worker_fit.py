@@ -51,7 +51,7 @@ class WorkerFit(keras.callbacks.Callback):
     read them. When training ends, it doesn't overwrite weights that the user's callbacks assign.
 
     Attributes:
-        membership: The membership in which this worker has its rank among all workers.
+        membership: The list of all workers, which determines this worker's rank among them.
     """
 
     def __init__(self, job: ServedJob, exchange: GradientExchange) -> None:

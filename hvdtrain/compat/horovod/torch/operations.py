@@ -72,7 +72,7 @@ def all_of(handles: Sequence[Handle]) -> Handle:
 
 
 def in_place(start: Callable[..., Handle], what: str) -> Callable[..., Handle]:
-    """Return a function like ``start`` that assigns the result to its tensors.
+    """Return a function like ``start`` that assigns the results to its input tensors.
 
     ``what`` is the first line of the new function's docstring.
     """
