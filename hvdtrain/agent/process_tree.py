@@ -125,7 +125,7 @@ def run_guarded(work: Callable[[int], int]) -> int:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants, so that it can find them."""
+    """Make this process the parent of its orphaned descendants, so that they can be found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -136,7 +136,7 @@ def _has_manifest(folder: CheckpointFolder) -> bool:
 def remove(folder: CheckpointFolder) -> None:
     """Remove a checkpoint.
 
-    The folder is renamed first, so that readers never see it with some of its files removed.
+    The folder is renamed first, so that readers never see a checkpoint that lacks some files.
     """
     hidden = folder.path.with_name(hidden_name("removing", folder.step))
     folder.path.rename(hidden)

@@ -420,7 +420,7 @@ class Engine(EngineCore):
 
     @contextmanager
     def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
-        """Enter and leave a block together on all ranks, even if it fails on some of them.
+        """Enter and leave a block together on all ranks, even if the block fails on some ranks.
 
         If the block fails on only some ranks, the other ranks raise ``PeerFailedError``, which
         contains the error, in their next operation. Afterwards all ranks may start another section.

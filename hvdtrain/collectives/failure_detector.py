@@ -63,7 +63,7 @@ class FailureDetector:
         numbers: The job's rank for each rank of the communicator, for error messages. Only needed
             if the communicator connects a subset of the job's ranks.
         detectors: The detectors of all engines of this process. While a rank waits in one engine,
-            it answers messages on all of them.
+            it answers the messages of all engines.
     """
 
     def __init__(

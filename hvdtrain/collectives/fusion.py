@@ -212,9 +212,9 @@ class BufferPool:
     """Result buffers that are reused once no view of them exists.
 
     Getting new pages from the kernel takes longer than a reduction. A training loop drops the
-    gradients of a step before it asks for the next ones, so it gets the same memory again. NumPy
-    views hold a reference to the array that owns the memory, and ``take`` checks the number of
-    references.
+    gradients of a step before it needs memory for the next gradients, so it gets the same memory
+    again. NumPy views hold a reference to the array that owns the memory, and ``take`` checks the
+    number of references.
 
     Args:
         max_idle: Number of unused buffers to keep.

@@ -166,8 +166,8 @@ def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
 class Arena:
     """Shared memory for results, in which each rank writes its share to the results of all ranks.
 
-    This saves copies of results, which would take a quarter of the time of an allreduce. The arena
-    is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
+    Results therefore needn't be copied, which would take a quarter of the time of an allreduce. The
+    arena is a sparse file with a part for each rank. A rank's ``pool`` takes buffers from its part.
 
     Forked children don't inherit the file, because they would see later writes of other ranks.
     Instead, they get private copies of the buffers in use, at the same addresses.

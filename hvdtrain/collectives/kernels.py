@@ -136,8 +136,8 @@ def reduce_flat(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) ->
 class FiniteCheck:
     """Checks results for NaN and infinity piece by piece, while they are in the cache.
 
-    ``dtype`` is the dtype to which results are converted at the end. It matters because sums of
-    float16 arrays are computed in float32, and may overflow when they are converted back to
+    ``dtype`` is the dtype to which results are converted at the end. This dtype matters because
+    sums of float16 arrays are computed in float32, and may overflow when they are converted back to
     float16.
     """
 

@@ -244,7 +244,7 @@ class MpiTransport(Transport):
         """Wait for the other ranks at the end of the program, then finalize MPI.
 
         MPI is not finalized after a rank has failed or died, because ``MPI_Finalize`` would wait
-        for that rank. It is not finalized either if this program exits with an error code while
+        for that rank. MPI is not finalized either if this program exits with an error code while
         other ranks are running. In this case the running ranks get a moment to exit. Then this
         process exits, and the launcher sees the code.
         """

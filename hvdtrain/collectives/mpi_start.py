@@ -131,8 +131,8 @@ def fence() -> bool:
 
     In Open MPI 5, ``MPI_Init`` ends with an empty PMIx fence. Slurm's plug-in returns from this
     fence before all ranks have arrived (with Slurm 22.05.8, this happens every time). If a rank
-    then gets a message while it is still in ``MPI_Init``, it crashes with SIGSEGV. A fence with
-    data collection waits for all ranks.
+    then gets a message while it is still in ``MPI_Init``, the rank crashes with SIGSEGV. A fence
+    with data collection waits for all ranks.
 
     Returns:
         Whether there was a fence. There is none if MPI does not use PMIx (as in MPICH), or can't

@@ -1,7 +1,7 @@
 """Functions that scale and serialize sparse gradients, and add up rows with the same index.
 
 Values, indices and the weight of a rank are exchanged in one operation. With two operations, a rank
-could be lost after it has sent its values, and before it has sent their indices.
+could be lost after sending its values, but before sending the indices of these values.
 """
 
 from __future__ import annotations

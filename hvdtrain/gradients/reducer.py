@@ -107,8 +107,8 @@ class GradientReducer:
 
         Args:
             gradients: Tensors, ``tf.IndexedSlices`` or None. If a gradient is ``tf.IndexedSlices``,
-                only its rows are sent. If it is None, it must be None on every rank, and its
-                average is None.
+                only its rows are sent. If a gradient is None, it must be None on every rank, and
+                the average is None.
             variables: The variable of each gradient, or a name for error messages.
             weight: The scalar by which this rank has multiplied its gradients, or None if all ranks
                 have the same weight. The mean of all ranks' weights must be 1. If a rank is lost,

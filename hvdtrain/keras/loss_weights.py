@@ -1,4 +1,4 @@
-"""The weight of a rank's loss. It makes N ranks train like one process with all their batches.
+"""The weight of a rank's loss. With it, N ranks train like one process with all batches.
 
 The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
 weight w_r = N rows_r / rows. This makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.

@@ -10,8 +10,8 @@ below. The statistic of all ranks is then the average of all m_r, weighted by c_
     m_r = m_r + (w_r / c_r) (1 - a) (x_r - m_r)
 
 If all ranks have equally many rows, w_r and c_r are 1. A rank without rows changes no statistic.
-For layers other than BatchNormalization the momentum is unknown, so a rank with rows updates their
-statistics as the layer itself does.
+For layers other than BatchNormalization the momentum is unknown, so a rank with rows updates the
+statistics of these layers as the layers themselves do.
 """
 
 from __future__ import annotations

@@ -261,7 +261,8 @@ def get_program(arguments: argparse.Namespace) -> list[str]:
     """Return the program with its arguments.
 
     Raises:
-        ConfigurationError: If no program is given, or it would read its code from standard input.
+        ConfigurationError: If no program is given, or the program would read its code from standard
+            input.
     """
     words: list[str] = arguments.program
     program = words[1:] if words[:1] == ["--"] else words

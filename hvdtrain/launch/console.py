@@ -88,8 +88,8 @@ class _LineQueues:
         """Remove and yield each line that is due, with the hosts of the ranks that printed it.
 
         A line is due if all ranks have printed it, or if it has waited long enough. Each rank's
-        lines stay in order: if a due line is also in another rank's queue, but not at its front,
-        the due lines before it go first.
+        lines stay in order: if a due line is also in another rank's queue, but not at the front of
+        that queue, the due lines before it in that queue go first.
         """
         while self._queues:
             fronts: dict[tuple[str, str], list[int]] = {}

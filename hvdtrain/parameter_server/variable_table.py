@@ -70,7 +70,7 @@ class VariableTable:
     def learning_rate(self) -> float:
         """The learning rate of the next update.
 
-        If it follows a schedule, it can't be set (TypeError).
+        Setting a learning rate that follows a schedule raises TypeError.
         """
         return float(keras.ops.convert_to_tensor(self._optimizer.learning_rate))
 

@@ -56,7 +56,8 @@ class ClusterApi:
     def of_context(cls, context: str, namespace: str) -> ClusterApi:
         """Return the API for a kubectl context and a namespace.
 
-        If they are empty, the current context and its namespace are used.
+        If ``context`` is empty, the current context is used. If ``namespace`` is empty, the
+        namespace of the context is used.
 
         Raises:
             JobError: If the context is missing in the kubectl configuration.

@@ -139,7 +139,7 @@ def _session_routes(
         return response
 
     async def session(request: Request) -> Response:
-        """Return what the page needs to know at its start, such as its CSRF token."""
+        """Return what the page needs when it is loaded, such as its CSRF token."""
         backends: list[BackendKind] = ["local"]
         if shutil.which("sbatch"):
             backends.append("slurm")

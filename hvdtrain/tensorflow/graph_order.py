@@ -42,7 +42,7 @@ _names_functions: dict[str, bool] = {}
 
 
 class NoShadowError(Exception):
-    """Raised if a rank can't skip a step, because it can't call its collectives with zeros."""
+    """Raised if a rank can't skip a step, because its collectives can't be called with zeros."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
@@ -80,8 +80,8 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
     """Make the collectives of a function run in the order of their creation.
 
     Returns:
-        The collectives. Each call of the function must run all of them, even if their results are
-        unused.
+        The collectives. Each call of the function must run all collectives, even if their results
+        are unused.
     """
     operations = collectives_of(graph)
     for before, operation in pairwise(operations):

@@ -31,7 +31,8 @@ def compiled_if_possible(what: str, function: Callable[..., Any], *gradients: An
 
     Args:
         what: Noun phrase that names the function in the log message.
-        function: Returns nested tensors or None. It is called again if it can't be compiled.
+        function: Returns nested tensors or None. This function is called again if it can't be
+            compiled.
         gradients: Arguments of the function. If the function is compiled, the rows of sparse
             gradients are padded.
     """

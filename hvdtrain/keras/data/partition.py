@@ -9,7 +9,8 @@ For ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 - The last step may have fewer samples. These are divided as evenly as possible.
 
 A position in the order therefore means the same for any number of ranks. Inputs other than arrays
-consist of batches. They are divided by the same rule, and a rank takes one batch in each step.
+consist of batches. The batches are divided by the same rule, and a rank takes one batch in each
+step.
 """
 
 from __future__ import annotations

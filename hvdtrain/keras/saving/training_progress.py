@@ -74,8 +74,8 @@ class WorkerPosition:
         Args:
             numbers: The result of ``to_numbers``.
             ranks: The number of ranks.
-            begins: For each epoch, the position where the rank's pass over the data started. This
-                position lists the units of data that lost ranks had taken, as ``missed``.
+            begins: For each epoch, the position where the rank's pass over the data started. In
+                this position, ``missed`` lists the units of data that lost ranks had taken.
                 ``numbers`` contains only how many of these units are still missed. They are always
                 the last ones.
         """

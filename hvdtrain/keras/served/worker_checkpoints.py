@@ -42,9 +42,9 @@ _FIRST_POLL_S = 0.01
 class WorkerSession(CheckpointSession):
     """Takes and restores the checkpoints of one worker's ``fit``.
 
-    The chief saves the positions of all workers in their data, which it gets from the servers. When
-    training resumes, every worker gets the whole checkpoint. All workers must create a session
-    while the servers call ``find_for_all``.
+    The chief saves each worker's position in the worker's data. It gets these positions from the
+    servers. When training resumes, every worker gets the whole checkpoint. All workers must create
+    a session while the servers call ``find_for_all``.
 
     Raises:
         CheckpointError: If no checkpoint can be used. All ranks raise this error.
