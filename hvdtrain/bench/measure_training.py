@@ -56,7 +56,7 @@ class _Run:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Records when each step and the training end, and the memory in use after some steps."""
+    """Records the end times of the steps and of the training, and the memory after some steps."""
 
     def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
         super().__init__()

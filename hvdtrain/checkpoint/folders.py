@@ -116,7 +116,10 @@ def hidden_name(prefix: str, step: int) -> str:
 
 
 def free_name(directory: Path, step: int) -> str:
-    """Return a name for a new checkpoint of a step. It sorts after the step's older checkpoints."""
+    """Return a name for a new checkpoint of a step.
+
+    The name sorts after the names of the step's older checkpoints.
+    """
     numbers = [folder.number for folder in _list_folders(directory) if folder.step == step]
     number = max(numbers, default=0) + 1
     # A file or a link may have this name, for example a link to a checkpoint that was moved.

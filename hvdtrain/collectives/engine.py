@@ -457,7 +457,7 @@ class Engine(EngineCore):
             self._section, self._section_error = "", None
 
     def _leave_section(self, error: BaseException) -> None:
-        """Make the other ranks leave the section too, unless all are already leaving it."""
+        """Make the other ranks leave the section too, unless all ranks are already leaving it."""
         if self._section_error is not None or self.closed or isinstance(error, Preempted):
             return
         if isinstance(error, SystemExit):

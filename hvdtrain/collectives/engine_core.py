@@ -200,7 +200,8 @@ class EngineCore(RankState):
 
         Raises:
             MismatchError: On every rank, if the calls differ.
-            SomeJoined: On every rank, if some ranks have joined and all others made the same call.
+            SomeJoined: On every rank, if some ranks have joined, and the calls of the remaining
+                ranks are equal.
             RanksRaised: On every rank, if some ranks left a section with an error.
         """
         if not self.transport.agree(call):

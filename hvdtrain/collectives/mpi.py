@@ -294,7 +294,7 @@ class MpiTransport(Transport):
     def _inside_mpi(self) -> tuple[float, str] | None:
         """Return when and in which operation this rank called MPI.
 
-        Return None if it is not inside MPI, or is inside one of hvdtrain's own waits.
+        Return None if this rank is not inside MPI, or if it is inside one of hvdtrain's own waits.
         """
         inside = self.ranks.inside
         waits = self._spin_wait, self._data_wait

@@ -115,7 +115,7 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
         spec: The job's specification.
         changes: Options that override the job's own options. A different program may follow after
             ``--``.
-        backend: The queue; by default the job's own.
+        backend: The queue; by default the job's own queue.
 
     Raises:
         JobError: If the job ran in a Slurm job that hvdtrain did not submit, and no queue is given.

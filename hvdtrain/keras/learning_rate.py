@@ -93,7 +93,7 @@ def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
     """Scale a learning rate that was restored from a checkpoint of a job with ``before`` ranks.
 
     Checkpoints contain only rates that are plain numbers. Rates of a schedule or function are
-    computed for the current ranks, so they don't need this.
+    computed for the current ranks, so they need no scaling.
     """
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         rate = learning_rate_of(plain)

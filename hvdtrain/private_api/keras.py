@@ -241,7 +241,7 @@ def compiled_loss(model: keras.Model) -> Any:
 def flat_losses(model: keras.Model) -> list[Any]:
     """Return the individual losses of the compiled loss.
 
-    The list is empty before they are built.
+    The list is empty before the losses are built.
     """
     loss = compiled_loss(model)
     return [] if loss is None else list(_API.get(loss, "_flat_losses") or [])

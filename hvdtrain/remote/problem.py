@@ -189,7 +189,7 @@ def explain_start_failure(
     Only English messages are recognized.
 
     Returns:
-        The problems. Empty if the output does not show the cause.
+        The problems. The list is empty if the output does not show the cause.
     """
     causes = _srun_causes(lines) if method == "srun" else _ssh_causes(lines, python)
     answers: dict[tuple[str, FailureKind], Answer] = {}

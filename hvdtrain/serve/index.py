@@ -133,7 +133,7 @@ class JobIndex:
 
 
 def matching(views: Sequence[JobView], text: str, status: str) -> list[JobView]:
-    """Return the jobs that have this status and ``text`` in their name or program.
+    """Return the jobs with this status whose name or program contains ``text``.
 
     An empty ``status`` or ``text`` matches all jobs.
     """

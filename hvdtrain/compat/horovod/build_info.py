@@ -38,7 +38,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of hosts with a rank that has the same local rank as this rank."""
+    """Return the number of hosts on which some rank has the same local rank as this rank."""
     return len(cross_ranks(world.hosts(), world.topology().rank))
 
 

@@ -153,7 +153,7 @@ class PodBackend:
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
     ) -> Sequence[tuple[str, str]] | None:
-        """Return the output of the launcher pods; None if they write it to the job's folder."""
+        """Return the output of the launcher pods; None if the job's folder contains the log."""
         pods = read_pod_options(spec.backend.options)
         if _is_shared(job.path, pods):
             return None

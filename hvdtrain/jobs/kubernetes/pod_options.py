@@ -34,7 +34,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Toleration:
-    """A taint that pods tolerate. An empty value or effect matches any."""
+    """A taint that pods tolerate. An empty value or effect matches all values or effects."""
 
     key: str
     value: str = ""

@@ -158,7 +158,8 @@ class ShardedPyDataset(ShardedInput):
     def _indices(self, position: Position, steps: int | None) -> tuple[Iterable[int], float]:
         """Return the index of this rank's batch in each step, and the number of steps that count.
 
-        A step that does not count has rows = 0. Its batch is only needed to compute with.
+        A step that does not count has rows = 0. The rank computes with a batch in such a step, but
+        the result is not used.
         """
         rank, size = self.plan.shard, self.plan.shards
         if self._length is None or steps is None:

@@ -102,8 +102,8 @@ class WeightAveraging:
         Must come last in the graph of each step.
 
         Args:
-            contribution: The weight of this step in the average, which is its number of samples.
-                float64.
+            contribution: The weight of this step in the average, as float64. It is the number of
+                samples of the step.
         """
         self._steps.assign_add(1)
         self._counts.assign_add(contribution)

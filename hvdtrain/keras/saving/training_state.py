@@ -112,7 +112,7 @@ class TrainingState:
     def copy_own(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's own values, as they are before a validation.
 
-        Values that only updates of the weights change are left out. The result can be passed to
+        Values that change only when weights are updated are left out. The result can be passed to
         ``gather_own`` as ``earlier``.
         """
         values = self._own_values(accumulated=False, optimizers=False)
