@@ -3,8 +3,8 @@
 A cluster is JSON in a file or in the variable ``TF_CONFIG``, such as
 ``{"worker": ["h1:2222", "h2:2222"], "ps": ["h3:2222"]}``, or the two lists of ``--worker-hosts``
 and ``--ps-hosts``. TensorFlow expects each task to be started by hand on its host. hvdtrain
-starts all tasks as ranks of one job and lets MPI connect them, so it ignores ports and the
-task of the process that reads the cluster.
+starts all tasks as ranks of one job and lets MPI connect them. It therefore ignores the ports, and
+also the ``task`` entry of ``TF_CONFIG``.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ result that includes the contributions of the lost ranks, or the operation is re
 - ``reduce_scatter`` divides the result among the remaining ranks.
 - ``alltoall`` drops the rows for lost ranks.
 
-Arguments such as ``root`` refer to the current ranks. Code that stores data for each rank, or data
-that depends on the number of ranks, must check that ``generation`` has not changed before it uses
-the data. After an operation, ``generation`` may already have grown on one rank but not on another,
-which learns of the loss in its next operation. So if all ranks must make the same decision, reduce
-``generation`` with "max" first.
+Arguments such as ``root`` refer to the current ranks. Some code stores data for each rank, or data
+that depends on the number of ranks. Before this code uses the data, it must check that
+``generation`` has not changed. After an operation, ``generation`` may already have grown on one
+rank but not on another, which learns of the loss in its next operation. So if all ranks must make
+the same decision, reduce ``generation`` with "max" first.
 """
 
 from __future__ import annotations

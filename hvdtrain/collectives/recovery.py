@@ -13,12 +13,13 @@ This needs no saved state, and works even if each rank gets a different result. 
 than one operation ahead of another, because a rank starts its next operation only once all ranks
 have the result of this one.
 
-To agree, a rank that notices a death revokes the communicators, which interrupts all waits on them,
-and notifies the other ranks that it has stopped. If another rank is computing outside of any
-operation, the stopped ranks wait until it starts its next operation. Meanwhile they still detect
-failures. Once all ranks have stopped, they shrink the communicator (ULFM: Bland et al. 2013,
-"Post-failure recovery of MPI communication capability"), exchange their states, and set up
-everything that depends on the ranks. If another rank dies in the meantime, they start over.
+To agree, a rank that notices a death revokes the communicators. This interrupts all ranks that wait
+on a communicator. The rank then notifies the other ranks that it has stopped. If another rank is
+computing outside of any operation, the stopped ranks wait until it starts its next operation.
+Meanwhile they still detect failures. Once all ranks have stopped, they shrink the communicator
+(ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"), exchange their
+states, and set up everything that depends on the ranks. If another rank dies in the meantime, they
+start over.
 """
 
 from __future__ import annotations

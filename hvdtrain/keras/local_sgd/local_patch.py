@@ -106,8 +106,8 @@ class _LocalSteps(ModelSteps):
 class _LocalLossWeights(IndependentLossWeights):
     """Weights of losses if ranks average weights instead of gradients.
 
-    A loss that is a sum is multiplied by the number of ranks, so that its mean over the ranks is
-    the sum over the batches of all ranks.
+    A loss that is a sum is multiplied by the number of ranks. The mean of this loss over the ranks
+    is therefore the sum over the batches of all ranks.
 
     Attributes:
         ranks: The number of ranks.

@@ -22,9 +22,9 @@ class OuterOptimizer:
     """SGD with Nesterov momentum, applied to the change of the averaged weights in a round.
 
     This is algorithm 1 of DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
-    Training of Language Models", arXiv 2311.08105). With a learning rate of 1 and no momentum, it
-    is plain averaging, which is called local SGD (Stich 2019, "Local SGD Converges Fast and
-    Communicates Little", arXiv 1805.09767).
+    Training of Language Models", arXiv 2311.08105). With a learning rate of 1 and no momentum, the
+    algorithm only averages weights, which is called local SGD (Stich 2019, "Local SGD Converges
+    Fast and Communicates Little", arXiv 1805.09767).
 
     Attributes:
         learning_rate: The factor by which the change is multiplied.
