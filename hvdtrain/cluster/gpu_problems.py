@@ -67,7 +67,9 @@ def gpu_problems(state: GpuState, own_pids: Collection[int] = ()) -> Iterator[Gp
 
 
 def different_models(gpus: Iterable[tuple[str, str, int]]) -> str:
-    """Return the hosts of each kind of GPU; empty if all GPUs have the same model and memory.
+    """Return the hosts of each kind of GPU.
+
+    The result is empty if all GPUs have the same model and memory.
 
     Args:
         gpus: Host, model and memory in bytes of each GPU. GPUs whose model is empty, because it is

@@ -69,7 +69,7 @@ def remaining_tasks(
     workers.
 
     Args:
-        before: The places before the loss.
+        before: The places of all ranks before hosts were lost.
         hosts: The remaining hosts.
         ranks: The new number of ranks. None means one rank per slot.
         oversubscribe: Allow more ranks than slots.

@@ -161,8 +161,8 @@ def row_weights_of(model: keras.Model) -> list[Any]:
 
 
 def steps_with_rows_of(model: keras.Model) -> list[Any]:
-    """Return a list with the variable that counts the steps in which this rank had rows.
+    """Return the variable that counts the steps in which this rank had rows of the batch.
 
-    The list is empty if no such variable is needed.
+    The result is a list, which is empty if no such variable is needed.
     """
     return list(getattr(model, _STEPS, []))

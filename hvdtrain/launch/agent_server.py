@@ -167,7 +167,7 @@ class AgentServer:
         self.dropped.append(end.rank)
 
     def dismiss(self) -> None:
-        """Let the agents of ended programs exit."""
+        """Tell the agents whose programs have ended to exit."""
         for rank in self._connected.values():
             if rank.end is not None:
                 self._send(rank, encode("bye"))

@@ -357,7 +357,7 @@ def describe_failure(first: RankExit, role: str = "") -> str:
 
 
 def describe_loss(end: RankExit, step: int | None, left: int, min_np: int) -> str:
-    """Describe the loss of a rank after ``step``, and whether the other ranks continue.
+    """Describe that a rank was lost after ``step``, and whether the other ranks continue.
 
     ``left`` is the number of remaining ranks.
     """

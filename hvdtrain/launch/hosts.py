@@ -258,9 +258,9 @@ class HostWatch:
     def await_hosts(self, least: int, received: Sequence[int]) -> tuple[list[Host], int]:
         """Wait until ranks can start, and return the available hosts and the number of ranks.
 
-        A job that may grow starts without the missing hosts after ``PATIENCE_S`` seconds, if at
-        least ``least`` ranks have room. Other jobs wait for all hosts indefinitely. A received
-        signal ends the wait.
+        If the job may grow, it starts without the missing hosts after ``PATIENCE_S`` seconds,
+        provided that there is room for ``least`` ranks or more. Other jobs wait for all hosts
+        indefinitely. A received signal ends the wait.
         """
         message, message_at = "", time.monotonic() + QUIET_S
         patient_until = time.monotonic() + PATIENCE_S

@@ -255,8 +255,8 @@ class Server:
         """Reply with the weights, followed by ``extra``.
 
         A worker that shares memory with this server reads the weights there, so they are not sent.
-        If ``exact`` is true, the weights are sent to every worker, because the weights in shared
-        memory may be newer.
+        If ``exact`` is true, the weights are sent to every worker, because shared memory may
+        already contain newer weights.
         """
         weights = self.updates.publish()
         reads = worker in self.memory.readers and not exact

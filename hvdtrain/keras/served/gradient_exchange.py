@@ -185,7 +185,7 @@ class GradientExchange:
         self._epoch_begins = False
 
     def load_newest(self) -> None:
-        """Assign the servers' newest weights, and their moving averages, before a validation."""
+        """Set the model's weights and their moving averages to the servers' newest values."""
         if self._has_averages:
             averages = self._job.pack_state(averages_only=True)
             self.assign(self.client.averages(averages))

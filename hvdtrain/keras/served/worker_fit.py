@@ -120,7 +120,7 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Load the newest weights from the servers if a callback may have replaced the weights."""
+        """Load the newest weights again if a callback may have changed this worker's weights."""
         self._exchange.begin_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
