@@ -21,6 +21,7 @@ __all__ = [
     "Scratch",
     "aligned",
     "empty_outputs",
+    "fill_buckets",
     "join_bytes",
     "messages_of",
     "pack",
@@ -160,6 +161,25 @@ def unpack(pieces: Iterable[FusedArray], chunk: np.ndarray, arrays: Sequence[np.
     for piece in pieces:
         part = chunk[piece.chunk_start : piece.chunk_stop]
         np.copyto(arrays[piece.index][piece.start : piece.stop], part, casting="unsafe")
+
+
+def fill_buckets(
+    indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int
+) -> list[list[int]]:
+    """Divide arrays into buckets of at least ``bucket_bytes``. Return the indices in each bucket.
+
+    ``sizes`` contains the bytes of each array. The first bucket contains the last arrays, because
+    the gradients of the last variables are computed first.
+    """
+    buckets: list[list[int]] = []
+    filled_bytes = bucket_bytes
+    for index in reversed(indices):
+        if filled_bytes >= bucket_bytes:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(index)
+        filled_bytes += sizes[index]
+    return buckets
 
 
 @functools.lru_cache(maxsize=4096)

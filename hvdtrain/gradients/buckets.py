@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.collectives.fusion import fill_buckets
+
 __all__ = ["Groups", "check_groups", "divide"]
 
 Groups = int | Sequence[Sequence[Any]] | None
@@ -35,7 +37,9 @@ def divide(
     unknown.
     """
     if groups is None:
-        return _buckets(indices, sizes, bucket_bytes)
+        if not bucket_bytes or not indices:
+            return [list(indices)] if indices else []
+        return fill_buckets(indices, sizes, bucket_bytes)
     if isinstance(groups, int):
         count = min(groups, len(indices))
         ends = [len(indices) * (n + 1) // count for n in range(count)]
@@ -43,17 +47,3 @@ def divide(
     rest = {id(variables[n]): n for n in indices}
     lists = [[rest.pop(id(v)) for v in group if id(v) in rest] for group in groups]
     return [group for group in (*lists, *([n] for n in rest.values())) if group]
-
-
-def _buckets(indices: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    if not bucket_bytes or not indices:
-        return [list(indices)] if indices else []
-    buckets: list[list[int]] = [[]]
-    nbytes = 0
-    for index in reversed(indices):
-        if nbytes >= bucket_bytes:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(index)
-        nbytes += sizes[index]
-    return buckets

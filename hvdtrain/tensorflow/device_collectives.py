@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.fusion import fill_buckets
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import CollectiveError, HvdtrainError
 from hvdtrain.private_api import tensorflow as private_tensorflow
@@ -357,18 +358,9 @@ def divide_into_buckets(
     if bucket_bytes is None:
         even_bytes = -(-total_bytes // BUCKETS)
         bucket_bytes = min(max(even_bytes, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
-    capacity = bucket_bytes or total_bytes
-    buckets: list[list[int]] = []
-    filled = capacity
-    for n in reversed(range(len(counts))):
-        if not counts[n]:
-            continue
-        if filled >= capacity:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(n)
-        filled += counts[n] * item_bytes
-    return buckets
+    indices = [n for n, count in enumerate(counts) if count]
+    sizes = [count * item_bytes for count in counts]
+    return fill_buckets(indices, sizes, bucket_bytes or total_bytes)
 
 
 def _wire_type(dtype: tf.DType, sent_as: tf.DType | None, hint: str) -> tf.DType:
