@@ -19,7 +19,7 @@ from hvdtrain.cluster.gpus import Gpu, GpuState, read_states
 from hvdtrain.errors import LaunchError
 from hvdtrain.text import plural
 
-__all__ = ["RankGpus", "assign_gpus", "describe_sharing", "gpu_warnings"]
+__all__ = ["RankGpus", "assign_gpus", "describe_sharing", "first_gpus", "gpu_warnings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,14 @@ def assign_gpus(
             owners[gpus[index].id].append(rank)
         chosen.append(tuple(sorted(indices)))
     return chosen
+
+
+def first_gpus(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> list[Gpu | None]:
+    """Return the first GPU of each rank, or None for a rank without GPUs.
+
+    ``chosen`` is the result of ``assign_gpus``.
+    """
+    return [one.visible[own[0]] if one.visible and own else None for one, own in zip(ranks, chosen)]
 
 
 def gpu_warnings(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> list[str]:

@@ -25,6 +25,7 @@ __all__ = [
     "GpuReader",
     "GpuState",
     "cuda_gpus",
+    "describe_gpus",
     "read_states",
     "visible_states",
 ]
@@ -106,6 +107,27 @@ def cuda_gpus() -> list[Gpu]:
         )
     gpus = [_cuda_gpu(cuda, ordinal) for ordinal in range(count.value)]
     return [gpu for gpu in gpus if gpu is not None]
+
+
+def describe_gpus(count: int, host: str, environ: Mapping[str, str]) -> list[Gpu]:
+    """Describe the ``count`` GPUs that a framework sees, in the framework's order.
+
+    If CUDA doesn't describe the GPUs, the ID of a GPU consists of the host and a number. The
+    numbers come from a variable such as ``CUDA_VISIBLE_DEVICES``, if one is set.
+    """
+    if count == 0:
+        return []
+    with contextlib.suppress(LaunchError):
+        gpus = cuda_gpus()
+        if len(gpus) == count:
+            return gpus
+    numbers = [str(number) for number in range(count)]
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        entries = environ.get(name, "").split(",")
+        if len(entries) == count and all(entries):
+            numbers = entries
+            break
+    return [Gpu(f"{host} GPU {number}") for number in numbers]
 
 
 def _cuda_gpu(cuda: ctypes.CDLL, ordinal: int) -> Gpu | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -13,12 +12,18 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, gpu_warnings
-from hvdtrain.cluster.gpus import Gpu, cuda_gpus
+from hvdtrain.cluster.gpu_assignment import (
+    RankGpus,
+    assign_gpus,
+    describe_sharing,
+    first_gpus,
+    gpu_warnings,
+)
+from hvdtrain.cluster.gpus import Gpu, describe_gpus
 from hvdtrain.cluster.placement import select_part
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
-from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.errors import ConfigurationError
 
 __all__ = [
     "array_of",
@@ -56,16 +61,12 @@ def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
     """Return the GPUs that PyTorch sees, without initializing any of them."""
-    host = socket.gethostname()
+    hostname = socket.gethostname()
     visible: list[Gpu] | None = None
     if needed:
         select_part(environ, topology.local_rank)
-        count = torch.cuda.device_count()
-        visible = [Gpu(f"{host} GPU {number}") for number in range(count)]
-        with contextlib.suppress(LaunchError):
-            described = cuda_gpus() if count else []
-            visible = described if len(described) == count else visible
-    return RankGpus(hostname=host, pid=os.getpid(), visible=visible)
+        visible = describe_gpus(torch.cuda.device_count(), hostname, environ)
+    return RankGpus(hostname=hostname, pid=os.getpid(), visible=visible)
 
 
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:
@@ -82,7 +83,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
             logger.warning(warning)
     for index in chosen[topology.rank]:
         torch.cuda.set_device(index)
-    return [one.visible[own[0]] if one.visible and own else None for one, own in zip(ranks, chosen)]
+    return first_gpus(ranks, chosen)
 
 
 def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> None:

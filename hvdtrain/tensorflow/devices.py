@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -15,10 +14,11 @@ from hvdtrain.cluster.gpu_assignment import (
     RankGpus,
     assign_gpus,
     describe_sharing,
+    first_gpus,
     gpu_warnings,
 )
 from hvdtrain.cluster.gpu_problems import gpu_problems
-from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus
+from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus, describe_gpus
 from hvdtrain.cluster.placement import available_cores, select_part, visible_entries
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
@@ -60,7 +60,8 @@ def find_gpus(
     if not needed:
         return rank
     select_part(environ, topology.local_rank)
-    visible = _visible_gpus(rank.hostname, environ)
+    count = len(tf.config.list_physical_devices("GPU"))
+    visible = describe_gpus(count, rank.hostname, environ)
     if not visible:
         is_hidden = visible_entries(environ) == []
         return dataclasses.replace(rank, visible=[], obstacle="" if is_hidden else _obstacle())
@@ -72,28 +73,6 @@ def find_gpus(
     ids = {gpu.id for gpu in visible}
     suspects = [state for state in states if state.id in ids and any(gpu_problems(state))]
     return dataclasses.replace(rank, visible=visible, suspects=suspects)
-
-
-def _visible_gpus(host: str, environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that TensorFlow sees, in TensorFlow's order.
-
-    If CUDA doesn't describe the GPUs, the ID of a GPU consists of the host and a number. The
-    numbers come from a variable such as ``CUDA_VISIBLE_DEVICES``, if one is set.
-    """
-    count = len(tf.config.list_physical_devices("GPU"))
-    if count == 0:
-        return []
-    with contextlib.suppress(LaunchError):
-        gpus = cuda_gpus()
-        if len(gpus) == count:
-            return gpus
-    numbers = [str(number) for number in range(count)]
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        entries = environ.get(name, "").split(",")
-        if len(entries) == count and all(entries):
-            numbers = entries
-            break
-    return [Gpu(f"{host} GPU {number}") for number in numbers]
 
 
 def _obstacle() -> str:
@@ -162,7 +141,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
             f"Rank {topology.rank} can't use {what}, because the program has already used "
             f"TensorFlow's devices ({error}). {_INIT_FIRST}"
         ) from None
-    return [seen[own[0]] if seen and own else None for seen, own in zip(visible, chosen)]
+    return first_gpus(ranks, chosen)
 
 
 def set_up(settings: Settings) -> None:
