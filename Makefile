@@ -28,7 +28,7 @@ FIRST := not cluster and not more and (essential or not (mpi or training and in_
 API = for module in hvdtrain hvdtrain.monitor.report; do $(BIN)/griffe2md $$module --format-md; \
 	echo; done | sed -E -e '/^::$$/d' -e 's/\[([^]]*)\]\(\#[^)]*\)/\1/g'
 # Tests that depend on Keras' code.
-ON_KERAS = tests/keras --ignore=tests/keras/data --ignore=tests/keras/local_sgd
+ON_KERAS = tests/trainer --ignore=tests/trainer/data --ignore=tests/trainer/local_sgd
 # Versions of Keras that `make test-keras` uses.
 KERAS ?= keras-oldest keras-newest
 # Arguments of `make bench`, and its output folder.
@@ -89,7 +89,7 @@ test-all: test
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3
 	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
-		tests/tensorflow/test_horovod_transport.py tests/compat/horovod/test_names.py $(PYTEST_ARGS)
+		tests/frameworks/tensorflow/test_horovod_transport.py tests/compat/horovod/test_names.py $(PYTEST_ARGS)
 
 # PYTHONPATH puts another Keras before the one in .venv.
 test-keras: $(VENV)/.dev

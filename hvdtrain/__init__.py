@@ -40,10 +40,10 @@ from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
     from hvdtrain.gradients.tape import DistributedGradientTape, broadcast_variables
-    from hvdtrain.keras.distribute import DistributedOptimizer, distribute
-    from hvdtrain.keras.learning_rate import WarmUp, scale_learning_rate
-    from hvdtrain.keras.progress import StepLog
-    from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+    from hvdtrain.trainer.distribute import DistributedOptimizer, distribute
+    from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
+    from hvdtrain.trainer.progress import StepLog
+    from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
     from hvdtrain.world import (
         init,
         is_chief,
@@ -97,10 +97,10 @@ __getattr__, *_ = lazy_names(
     __name__,
     {
         "hvdtrain.gradients.tape": ("DistributedGradientTape", "broadcast_variables"),
-        "hvdtrain.keras.distribute": ("DistributedOptimizer", "distribute"),
-        "hvdtrain.keras.learning_rate": ("WarmUp", "scale_learning_rate"),
-        "hvdtrain.keras.saving.checkpoint_callback": ("Checkpoint",),
-        "hvdtrain.keras.progress": ("StepLog",),
+        "hvdtrain.trainer.distribute": ("DistributedOptimizer", "distribute"),
+        "hvdtrain.trainer.learning_rate": ("WarmUp", "scale_learning_rate"),
+        "hvdtrain.trainer.saving.checkpoint_callback": ("Checkpoint",),
+        "hvdtrain.trainer.progress": ("StepLog",),
         "hvdtrain.world": (
             "init",
             "is_chief",

@@ -29,7 +29,7 @@ from hvdtrain.monitor import report
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.gpus import Gpu
-    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+    from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["Framework", "World", "enter_job"]
 
@@ -95,7 +95,7 @@ def _import_devices(framework: Framework) -> Any:
         from hvdtrain.frameworks import torch
 
         return torch
-    from hvdtrain.tensorflow import devices
+    from hvdtrain.frameworks.tensorflow import devices
 
     return devices
 
@@ -175,7 +175,7 @@ def _create_engine(choice: EngineChoice, topology: Topology, settings: Settings)
     if choice.engine == "mpi" or topology.size == 1:
         return create(topology, settings)
     # Imports TensorFlow and Horovod.
-    from hvdtrain.tensorflow.horovod_transport import HorovodTransport
+    from hvdtrain.frameworks.tensorflow.horovod_transport import HorovodTransport
 
     return Engine(HorovodTransport(settings.timeout_s))
 
@@ -201,7 +201,7 @@ def _connect_devices(
     if choice.engine != "nccl":
         return choice, None
     # Imports TensorFlow.
-    from hvdtrain.tensorflow.device_connection import connect
+    from hvdtrain.frameworks.tensorflow.device_connection import connect
 
     try:
         return choice, connect(

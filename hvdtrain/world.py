@@ -16,7 +16,7 @@ from hvdtrain.job_entry import Framework, World, enter_job
 from hvdtrain.monitor.timeline import Timeline, timeline_file
 
 if TYPE_CHECKING:
-    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+    from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = [
     "collectives",

@@ -27,7 +27,7 @@ pytest_plugins = (
 
 
 # Tests on ranks take seconds in these folders: `make test` runs only the essential ones.
-TRAINING = ("tests/compat/horovod/", "tests/keras/")
+TRAINING = ("tests/compat/horovod/", "tests/trainer/")
 
 
 @pytest.hookimpl(tryfirst=True)

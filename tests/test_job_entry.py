@@ -50,7 +50,7 @@ ON_GPUS = """
     import hvdtrain
     from hvdtrain import world
     from hvdtrain.cluster.gpus import Gpu
-    from hvdtrain.tensorflow import devices
+    from hvdtrain.frameworks.tensorflow import devices
 
     bind = devices.bind
     devices.bind = lambda *args: [Gpu(f"GPU-{rank}") for rank, _ in enumerate(bind(*args))]

@@ -23,7 +23,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # remote, launch) and the training side (from collectives on) are independent; bench, check and cli
 # use both.
 _BASE = {"config", "errors", "exit_codes", "log", "text", "version"}
-_RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
+_RANKS = {"private_api", "cluster", "collectives", "monitor", "frameworks", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "exit_codes": set(),
@@ -42,22 +42,22 @@ ALLOWED: dict[str, set[str]] = {
     "job_commands": {"launch", "jobs", "agent", "cluster", *_BASE},
     "collectives": {"cluster", *_BASE},
     "monitor": {"collectives", *_BASE},
-    "tensorflow": {"private_api", "collectives", "cluster", *_BASE},
-    "frameworks": {"cluster", *_BASE},
-    "job_entry": {"tensorflow", "frameworks", "monitor", "collectives", "cluster", *_BASE},
-    "world": {"job_entry", "tensorflow", "monitor", "collectives", "cluster", *_BASE},
+    "data": {"collectives", "errors"},
+    "frameworks": {"private_api", "collectives", "cluster", *_BASE},
+    "job_entry": {"frameworks", "monitor", "collectives", "cluster", *_BASE},
+    "world": {"job_entry", "frameworks", "monitor", "collectives", "cluster", *_BASE},
     "checkpoint": {"errors"},
     "gradients": _RANKS,
     "parameter_server": _RANKS,
-    "keras": {"parameter_server", "gradients", "checkpoint", *_RANKS},
-    "compat": {"keras", "gradients", "frameworks", "job_entry", *_RANKS},
+    "trainer": {"parameter_server", "gradients", "checkpoint", "data", *_RANKS},
+    "compat": {"trainer", "gradients", "job_entry", *_RANKS},
     "migrate": {"errors"},
     "serve": {"job_commands", "launch", "jobs", "agent", "cluster", *_BASE},
-    "bench": {"keras", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
+    "bench": {"trainer", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
     "check": {"bench", "launch", "jobs", "pods", "remote", "agent", *_RANKS},
     "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},
     "__main__": {"cli"},
-    "faces": {"compat", "keras", "gradients", "lazy", *_RANKS},
+    "faces": {"compat", "trainer", "gradients", "lazy", *_RANKS},
 }
 
 # Modules without code, which offer names of other modules under the paths that users import.
@@ -79,9 +79,9 @@ FACES = {
 # Heavy packages, and the only parts that may import them.
 _OF_TENSORFLOW = {
     "private_api",
-    "tensorflow",
+    "frameworks",
     "gradients",
-    "keras",
+    "trainer",
     "compat",
     "parameter_server",
     "bench",

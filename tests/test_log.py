@@ -19,7 +19,7 @@ def test_level(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     configure_log("error")
     configure_log(level)
     for each in LEVELS:
-        getattr(logging.getLogger("hvdtrain.keras.saving"), each)(each)
+        getattr(logging.getLogger("hvdtrain.trainer.saving"), each)(each)
     shown = LEVELS[LEVELS.index(level) :]
     assert capsys.readouterr().err == "".join(f"hvdtrain: {each}\n" for each in shown)
 

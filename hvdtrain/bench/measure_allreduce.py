@@ -23,7 +23,7 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.gradients.reducer import GradientReducer
 
 if TYPE_CHECKING:
-    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+    from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["array_sizes", "measure", "resnet50_shapes"]
 

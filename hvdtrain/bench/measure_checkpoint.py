@@ -16,7 +16,7 @@ from hvdtrain import world
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import CheckpointBenchOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
+from hvdtrain.trainer.saving.checkpoint_session import CheckpointSession
 
 __all__ = ["measure"]
 

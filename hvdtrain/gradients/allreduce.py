@@ -8,6 +8,10 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.frameworks.tensorflow.differentiable_ops import allgather
+from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.variable_names import member_name, operation_label
 from hvdtrain.gradients.array_reduction import (
     TensorOp,
     by_type,
@@ -17,10 +21,6 @@ from hvdtrain.gradients.array_reduction import (
 )
 from hvdtrain.gradients.ranks import Ranks
 from hvdtrain.gradients.reduction_options import ExchangeOptions
-from hvdtrain.tensorflow.device_collectives import DeviceCollectives
-from hvdtrain.tensorflow.differentiable_ops import allgather
-from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
-from hvdtrain.tensorflow.variable_names import member_name, operation_label
 
 __all__ = ["allreduce", "exchange"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["Contributions", "EngineRanks", "Ranks"]
 

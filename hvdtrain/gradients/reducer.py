@@ -19,6 +19,8 @@ from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
+from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.variable_names import renumbered, variable_name
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
 from hvdtrain.gradients.compression import Compression
@@ -35,8 +37,6 @@ from hvdtrain.gradients.indexed_slices import pack_rows, unique_rows, unpack_row
 from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import Contributions, EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
-from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
-from hvdtrain.tensorflow.variable_names import renumbered, variable_name
 
 __all__ = ["GradientReducer"]
 

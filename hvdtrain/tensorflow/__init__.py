@@ -88,7 +88,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "DistributedGradientTape",
             "PartialDistributedGradientTape",
         ),
-        "hvdtrain.keras.batch_normalization": ("SyncBatchNormalization",),
+        "hvdtrain.trainer.batch_normalization": ("SyncBatchNormalization",),
         "hvdtrain.compat.horovod.tensorflow_optimizer": ("DistributedOptimizer",),
         "hvdtrain.compat.horovod.broadcast": (
             "BroadcastGlobalVariablesHook",

@@ -49,8 +49,8 @@ _PRELOADED = ("tensorflow", "keras", "pytest", "mpi4py", "hvdtrain.world", "hvdt
 _PRELOADED_PACKAGES = tuple(
     f"hvdtrain.{name}"
     for name in (
-        *("checkpoint", "cluster", "collectives", "config", "gradients"),
-        *("compat.horovod", "keras", "monitor", "parameter_server", "private_api", "tensorflow"),
+        *("checkpoint", "cluster", "collectives", "compat.horovod", "config", "data", "gradients"),
+        *("frameworks.tensorflow", "monitor", "parameter_server", "private_api", "trainer"),
     )
 )
 # Variables that are read at start or import; forks have the server's values.

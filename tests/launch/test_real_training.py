@@ -14,7 +14,7 @@ from tests.launch.jobs import HVDTRAIN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
-PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
+PROGRAM = REPOSITORY / "tests/trainer/saving/program.py"
 MESSAGES = {
     "kill": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "lost: "],
     "kill nccl": ["rank 0 on", "failed first: killed by signal 9 (SIGKILL)", "NCCL combines"],

@@ -173,7 +173,7 @@ def test_a_real_training_resumes_in_the_second_run(
     cluster: Cluster, forked_python: list[str]
 ) -> None:
     """One rank is signalled in the first epoch. Each sample must be used once."""
-    program = str(REPOSITORY / "tests/keras/saving/program.py")
+    program = str(REPOSITORY / "tests/trainer/saving/program.py")
     job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
     job.until(lambda: "is requeued" in job.output(), 120)
     job.start_again(180)

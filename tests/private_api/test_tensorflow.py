@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
+from hvdtrain.frameworks.tensorflow import devices
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.private_api.tensorflow import HOOKS
-from hvdtrain.tensorflow import devices
 from tests.harness.jobs import REPOSITORY
 
 # Imports of private modules.

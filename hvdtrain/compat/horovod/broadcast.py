@@ -10,9 +10,9 @@ import tensorflow as tf
 from hvdtrain.compat.horovod.collective_ops import broadcast
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.errors import ModelError
+from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
+from hvdtrain.frameworks.tensorflow.variable_names import variable_label
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
-from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

@@ -22,15 +22,15 @@ from hvdtrain import world
 from hvdtrain.collectives.kernels import ReduceOp as EngineOp
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, choose_op
+from hvdtrain.frameworks.tensorflow import differentiable_ops
+from hvdtrain.frameworks.tensorflow.differentiable_ops import any_rows, differentiable
+from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.variable_names import member_name, operation_label
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reduction_options import ExchangeOptions
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.tensorflow import differentiable_ops
-from hvdtrain.tensorflow.differentiable_ops import any_rows, differentiable
-from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
-from hvdtrain.tensorflow.variable_names import member_name, operation_label
 
 __all__ = [
     "allgather",

@@ -20,7 +20,7 @@ def raise_as_in_framework() -> Iterator[None]:
         yield
         return
     # Imports TensorFlow, which the program has already done.
-    from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
+    from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
 
     with raise_as_in_tensorflow():
         yield

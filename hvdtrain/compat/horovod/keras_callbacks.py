@@ -14,8 +14,8 @@ import numpy as np
 from hvdtrain import world
 from hvdtrain.compat.horovod.broadcast import broadcast_variables
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.private_api.keras import learning_rate_of
+from hvdtrain.trainer.optimizer_patch import plain_optimizers
 
 __all__ = [
     "BestModelCheckpoint",

@@ -17,8 +17,8 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.buckets import Groups
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.keras.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
-from hvdtrain.keras.optimizer_patch import (
+from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
+from hvdtrain.trainer.optimizer_patch import (
     check_inner_optimizers,
     mix_in,
     plain_optimizers,

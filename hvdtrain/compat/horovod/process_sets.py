@@ -13,7 +13,7 @@ from hvdtrain.errors import ConfigurationError
 from hvdtrain.job_entry import Framework
 
 if TYPE_CHECKING:
-    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+    from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = [
     "ProcessSet",

@@ -19,7 +19,7 @@ from hvdtrain.gradients.buckets import Groups
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_mode
-from hvdtrain.keras.optimizer_patch import mix_in
+from hvdtrain.trainer.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]
 

@@ -1,0 +1,1 @@
+"""How samples are divided among ranks, and how far training has read them."""

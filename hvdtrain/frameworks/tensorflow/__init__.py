@@ -1,0 +1,1 @@
+"""TensorFlow: collectives in graphs and on devices."""

@@ -1,0 +1,1 @@
+"""``hvdtrain.distribute``: the training of a Keras model on all ranks together."""

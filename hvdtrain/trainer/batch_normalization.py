@@ -1,0 +1,144 @@
+"""``BatchNormalization(synchronized=True)`` with the batches of all ranks.
+
+Keras itself synchronizes this layer only between the replicas of a tf.distribute strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain import world
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.frameworks.tensorflow.differentiable_ops import stack_ranks
+from hvdtrain.frameworks.tensorflow.variable_names import without_counts
+from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
+
+__all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
+
+
+@keras.saving.register_keras_serializable("hvdtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalization with the mean and variance over the batches of all ranks.
+
+    Horovod has a layer of this name. It is meant for models that are not passed to
+    ``hvdtrain.distribute``. In models that are passed to ``distribute``, use
+    ``keras.layers.BatchNormalization(synchronized=True)``. This Keras layer computes the same, and
+    is saved as a plain Keras layer.
+
+    Args:
+        fused: Must be False.
+        **kwargs: The arguments of ``keras.layers.BatchNormalization``.
+
+    Raises:
+        ValueError: If ``fused`` is not False.
+    """
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise ValueError(
+                f"Received fused={fused!r}, expected False: a fused kernel can't combine the "
+                "moments of all ranks."
+            )
+        super().__init__(**kwargs)
+
+    def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        own = super()._moments(inputs, mask)
+        collectives = world.collectives()
+        if collectives.size == 1:
+            return own
+        return _joint_moments(self, own, _count(self, inputs, mask, own[0].dtype), collectives)
+
+
+def synchronized_layers(model: keras.Model) -> list[Any]:
+    """Return the layers of ``model`` with ``synchronized=True``."""
+    return [
+        layer
+        for layer in flatten_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+
+
+def synchronize_batch_normalization(
+    layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
+) -> None:
+    """Make a ``BatchNormalization`` layer use the mean and variance over the batches of all ranks.
+
+    Each rank sends the count, mean and variance of its batch. They are combined as in Chan, Golub
+    and LeVeque (1979). If rank r has n_r values with mean m_r and variance v_r, and n is the sum of
+    all n_r, then the mean over all ranks is m = sum(n_r m_r) / n, and the variance over all ranks
+    is sum(n_r (v_r + (m_r - m)^2)) / n.
+
+    ``rows`` is a function. During a training step, it returns how many rows of this rank's batch
+    count. Between training steps, it returns None.
+    """
+
+    def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+        def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            synchronized, layer.synchronized = layer.synchronized, False
+            try:
+                own = local_moments(inputs, mask)
+            finally:
+                layer.synchronized = synchronized
+            count = _count(layer, inputs, mask, own[0].dtype)
+            step_rows = rows()
+            counts = None if step_rows is None else step_rows > 0
+            return _joint_moments(layer, own, count, collectives, counts)
+
+        return moments
+
+    replace_moments(layer, synchronize)
+
+
+def _joint_moments(
+    layer: Any,
+    own: tuple[tf.Tensor, tf.Tensor],
+    count: tf.Tensor,
+    collectives: Engine,
+    counts: tf.Tensor | None = None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Combine the means and variances of all ranks.
+
+    ``own`` contains the mean and the variance of this rank's ``count`` values. If ``counts`` is
+    False, this rank's batch is ignored: other ranks receive neither its mean and variance nor the
+    gradients of this mean and variance.
+    """
+    mean, variance = own
+    elastic = collectives.survives_losses
+    divide = tf.math.divide_no_nan if elastic else tf.math.divide
+    shape = mean.shape
+    channels = shape.num_elements()
+    packed = tf.concat(
+        [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
+    )
+    packed.set_shape([1 + 2 * channels])
+    if counts is not None:
+        packed = tf.where(counts, packed, tf.zeros_like(packed))
+    stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
+    if counts is not None:
+        stacked = tf.where(counts, stacked, tf.stop_gradient(stacked))
+    n = stacked[:, :1]
+    means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
+    total = tf.reduce_sum(n)
+    joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
+    deviations = variances + (means - joint_mean) ** 2
+    joint_variance = divide(tf.reduce_sum(n * deviations, axis=0), total)
+    mean, variance = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+    if not elastic:
+        return mean, variance
+    # If all ranks with rows are lost in this step, the moving moments don't change.
+    return (
+        tf.where(total > 0, mean, tf.cast(layer.moving_mean, mean.dtype)),
+        tf.where(total > 0, variance, tf.cast(layer.moving_variance, variance.dtype)),
+    )
+
+
+def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
+    """Return how many values of this rank's batch the layer uses to compute each mean."""
+    if mask is not None:
+        return tf.reduce_sum(tf.cast(mask, dtype))
+    sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]
+    return tf.cast(tf.reduce_prod(tf.stack(sizes)), dtype)

@@ -1,0 +1,331 @@
+"""The base class of all kinds of input, and the classes that it uses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.data.input_agreement import InputReport
+from hvdtrain.data.partition import JointSteps, Position, Shuffle, joint_steps
+from hvdtrain.errors import DataError
+
+__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "without_autotuning"]
+
+JOINT_ROWS_UNKNOWN = -1
+"""The value of ``joint_rows`` if a rank can't determine it without communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """How an input is divided among ranks.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of ranks.
+        seed: A non-negative integer that determines the order of the data on all ranks.
+        collectives: The connection between the ranks.
+        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``. None to
+            read the whole data.
+        batch_size: The number of rows that a rank takes in a step. Used only for arrays. None
+            selects Keras' default.
+        shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
+        class_weight: The argument of ``fit``.
+        presharded: Whether each rank passes different data and uses all of it. Ranks with less data
+            compute with rows = 0 in the last steps of an epoch.
+        trains: Whether an ``EpochIterator`` reads the data.
+    """
+
+    rank: int
+    size: int
+    seed: int
+    collectives: Engine
+    steps: int | None = None
+    batch_size: int | None = None
+    shuffle: Shuffle = False
+    class_weight: Any = None
+    presharded: bool = False
+    trains: bool = False
+
+    @property
+    def shards(self) -> int:
+        """The number of parts into which this rank's data is divided."""
+        return 1 if self.presharded else self.size
+
+    @property
+    def shard(self) -> int:
+        """The index of the part that this rank uses, from 0."""
+        return 0 if self.presharded else self.rank
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks check that they read the same data."""
+        return self.shards > 1
+
+
+class Share(NamedTuple):
+    """This rank's share of a step that all ranks take together.
+
+    Attributes:
+        batch: A batch as Keras passes it to a step in a single process.
+        rows: The number of rows of ``batch`` that count, as an int32 scalar. It is either the
+            number of all rows of ``batch``, or 0. It is 0 if this rank's data has ended. ``batch``
+            then only provides the right structure.
+        joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar. -1 or None if the sum is
+            unknown.
+    """
+
+    batch: Any
+    rows: tf.Tensor
+    joint_rows: tf.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A pass over the data, from some position to the end of the data.
+
+    Attributes:
+        steps: The number of steps that are left, which is the same on all ranks. None if unknown or
+            infinite.
+        position: The position where reading starts.
+        joint: The division of the remaining units among steps and ranks. A unit is a sample or a
+            batch.
+        presharded: Whether each rank has different data. Then no other rank can read this rank's
+            data.
+        make: A function that creates ``dataset``.
+    """
+
+    steps: int | None
+    position: Position
+    joint: JointSteps
+    presharded: bool
+    make: Callable[[], tf.data.Dataset]
+
+    @functools.cached_property
+    def dataset(self) -> tf.data.Dataset:
+        """A dataset with this rank's share of each remaining step. It can be iterated once.
+
+        The first access to this attribute starts to read the data.
+
+        Raises:
+            DataError: If the data must be read again in the same order, but a ``tf.data`` pipeline
+                can't do this.
+        """
+        return self.make()
+
+    def after(self, steps: int) -> Position:
+        """Return the position after ``steps`` more steps of all ranks."""
+        return self.position.after(self.joint.units_in(0, steps))
+
+    def share(self, step: int, rank: int) -> range:
+        """Return the range of units that ``rank`` takes in a step, counted from ``position``.
+
+        Raises:
+            DataError: If the data is presharded, so that only that rank has its data.
+        """
+        if self.presharded:
+            raise DataError(
+                f"The data of rank {rank} is lost: with presharded=True no other rank has it."
+            )
+        return self.joint.share(step, rank)
+
+
+class ShardedInput:
+    """One rank's share of an input. Each kind of input has a subclass.
+
+    Read either the attribute ``dataset`` of this object, or the ``dataset`` of a ``Pass`` that
+    ``begin`` returns, but not both: if a ``tf.data`` pipeline shuffles, its order depends on how
+    often reading was started before. All ranks must call ``agree_on_steps``, ``on_epoch_begin``,
+    ``verify`` and ``on_epoch_end`` together.
+
+    Attributes:
+        plan: How the input is divided.
+        unit: The unit of positions: "samples" or "batches".
+        each: The number of units that a rank takes in a full step.
+        units: The number of units in this rank's data. None if unknown or infinite.
+        steps: The number of steps that all ranks need to read the data once. This is the number of
+            elements of ``dataset``. None if unknown or infinite. With a ``PyDataset``, ``steps``
+            and ``dataset`` may change in each epoch.
+        joint_rows_known: Whether each ``Share`` contains ``joint_rows``.
+        notice: A recommendation for the user, which is logged once, or None.
+        presharded: Whether each rank has different data.
+        repeatable: Whether a pass over the data can be started again in the same order. If not, an
+            attempt to do so raises an error when the dataset is read.
+        follows_global_seed: Whether the order of the data depends on TensorFlow's global seed.
+    """
+
+    unit = "batches"
+    each = 1
+    units: int | None = None
+    steps: int | None = None
+    joint_rows_known = False
+    notice: str | None = None
+    repeatable = True
+    follows_global_seed = False
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self.plan = plan
+        self.presharded = plan.presharded
+
+    def report(self) -> InputReport:
+        """Inspect the input without communication, and return a report.
+
+        Raises:
+            DataError: If the input can't be used.
+        """
+        raise NotImplementedError
+
+    def set_steps(self, steps: int | None) -> None:
+        """Set how many steps all ranks take together in one pass over the data.
+
+        Passes that were started before can't be read any more. The ranks must have agreed on
+        ``steps``.
+        """
+        self.steps = steps
+        self.__dict__.pop("dataset", None)
+
+    @functools.cached_property
+    def dataset(self) -> tf.data.Dataset:
+        """A ``tf.data.Dataset`` that reads the data once. Its elements are of type ``Share``."""
+        return self._whole_pass()
+
+    def _whole_pass(self) -> tf.data.Dataset:
+        raise NotImplementedError
+
+    def _rest_of_pass(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        raise NotImplementedError
+
+    def begin(
+        self, position: Position, *, ranks: int | None = None, repeatable: bool = False
+    ) -> Pass:
+        """Start to read the data at ``position``, without communication.
+
+        Call this after ``on_epoch_begin``. Afterwards, a ``Pass`` that an earlier call returned
+        must not be read any more.
+
+        Args:
+            position: The position, which must be the same on all ranks.
+            ranks: The number of ranks when the position was reached. Needed if the number may have
+                changed since then.
+            repeatable: Whether it must be possible to read the data again in the same order. This
+                makes pipelines that shuffle slower.
+
+        Raises:
+            DataError: If the data ends before ``position``, or if the data is presharded and the
+                number of ranks has changed.
+        """
+        plan, units = self.plan, self.units
+        if plan.presharded:
+            # The units of the rank with the most data.
+            units = None if self.steps is None else self.steps * self.each
+            self._check_ranks(plan.size if ranks is None else ranks, plan.size)
+            if position.missed:
+                raise DataError(
+                    "With presharded=True the data of a lost rank can't be read by another rank, "
+                    f"got {position}; start the training again."
+                )
+        if units is not None and position.start > units:
+            raise DataError(
+                f"The input has {units} {self.unit}, but epoch {position.epoch} must resume after "
+                f"{position.start}; pass the same data as before."
+            )
+        if position.joint_batch is None:
+            position = replace(position, joint_batch=self.each * plan.shards)
+        left = None if units is None else position.left_of(units)
+        joint = JointSteps(units=left, each=self.each, size=plan.shards)
+        return Pass(
+            steps=joint.steps,
+            position=position,
+            joint=joint,
+            presharded=plan.presharded,
+            make=lambda: self._rest_of_pass(position, joint.steps, repeatable),
+        )
+
+    def reshard(self, *, rank: int, size: int) -> ShardedInput:
+        """Return this input divided among ``size`` ranks, without communication.
+
+        Raises:
+            DataError: If the data is presharded and the number of ranks has changed.
+        """
+        plan = self.plan
+        if (plan.rank, plan.size) == (rank, size):
+            return self
+        if plan.presharded:
+            self._check_ranks(plan.size, size)
+        resharded = copy.copy(self)
+        resharded.plan = replace(plan, rank=rank, size=size)
+        if not plan.presharded and self.units is not None:
+            resharded.set_steps(joint_steps(self.units, self.each, size))
+        else:
+            resharded.set_steps(self.steps)
+        return resharded
+
+    @staticmethod
+    def _check_ranks(before: int, now: int) -> None:
+        if before != now:
+            raise DataError(
+                f"The number of ranks was {before}, got {now}. With presharded=True each rank has "
+                f"different data, which can't be redistributed. Start {before} ranks, or pass all "
+                "data on every rank without presharded."
+            )
+
+    def agree_on_steps(self, block: int) -> int:
+        """Return how many of the next ``block`` steps exist.
+
+        Called if the length of the data is unknown.
+        """
+        return block
+
+    def catch_up(self, *, epochs: int, passes: int) -> None:
+        """Advance the data as if the earlier epochs had been trained in this process.
+
+        Args:
+            epochs: The number of completed epochs.
+            passes: The number of completed passes over the data. It is smaller than ``epochs`` if
+                reading the whole data takes several epochs.
+
+        Raises:
+            DataError: If the data has already been read past this point.
+        """
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Set the epoch. It determines the order in which the data is read next."""
+
+    def verify(self) -> None:
+        """Check that all ranks read the same data. Called after the first step of an epoch.
+
+        Raises:
+            DataError: If the data differs. Every rank raises it.
+        """
+
+    def on_epoch_end(self) -> None:
+        """Check that all ranks have read the same data. Called at the end of an epoch.
+
+        Raises:
+            DataError: If the data differs. Every rank raises it.
+        """
+        self.verify()
+
+
+def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset with a fixed order and without autotuning.
+
+    Autotuning would delay the end of ``fit``. When an iterator is deleted, TensorFlow waits for the
+    thread that tunes it. TensorFlow wakes that thread before it marks the iterator as cancelled
+    (``CancellationManager::StartCancelWithStatus``), so the thread often sleeps for another period
+    of 10 ms to a minute. Without autotuning, ``num_parallel_calls=AUTOTUNE`` uses up to 16 threads,
+    and prefetching still adapts. A pipeline that sets any of ``options.autotune`` keeps its
+    settings.
+    """
+    options = tf.data.Options()
+    options.deterministic = True
+    if dataset.options().autotune == tf.data.experimental.AutotuneOptions():
+        options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -1,0 +1,200 @@
+"""The weight of a rank's loss. With it, N ranks train like one process with all batches.
+
+The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
+weight w_r = N rows_r / rows. This makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
+Keras' loss metric shows the same mean.
+
+A loss that isn't a mean over rows is first multiplied by a factor f_r. With this factor, the mean
+above equals the loss that one process would compute from the batches of all ranks. The factor
+depends on the kind of loss:
+
+- a mean over unmasked values: f_r = (values_r / values) / (rows_r / rows)
+- a loss with ``reduction="mean_with_sample_weight"``: the same formula, with the sums of sample
+  weights instead of the numbers of values
+- a sum: f_r = rows / rows_r
+
+With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
+
+If ranks are lost, the sum of the remaining ranks' gradients is divided by the sum of their weights.
+If all losses of the model are sums, the remaining gradients are added up without a division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.private_api.keras import flat_losses, scaling_losses
+from hvdtrain.trainer.optimizer_mixins import Weighting
+
+__all__ = [
+    "IndependentLossWeights",
+    "LossWeights",
+    "Term",
+    "are_sums",
+    "has_vector_losses",
+    "ratio",
+]
+
+
+class Term(NamedTuple):
+    """A loss that is a mean over unmasked values or sample weights instead of a mean over rows.
+
+    Attributes:
+        count: Number of unmasked values in this rank's batch, or the sum of its sample weights. 0
+            if the rank has no rows.
+        factor: The factor f_r of the loss.
+    """
+
+    count: tf.Tensor
+    factor: tf.Tensor
+
+
+def are_sums(model: keras.Model) -> bool:
+    """Return whether the gradient of each loss of the model is the gradient of a sum over rows."""
+    reductions = _reductions(model)
+    return bool(reductions) and reductions <= {"sum", "none", None}
+
+
+def has_vector_losses(model: keras.Model) -> bool:
+    """Return whether a loss of the model is not reduced to a scalar."""
+    return not _reductions(model).isdisjoint({"none", None})
+
+
+def _reductions(model: keras.Model) -> set[str | None]:
+    losses = [entry.loss for entry in flat_losses(model) if entry.loss is not None]
+    return {getattr(loss, "reduction", "sum_over_batch_size") for loss in losses}
+
+
+def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """Return a / b as a float32 scalar, or 0 if b is 0."""
+    return tf.math.divide_no_nan(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
+
+
+class LossWeights:
+    """The weight w_r of this rank's loss in each step. The module's docstring explains it."""
+
+    exchanges: tuple[str, ...] = ("train", "test")
+    """The kinds of steps in which all ranks take part, so that they may exchange counts."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._size = reducer.collectives.size
+        self._elastic = reducer.collectives.survives_losses
+
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        """Return the total number of rows of all ranks.
+
+        If ``known`` is None, ranks exchange their numbers of rows. Otherwise ``known`` is returned.
+        """
+        return self._sum_over_ranks(rows) if known is None else known
+
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        """Return the weight w_r of this rank's loss as a float32 scalar.
+
+        ``sums`` is the result of ``are_sums``.
+        """
+        scale = 1.0 if self._elastic and sums else float(self._size)
+        return scale * ratio(rows, joint_rows)
+
+    def weighting(
+        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+    ) -> Weighting:
+        """Return the arguments with which an optimizer combines the gradients of a loss over ranks.
+
+        ``weight`` is the weight of the loss. The optimizer also multiplies the gradients by
+        ``factor``. If the model has a single loss, ``only`` is the term of that loss.
+        """
+        if not self._elastic:
+            return Weighting(factor=factor)
+        if sums:
+            return Weighting(factor=factor, op="sum")
+        return Weighting(factor=factor, weight=weight if only is None else weight * only.factor)
+
+    @contextmanager
+    def joint_loss(
+        self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
+    ) -> Iterator[list[Term | None]]:
+        """Multiply each loss that is computed within the block by its factor f_r.
+
+        Ranks may exchange counts, so all of them must compute the same losses.
+
+        Args:
+            rows: Number of this rank's rows that count. None if only this rank runs the step; the
+                losses are then not multiplied.
+            joint_rows: Number of rows of all ranks. None if unknown.
+            step: ``train`` or ``test``.
+
+        Yields:
+            A list with an entry for each loss that is computed in the block: its ``Term``, or None
+            if the loss is a sum or a mean over rows.
+        """
+        terms: list[Term | None] = []
+        if rows is None:
+            yield terms
+            return
+        known = [] if joint_rows is None else [joint_rows]
+
+        def factor(reduction: str | None, counted: Any) -> tf.Tensor | None:
+            is_sum = reduction == "sum"
+            if reduction in ("none", None) or not (is_sum or counted is not None):
+                terms.append(None)
+                return None
+            exchanges = step in self.exchanges
+            if not known and exchanges:
+                known.append(self._sum_over_ranks(rows))
+            by_rows = ratio(known[0], rows) if known else tf.ones([])
+            if is_sum:
+                terms.append(None)
+                return by_rows
+            count = tf.where(rows > 0, tf.reduce_sum(tf.cast(counted, tf.float32)), 0.0)
+            by = ratio(count, self._sum_over_ranks(count)) * by_rows if exchanges else tf.ones([])
+            terms.append(Term(count, by))
+            return by
+
+        with scaling_losses(factor):
+            yield terms
+
+    def _sum_over_ranks(self, count: tf.Tensor) -> tf.Tensor:
+        return self._reducer.reduce(tf.cast(count, tf.float32), "sum", "counts of all ranks")
+
+
+class IndependentLossWeights(LossWeights):
+    """Weights of losses in ``--mode local-sgd``, where each rank trains its own weights.
+
+    The loss itself has weight 1. ``contribution`` is the weight of the step when the ranks later
+    average their model weights.
+    """
+
+    exchanges: tuple[str, ...] = ()  # ranks may be at different steps
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        super().__init__(reducer)
+        self.contribution = tf.constant(0.0, tf.float64)
+        """The weight of the current step in an average over ranks: its number of rows or values."""
+        self._joint_rows = self.contribution
+
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        """Return the number of rows of all ranks if it is known, otherwise this rank's rows."""
+        # Contributions are divided by the number of joint rows, so that all accumulated steps have
+        # the same weight. If the joint rows are unknown, steps are weighted by this rank's rows.
+        self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
+        return rows if known is None else known
+
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        """Return 1, or 0 if this rank has no rows."""
+        self.contribution = tf.cast(rows, tf.float64)
+        return tf.where(rows > 0, 1.0, 0.0)
+
+    def weighting(
+        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+    ) -> Weighting:
+        """Return the weight of this step among the steps whose gradients are accumulated."""
+        if only is not None:
+            self.contribution = tf.cast(only.count, tf.float64)
+        return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

@@ -1,0 +1,89 @@
+"""Custom training loops, as in "Writing a training loop from scratch", and ``train_on_batch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import hvdtrain
+from tests.trainer.features import JOINT_BATCH, X, Y, classifier
+from tests.trainer.patterns.layers import Watching
+from tests.trainer.patterns.pattern import LOSS, NOISE, Pattern, stack
+from tests.trainer.patterns.steps import make_gan
+
+
+def _part(step: int, size: int) -> slice:
+    """Return this rank's rows of a joint step, or all of them in one process."""
+    first = step * JOINT_BATCH + (hvdtrain.rank() * size if size < JOINT_BATCH else 0)
+    return slice(first, first + size)
+
+
+def _batches(model: keras.Model, size: int) -> Any:
+    """Train on this rank's part of each joint batch."""
+    for step in range(2):
+        rows = _part(step, size)
+        model.train_on_batch(X[rows], Y[rows])
+    return model.predict_on_batch(X[:3])
+
+
+def _new_optimizer(size: int) -> Any:
+    """Return an optimizer for a custom loop."""
+    optimizer = keras.optimizers.Adam(0.01)
+    return hvdtrain.DistributedOptimizer(optimizer) if size < JOINT_BATCH else optimizer
+
+
+def _compiled_loop(model: keras.Model, size: int) -> Any:
+    """Train in a tf.function with the losses of layers, an optimizer and a metric."""
+    optimizer = _new_optimizer(size)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = LOSS(y, logits) + sum(model.losses)
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply(gradients, model.trainable_weights)
+        accuracy.update_state(y, logits)
+        return loss
+
+    for number in range(4):
+        rows = _part(number, size)
+        step(X[rows], Y[rows])
+    return model.predict_on_batch(X[:3])
+
+
+def _two_loops(model: keras.Model, size: int) -> Any:
+    """Train a GAN in a custom loop with ``apply_gradients``."""
+    d_optimizer, g_optimizer = _new_optimizer(size), _new_optimizer(size)
+
+    @tf.function
+    def step(real: Any, noise: Any) -> None:
+        for optimizer, network, number in [
+            (d_optimizer, model.critic, 0),
+            (g_optimizer, model.generator, 1),
+        ]:
+            with tf.GradientTape() as tape:
+                loss = model._both_losses(real, noise)[number]
+            weights = network.trainable_weights
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+
+    for number in range(4):
+        rows = _part(number, size)
+        step(X[rows], NOISE[rows])
+    return model.generator.predict_on_batch(NOISE[:3])
+
+
+def _watching() -> keras.Model:
+    model = stack(keras.layers.Dense(4), Watching(), keras.layers.Dense(3))
+    model.optimizer.build(model.trainable_variables)  # it is not used
+    return model
+
+
+LOOPS: dict[str, Pattern] = {
+    "a compiled loop with the losses of layers": Pattern(_watching, _compiled_loop),
+    "a GAN in a loop": Pattern(make_gan, _two_loops),
+    "train_on_batch, predict_on_batch": Pattern(classifier, _batches, often=True),
+}

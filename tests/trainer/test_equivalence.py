@@ -1,0 +1,111 @@
+"""The equivalence of training on N ranks and in one process on the joint batch."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import world as job
+from tests.trainer.equivalence import alike, distance, train_both
+from tests.trainer.features import JOINT_BATCH, OwnStep, classifier, train_arrays
+from tests.trainer.patterns.pattern import built, state
+
+
+@pytest.fixture
+def in_buckets(world, monkeypatch):
+    """Reduce gradients in buckets, as between hosts."""
+    monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
+
+
+# AdamW also clips and averages weights.
+@pytest.mark.more
+@pytest.mark.ranks(2)
+def test_two_ranks_equal_one_process(world):
+    equals_one_process(world, "adamw", "accumulation")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("optimizer", "case"),
+    [
+        ("sgd", "accumulation"),
+        ("adamw", "steps_per_execution"),
+        pytest.param("adam", "jit", marks=pytest.mark.more),
+    ],
+)
+def test_two_ranks_with_buckets_equal_one_process(world, in_buckets, optimizer, case):
+    equals_one_process(world, optimizer, case)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("optimizer", "case"),
+    [
+        pytest.param("adam", "uneven", marks=pytest.mark.essential),
+        ("momentum", "sample_weight"),
+    ],
+)
+def test_three_ranks_equal_one_process(world, in_buckets, optimizer, case):
+    equals_one_process(world, optimizer, case)
+
+
+@pytest.mark.more
+@pytest.mark.ranks(4)
+def test_four_ranks_equal_one_process(world, in_buckets):
+    equals_one_process(world, "adamw", "uneven")
+
+
+def equals_one_process(world, optimizer, case):
+    together, reference, joint, alone = train_both(world, optimizer, case)
+    assert distance(together, reference) <= 1e-5
+    assert alike(together)
+    assert joint.keys() == alone.keys()
+    for name, values in alone.items():
+        if case == "uneven" and name.endswith("_loss"):
+            continue  # Keras weights the short last batch as a full one
+        if name.endswith("accuracy"):
+            assert joint[name] == pytest.approx(values, abs=1e-6)
+        else:
+            np.testing.assert_allclose(joint[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.ranks(3)
+def test_float64_training_equals_one_process_up_to_rounding(world):
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        together, reference, _, _ = train_both(world, "adamw", "uneven", "float64")
+        assert distance(together, reference) <= 1e-10
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+WAYS = {
+    "clipping": lambda: classifier(optimizer=keras.optimizers.Adam(0.1, global_clipnorm=0.05)),
+    "loss scaling": lambda: classifier(
+        optimizer=keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=2.0**10
+        )
+    ),
+    "accumulation": lambda: classifier(
+        optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    ),
+    "own step": lambda: built(OwnStep()),
+}
+
+
+@pytest.mark.more
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_training_with_buckets_is_bitwise_equal(world, monkeypatch, way):
+    states = []
+    for size in (0, 8):
+        monkeypatch.setattr(job.collectives(), "bucket_bytes", size)
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
+        model = WAYS[way]()
+        world.distribute(model)
+        train_arrays(model, JOINT_BATCH // 2)
+        states.append([array.tobytes() for array in state(model)])
+    assert states[0] == states[1]
