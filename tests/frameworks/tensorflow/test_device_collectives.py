@@ -293,7 +293,7 @@ print("passed", flush=True)
 
 
 def test_computation_and_compilation_do_not_count_as_waiting(launch) -> None:
-    program = START + COMPUTATION.replace("LAYERS", "120")
+    program = START + COMPUTATION.replace("LAYERS", "240")
     done = launch(2, program, env={**NCCL, "HVDTRAIN_BUCKET_BYTES": "1"}, timeout_s=150)
     assert done.returncode == 0, done
     assert done.stdout.count("passed") == 2
