@@ -3,13 +3,13 @@
 ``python -m tests.environments [NAME ...]`` creates them, and ``plugin.py`` has a fixture for them.
 ``NAME.txt`` lists the packages of an environment, and ``packages.txt`` the Debian packages.
 
-Environments with a different MPI or Keras, ``torch`` and ``optional`` are in ``.venvs`` and find
-other packages in the project's environment. Environments with Horovod are independent. They take
+Environments with a different MPI or Keras, ``torch``, ``jax`` and ``optional`` are in ``.venvs`` and
+find other packages in the project's environment. Environments with Horovod are independent. They take
 minutes to build, so they are in the user's cache, under names that contain a hash of their
 contents.
 
-``horovod-optimised`` is for benchmarks (``make bench``), and ``torch`` for benchmarks and tests of
-``hvdtrain.torch``. Both are only created when named.
+``horovod-optimised`` is for benchmarks (``make bench``), ``torch`` for benchmarks and tests with
+PyTorch, and ``jax`` for tests with JAX. They are only created when named.
 ``kubernetes`` contains programs, built by ``kubernetes.py``, in the user's cache.
 """
 
@@ -52,8 +52,8 @@ BELOW = {"horovod-keras3": "horovod"}
 # Environments with the packages of another one, built with other options.
 SAME = {"horovod-optimised": "horovod"}
 HOROVODS = ("horovod", *SAME, *BELOW)
-# Peers in benchmarks; of these, tests need only torch.
-PEERS = (*SAME, "torch")
+# Only created when named.
+PEERS = (*SAME, "torch", "jax")
 KUBERNETES = "kubernetes"
 # Optional packages.
 OPTIONAL = "optional"
