@@ -3,10 +3,10 @@
 ``python -m tests.environments [NAME ...]`` creates them, and ``plugin.py`` has a fixture for them.
 ``NAME.txt`` lists the packages of an environment, and ``packages.txt`` the Debian packages.
 
-Environments with a different MPI or Keras, ``torch``, ``jax`` and ``optional`` are in ``.venvs`` and
-find other packages in the project's environment. Environments with Horovod are independent. They take
-minutes to build, so they are in the user's cache, under names that contain a hash of their
-contents.
+Environments with a different MPI or Keras, ``torch``, ``jax`` and ``optional`` are in ``.venvs``
+and find other packages in the project's environment. Environments with Horovod are independent.
+They take minutes to build, so they are in the user's cache, under names that contain a hash of
+their contents.
 
 ``horovod-optimised`` is for benchmarks (``make bench``), ``torch`` for benchmarks and tests with
 PyTorch, and ``jax`` for tests with JAX. They are only created when named.
