@@ -92,9 +92,9 @@ def enter_job(framework: Framework = "tensorflow") -> World:
 def _import_devices(framework: Framework) -> Any:
     """Import the module that finds and binds the devices of a framework."""
     if framework == "torch":
-        from hvdtrain.frameworks import torch
+        from hvdtrain.frameworks.torch import devices as torch_devices
 
-        return torch
+        return torch_devices
     from hvdtrain.frameworks.tensorflow import devices
 
     return devices
