@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
-from hvdtrain.frameworks.tensorflow.variable_names import variable_label
+from hvdtrain.frameworks.variable_names import variable_label
 from hvdtrain.gradients.reducer import GradientReducer
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_mode"]

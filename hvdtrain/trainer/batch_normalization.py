@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.frameworks.tensorflow.differentiable_ops import stack_ranks
-from hvdtrain.frameworks.tensorflow.variable_names import without_counts
+from hvdtrain.frameworks.variable_names import without_counts
 from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
 
 __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError, ModelError
-from hvdtrain.frameworks.tensorflow.variable_names import renumbered
+from hvdtrain.frameworks.variable_names import renumbered
 from hvdtrain.private_api.keras import flatten_layers
 from hvdtrain.trainer.model_parts import (
     attributes_of_type,

@@ -11,7 +11,7 @@ from hvdtrain.compat.horovod.collective_ops import broadcast
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.errors import ModelError
 from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
-from hvdtrain.frameworks.tensorflow.variable_names import variable_label
+from hvdtrain.frameworks.variable_names import variable_label
 from hvdtrain.gradients.tape import check_mode
 
 __all__ = [

@@ -11,9 +11,10 @@ import tensorflow as tf
 from hvdtrain.frameworks.tensorflow.graph_order import MARK, put_in_order
 from hvdtrain.frameworks.tensorflow.session_order import SessionOrder
 from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
+from hvdtrain.frameworks.variable_names import without_counts
 from hvdtrain.private_api.tensorflow import complete_functions, replace_session_methods
 
-__all__ = ["Arrays", "run_on_host"]
+__all__ = ["Arrays", "operation_label", "run_on_host"]
 
 Arrays = Sequence[np.ndarray]
 
@@ -49,6 +50,20 @@ def run_on_host(
     for tensor, shape in zip(results, shapes):
         tensor.set_shape(shape)
     return list(results)
+
+
+def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
+    """Return the name of an operation for error messages.
+
+    In a graph, the name of an unnamed operation consists of its kind, its first tensor and its last
+    tensor. In eager mode, the name is empty, because tensors are unnamed.
+    """
+    if name is not None:
+        return name
+    if tf.executing_eagerly():
+        return ""
+    names = [without_counts(tensor.name.partition(":")[0]) for tensor in (tensors[0], tensors[-1])]
+    return f"{kind} of {' to '.join(dict.fromkeys(names))}"
 
 
 def _as_array(tensor: tf.Tensor) -> np.ndarray:

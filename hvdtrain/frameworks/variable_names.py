@@ -1,4 +1,4 @@
-"""Names of variables and tensors that ranks can compare.
+"""Names of variables that ranks can compare.
 
 TensorFlow and Keras number the layers of a process (dense, dense_1, ...). If ranks have created
 different numbers of layers before, the names in the same model differ between ranks.
@@ -11,11 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 __all__ = [
     "member_name",
-    "operation_label",
     "renumbered",
     "variable_label",
     "variable_name",
@@ -46,20 +43,6 @@ def member_name(name: str | None, member: int | str) -> str | None:
     Return None if the operation is unnamed.
     """
     return None if name is None else f"{name}_{member}"
-
-
-def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """Return the name of an operation for error messages.
-
-    In a graph, the name of an unnamed operation consists of its kind, its first tensor and its last
-    tensor. In eager mode, the name is empty, because tensors are unnamed.
-    """
-    if name is not None:
-        return name
-    if tf.executing_eagerly():
-        return ""
-    names = [without_counts(tensor.name.partition(":")[0]) for tensor in (tensors[0], tensors[-1])]
-    return f"{kind} of {' to '.join(dict.fromkeys(names))}"
 
 
 def without_counts(name: str) -> str:

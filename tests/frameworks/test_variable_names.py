@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world as job
-from hvdtrain.frameworks.tensorflow.variable_names import renumbered, variable_name, without_counts
+from hvdtrain.frameworks.variable_names import renumbered, variable_name, without_counts
 
 
 @pytest.mark.parametrize(
