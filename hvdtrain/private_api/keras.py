@@ -14,33 +14,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import DataError, ModelError
 from hvdtrain.private_api import PrivateApi
 
 # All tests pass with the newest version, and `make test-keras` with the oldest.
-_API = PrivateApi(
+KERAS = PrivateApi(
     library="Keras", version=keras.version(), tested=("3.14", "3.15"), error=ModelError
 )
 
 try:
     from keras.src.backend import compute_output_spec
     from keras.src.backend.common import global_state, masking
-    from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.src.losses import loss as loss_module
     from keras.src.random import seed_generator
     from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
     from keras.src.trainers import data_adapters
-    from keras.src.trainers.data_adapters import (
-        array_slicing,
-        data_adapter_utils,
-        tf_dataset_adapter,
-    )
+    from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
     from keras.src.trainers.data_adapters.array_data_adapter import (
         ArrayDataAdapter,
         can_convert_arrays,
     )
+    from keras.src.trainers.epoch_iterator import EpochIterator
 
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
     # Returns the generator of keras.random, and creates it on first use.
@@ -49,46 +44,39 @@ try:
     is_tf_dataset = data_adapters.is_tf_dataset
     is_torch_dataloader = data_adapters.is_torch_dataloader
     class_sample_weights = data_adapter_utils.class_weight_to_sample_weights
-    # Returns a function from (x, y) to (x, y, sample_weight) for Dataset.map.
-    class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
     # Splits arrays into training and validation data.
     split_validation = array_slicing.train_validation_split
     # The mask that a layer attaches to its output, or None.
     get_mask = masking.get_keras_mask
     set_mask = masking.set_keras_mask
 except (ImportError, AttributeError) as error:
-    raise _API.missing(error) from error
+    raise KERAS.missing(error) from error
 
 __all__ = [
     "HOOKS",
+    "KERAS",
     "NOT_STATE",
     "RATE",
     "RESULTS",
     "SYMBOLIC_BUILD",
-    "FitIterator",
     "accumulated_gradients",
     "accumulators_of",
     "are_arrays",
     "assign_moving_averages",
-    "batch_specs",
     "build_symbolically",
     "check",
     "check_no_targets",
     "class_sample_weights",
-    "class_weight_map",
     "clear_losses",
-    "column",
     "compiled_loss",
     "compute_loss",
     "default_batch_size",
     "flat_losses",
     "flatten_layers",
-    "gather",
     "get_mask",
     "global_generator",
     "has_training_argument",
     "has_weight_decay",
-    "host_array",
     "initial_epoch",
     "is_grain_dataset",
     "is_tf_dataset",
@@ -120,6 +108,12 @@ __all__ = [
     "warn_of_interruption",
 ]
 
+# Keras calls its symbolic build by another name with TensorFlow.
+_IN_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+SYMBOLIC_BUILD = "_maybe_symbolic_build" if _IN_TENSORFLOW else "_symbolic_build"
+"""Name of the model's method that ``fit`` calls with the argument ``iterator``."""
+
 # The attributes of classes that hvdtrain overrides or calls.
 HOOKS: dict[type, tuple[str, ...]] = {
     keras.Model: (
@@ -128,12 +122,11 @@ HOOKS: dict[type, tuple[str, ...]] = {
         "_flatten_layers",
         "_get_metrics_result_or_logs",
         "_get_own_losses",
-        "_maybe_symbolic_build",
-        "_symbolic_build",
+        *{SYMBOLIC_BUILD, "_symbolic_build"},
     ),
     keras.layers.BatchNormalization: ("_moments",),
     keras.optimizers.Optimizer: (
-        "_all_reduce_sum_gradients",
+        *(["_all_reduce_sum_gradients"] if _IN_TENSORFLOW else []),
         "_apply_weight_decay",
         "_backend_increment_gradient_accumulators",
         "_backend_update_step",
@@ -148,7 +141,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
         "_use_weight_decay",
     ),
     keras.optimizers.LossScaleOptimizer: ("_stateful_handle_finite_grads",),
-    TFEpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
+    EpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
 }
 
 # The attributes of a compiled model, of an optimizer, and of a built optimizer with use_ema.
@@ -158,15 +151,10 @@ _AVERAGES = "_model_variables_moving_average"
 
 RESULTS = "_get_metrics_result_or_logs"
 """Name of the model's method that computes the results of ``fit`` from the last step's logs."""
-SYMBOLIC_BUILD = "_maybe_symbolic_build"
-"""Name of the model's method that ``fit`` calls with the argument ``iterator``."""
 NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
 """Names of an optimizer's attributes with variables that are not part of its state."""
 RATE = "_get_current_learning_rate"
 """Name of the optimizer's method that computes the learning rate of a step."""
-
-FitIterator: type[Any] = TFEpochIterator
-"""Class of the iterator that ``fit`` uses."""
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
@@ -179,12 +167,12 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
     Raises:
         ModelError: If Keras lacks a part of this API.
     """
-    _API.check(HOOKS)
-    _API.check({model: _OF_A_MODEL})
+    KERAS.check(HOOKS)
+    KERAS.check({model: _OF_A_MODEL})
     for optimizer in optimizers:
         has_averages = getattr(optimizer, "built", False) and getattr(optimizer, "use_ema", False)
         names = (*_OF_AN_OPTIMIZER, _AVERAGES) if has_averages else _OF_AN_OPTIMIZER
-        _API.check({optimizer: names})
+        KERAS.check({optimizer: names})
 
 
 def set_untracked(holder: Any, name: str, value: Any) -> None:
@@ -205,12 +193,12 @@ def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any
 
 def own_trainable_variables(holder: Any) -> list[Any]:
     """Return the trainable variables of a layer or optimizer, without those of nested layers."""
-    return list(_API.get(holder, "_trainable_variables"))
+    return list(KERAS.get(holder, "_trainable_variables"))
 
 
 def own_non_trainable_variables(layer: Any) -> list[Any]:
     """Return the non-trainable variables of a layer, without those of nested layers."""
-    return list(_API.get(layer, "_non_trainable_variables"))
+    return list(KERAS.get(layer, "_non_trainable_variables"))
 
 
 def own_losses(layer: Any) -> list[Any]:
@@ -244,7 +232,7 @@ def flat_losses(model: keras.Model) -> list[Any]:
     The list is empty before the losses are built.
     """
     loss = compiled_loss(model)
-    return [] if loss is None else list(_API.get(loss, "_flat_losses") or [])
+    return [] if loss is None else list(KERAS.get(loss, "_flat_losses") or [])
 
 
 @contextmanager
@@ -270,7 +258,7 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
         if reduction == "mean_with_sample_weight":
             divisor = _apply_mask(sample_weight, mask, reduced.dtype, reduction)
         scale = factor(reduction, divisor)
-        return reduced if scale is None else reduced * tf.cast(scale, reduced.dtype)
+        return reduced if scale is None else reduced * keras.ops.cast(scale, reduced.dtype)
 
     loss_module.reduce_weighted_values = reduce
     try:
@@ -286,7 +274,7 @@ def loss_tracker(model: keras.Model) -> Any:
 
 def nested_metrics(metric: Any) -> list[Any]:
     """Return the metrics that a compiled or composite metric contains."""
-    return list(getattr(metric, "metrics", None) or _API.get(metric, "_metrics"))
+    return list(getattr(metric, "metrics", None) or KERAS.get(metric, "_metrics"))
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
@@ -311,7 +299,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 def set_steps_seen(iterator: Any, steps: int) -> None:
     """Set the number of steps that the iterator of ``fit`` has completed."""
-    _API.get(iterator, "_steps_seen")
+    KERAS.get(iterator, "_steps_seen")
     iterator._steps_seen = steps
 
 
@@ -322,7 +310,7 @@ def warn_of_interruption(iterator: Any) -> None:
 
 def seed_generators_of(layer: Any) -> list[Any]:
     """Return the seed generators of a layer, without those of nested layers."""
-    return list(_API.get(layer, "_seed_generators"))
+    return list(KERAS.get(layer, "_seed_generators"))
 
 
 def register_as(derived: type, plain: type) -> None:
@@ -342,7 +330,7 @@ def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..
 
 def reduction_axes(layer: Any) -> list[int]:
     """Return the axes over which a BatchNormalization layer computes its mean and variance."""
-    return list(_API.get(layer, "_reduction_axes"))
+    return list(KERAS.get(layer, "_reduction_axes"))
 
 
 # Optimizers.
@@ -364,7 +352,7 @@ def iterations_of(optimizer: Any) -> Any:
 def accumulated_gradients(optimizer: Any) -> list[Any]:
     """Return the variables that hold accumulated gradients; empty without accumulation."""
     accumulates = optimizer.built and optimizer.gradient_accumulation_steps
-    return list(_API.get(optimizer, "_accumulated_gradients")) if accumulates else []
+    return list(KERAS.get(optimizer, "_accumulated_gradients")) if accumulates else []
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -372,7 +360,7 @@ def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
     The optimizer must be built.
     """
-    accumulators = _API.get(optimizer, "_accumulated_gradients")
+    accumulators = KERAS.get(optimizer, "_accumulated_gradients")
     return [accumulators[optimizer._get_variable_index(variable)] for variable in variables]
 
 
@@ -381,7 +369,7 @@ def moving_averages(optimizer: Any) -> list[Any]:
 
     The optimizer must be built, and use ``use_ema``.
     """
-    return list(_API.get(optimizer, _AVERAGES))
+    return list(KERAS.get(optimizer, _AVERAGES))
 
 
 def update_moving_averages(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -463,51 +451,8 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     adapter = ArrayDataAdapter(
         x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
     )
-    inputs = keras.tree.lists_to_tuples(_API.get(adapter, "_inputs"))
-    return inputs, int(_API.get(adapter, "_num_samples"))
-
-
-def column(array: Any) -> Any:
-    """Convert an array of any supported library so that ``gather`` can read rows from it.
-
-    The result is cast to floatx.
-    """
-    converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
-    if isinstance(converted, array_slicing.TensorflowSparseWrapper):
-        return converted
-    if data_adapter_utils.is_tensorflow_tensor(converted):
-        return converted
-    return tf.convert_to_tensor(converted)
-
-
-def gather(column: Any, indices: Any) -> Any:
-    """Return the rows of an array at ``indices``, in this order.
-
-    The array is a result of ``column``. This also works in a graph.
-    """
-    if isinstance(column, array_slicing.TensorflowSparseWrapper):
-        return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
-    return tf.gather(column, indices, axis=0)
-
-
-def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
-    """Return the type specs that several batches have in common. A batch is a list of arrays."""
-    merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
-    return list(merged)
-
-
-def host_array(leaf: Any) -> Any:
-    """Convert an array of another library to an array that TensorFlow accepts.
-
-    Tensors of torch become NumPy arrays. Sparse arrays of SciPy and JAX become sparse tensors.
-    """
-    if data_adapter_utils.is_torch_tensor(leaf):
-        return leaf.detach().cpu().numpy()
-    if data_adapter_utils.is_scipy_sparse(leaf):
-        return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
-    if data_adapter_utils.is_jax_sparse(leaf):
-        return data_adapter_utils.jax_sparse_to_tf_sparse(leaf)
-    return leaf
+    inputs = keras.tree.lists_to_tuples(KERAS.get(adapter, "_inputs"))
+    return inputs, int(KERAS.get(adapter, "_num_samples"))
 
 
 def length_of_dataloader(loader: Any) -> int | None:

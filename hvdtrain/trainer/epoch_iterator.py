@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hvdtrain.data.partition import Position
-from hvdtrain.private_api.keras import FitIterator, set_steps_seen, warn_of_interruption
+from hvdtrain.private_api.keras import set_steps_seen, warn_of_interruption
 from hvdtrain.trainer.data import ShardedInput
 from hvdtrain.trainer.data.sharded_input import Pass
 from hvdtrain.trainer.fit_inputs import InputWait
@@ -249,7 +249,8 @@ class EpochIterator:
 
     def attach(self, keras_iterator: Any) -> None:
         """Make the iterator that Keras' ``fit`` uses yield the steps of this ``EpochIterator``."""
-        keras_iterator.__class__ = _AttachedIterator
+        plain = type(keras_iterator)
+        keras_iterator.__class__ = type(plain.__name__, (_AttachedMixin, plain), {})
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
@@ -321,8 +322,8 @@ class EpochIterator:
         return -(-resumed.epoch_step * resumed.ranks // self._membership.size)
 
 
-class _AttachedIterator(FitIterator):
-    """The class that ``EpochIterator.attach`` gives to the iterator of Keras' ``fit``."""
+class _AttachedMixin:
+    """Mixin that ``EpochIterator.attach`` adds to the iterator of Keras' ``fit``."""
 
     hvdtrain_epochs: EpochIterator
 
@@ -331,4 +332,4 @@ class _AttachedIterator(FitIterator):
 
     def _interrupted_warning(self) -> None:
         self.hvdtrain_epochs.run_out()
-        super()._interrupted_warning()
+        super()._interrupted_warning()  # type: ignore[misc]

@@ -211,6 +211,12 @@ def _without_jit(model: keras.Model, make: Callable[..., Any]) -> Callable[..., 
 
 
 def _check_no_strategy(model: keras.Model) -> None:
+    if keras.distribution.distribution() is not None:
+        raise ModelError(
+            "keras.distribution is set, so Keras would combine gradients over devices a second "
+            "time. Leave out keras.distribution.set_distribution(…), because hvdtrain starts a "
+            "process per GPU (hvdtrain run -np N)."
+        )
     strategy = model.distribute_strategy
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
         raise ModelError(

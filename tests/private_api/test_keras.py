@@ -87,5 +87,5 @@ def test_a_missing_attribute_of_the_array_adapter_is_named(
 
 def test_the_installed_keras_is_a_tested_version() -> None:
     major, minor = map(int, keras.version().split(".")[:2])
-    oldest, newest = (tuple(map(int, version.split("."))) for version in private_keras._API.tested)
+    oldest, newest = (tuple(map(int, version.split("."))) for version in private_keras.KERAS.tested)
     assert oldest <= (major, minor) <= newest

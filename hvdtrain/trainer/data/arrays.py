@@ -24,6 +24,7 @@ from hvdtrain.data.partition import (
 )
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
 from hvdtrain.trainer.data.sharded_input import (
     JOINT_ROWS_UNKNOWN,
@@ -59,7 +60,7 @@ class ShardedArrays(ShardedInput):
         self.joint_rows_known = not plan.presharded
         with tf.device("CPU:0"):
             self._columns = [
-                None if leaf is None else private_keras.column(leaf)
+                None if leaf is None else keras_tensorflow.column(leaf)
                 for leaf in keras.tree.flatten(self._batch)
             ]
         self._epoch = 0
@@ -126,7 +127,7 @@ class ShardedArrays(ShardedInput):
         return self._pass
 
     def _gather(self, indices: Any) -> list[Any]:
-        return [None if c is None else private_keras.gather(c, indices) for c in self._columns]
+        return [None if c is None else keras_tensorflow.gather(c, indices) for c in self._columns]
 
     def _make(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int

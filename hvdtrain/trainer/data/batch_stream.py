@@ -25,6 +25,7 @@ from hvdtrain.data.input_agreement import REMEDIES, InputReport, raise_if_differ
 from hvdtrain.data.partition import Position, joint_steps
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
 from hvdtrain.trainer.data.batch_structure import identifying_leaves, present_leaves
 from hvdtrain.trainer.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
@@ -93,7 +94,7 @@ class ShardedStream(ShardedInput):
             )
         self._unread = itertools.chain(examined, standardized)
         self._example = examined[0]
-        self._specs = private_keras.batch_specs([present_leaves(batch) for batch in examined])
+        self._specs = keras_tensorflow.batch_specs([present_leaves(batch) for batch in examined])
 
     def report(self) -> InputReport:
         """Report the types and shapes of the batches, and a digest of the first batch."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data.sharded_input import Share, without_autotuning
 
 __all__ = [
@@ -179,7 +180,7 @@ def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | Non
     Raises:
         ValueError: If Keras doesn't accept the batch.
     """
-    batch = keras.tree.map_structure(private_keras.host_array, batch)
+    batch = keras.tree.map_structure(keras_tensorflow.host_array, batch)
     if hasattr(batch, "dtype"):
         batch = (batch,)
     count = len(batch) if isinstance(batch, (tuple, list)) else 1

@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdtrain.data.input_agreement import InputReport, agree
 from hvdtrain.data.partition import Position, epoch_order, joint_steps, remaining_units
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
 from hvdtrain.trainer.data.batch_structure import EXAMINED_BATCHES, present_leaves
 from hvdtrain.trainer.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
@@ -50,7 +50,7 @@ class ShardedPyDataset(ShardedInput):
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         examined = [self._standardize(self._dataset[index]) for index in range(count)]
         self._example = examined[0]
-        self._specs = private_keras.batch_specs([present_leaves(batch) for batch in examined])
+        self._specs = keras_tensorflow.batch_specs([present_leaves(batch) for batch in examined])
         report = self._report_length()
         report.structure = {
             "kind of input": "a PyDataset",

@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdtrain.data.input_agreement import REMEDIES, InputReport, raise_if_different
 from hvdtrain.data.partition import Position, joint_steps
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
 from hvdtrain.trainer.data.pipeline import (
     PipelinePasses,
@@ -182,7 +182,7 @@ class ShardedPipeline(ShardedInput):
         parts = batch_structure.batch_parts(dataset.element_spec)
         if len(parts) < 2 or batch_structure.is_absent(parts[1]):
             raise DataError("class_weight needs a dataset with targets, with elements (x, y).")
-        return dataset.map(private_keras.class_weight_map(self.plan.class_weight))
+        return dataset.map(keras_tensorflow.class_weight_map(self.plan.class_weight))
 
     def _make(
         self,

@@ -1,0 +1,66 @@
+"""Private API of Keras for arrays and pipelines of TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.private_api.keras import KERAS
+
+try:
+    from keras.src.trainers.data_adapters import (
+        array_slicing,
+        data_adapter_utils,
+        tf_dataset_adapter,
+    )
+
+    # Returns a function from (x, y) to (x, y, sample_weight) for Dataset.map.
+    class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
+except (ImportError, AttributeError) as error:
+    raise KERAS.missing(error) from error
+
+__all__ = ["batch_specs", "class_weight_map", "column", "gather", "host_array"]
+
+
+def column(array: Any) -> Any:
+    """Convert an array of any supported library so that ``gather`` can read rows from it.
+
+    The result is cast to floatx.
+    """
+    converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
+    if isinstance(converted, array_slicing.TensorflowSparseWrapper):
+        return converted
+    if data_adapter_utils.is_tensorflow_tensor(converted):
+        return converted
+    return tf.convert_to_tensor(converted)
+
+
+def gather(column: Any, indices: Any) -> Any:
+    """Return the rows of an array at ``indices``, in this order.
+
+    The array is a result of ``column``. This also works in a graph.
+    """
+    if isinstance(column, array_slicing.TensorflowSparseWrapper):
+        return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
+    return tf.gather(column, indices, axis=0)
+
+
+def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
+    """Return the type specs that several batches have in common. A batch is a list of arrays."""
+    merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
+    return list(merged)
+
+
+def host_array(leaf: Any) -> Any:
+    """Convert an array of another library to an array that TensorFlow accepts.
+
+    Tensors of torch become NumPy arrays. Sparse arrays of SciPy and JAX become sparse tensors.
+    """
+    if data_adapter_utils.is_torch_tensor(leaf):
+        return leaf.detach().cpu().numpy()
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
+    if data_adapter_utils.is_jax_sparse(leaf):
+        return data_adapter_utils.jax_sparse_to_tf_sparse(leaf)
+    return leaf
