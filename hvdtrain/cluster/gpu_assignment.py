@@ -29,7 +29,7 @@ class RankGpus:
     Attributes:
         hostname: Name of the rank's host.
         pid: ID of the rank's process.
-        visible: The GPUs that the rank sees, in TensorFlow's order; None if the rank needs no GPU.
+        visible: The GPUs that the rank sees, in the framework's order; None if it needs no GPU.
         suspects: The visible GPUs that have faults or are in use.
         obstacle: Why the rank can't use the GPUs of its host; empty if it can use them, or if the
             host lacks GPUs.

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
-import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 
 import tensorflow as tf
 
-from hvdtrain.cluster.gpu_assignment import (
-    RankGpus,
-    assign_gpus,
-    describe_sharing,
-    first_gpus,
-    gpu_warnings,
-)
-from hvdtrain.cluster.gpu_problems import gpu_problems
-from hvdtrain.cluster.gpus import Gpu, GpuReader, cuda_gpus, describe_gpus
-from hvdtrain.cluster.placement import available_cores, select_part, visible_entries
+from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, first_gpus
+from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
+from hvdtrain.cluster.gpus import Gpu
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
@@ -36,61 +27,23 @@ __all__ = [
     "tower_devices",
 ]
 
-logger = logging.getLogger(__package__)
-
 _INIT_FIRST = "Call hvdtrain.init() first, before creating any tensor, variable or model."
-# Queries usually take milliseconds, but a GPU that is being reset answers late or never.
-DRIVER_TIMEOUT_S = 5.0
 
 
 def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
-    """Find the GPUs that this process sees, before any rank of the job uses one.
-
-    NVIDIA's MIG divides a GPU into parts. If ``environ`` lists several parts, it is changed to list
-    only the part of this rank.
-
-    Args:
-        topology: Says which rank this process is on its host.
-        environ: The environment of this process.
-        needed: Whether this rank needs a GPU.
-    """
-    rank = RankGpus(hostname=socket.gethostname(), pid=os.getpid(), visible=None)
-    if not needed:
-        return rank
-    select_part(environ, topology.local_rank)
-    count = len(tf.config.list_physical_devices("GPU"))
-    visible = describe_gpus(count, rank.hostname, environ)
-    if not visible:
-        is_hidden = visible_entries(environ) == []
-        return dataclasses.replace(rank, visible=[], obstacle="" if is_hidden else _obstacle())
-    try:
-        states = GpuReader().read(DRIVER_TIMEOUT_S)
-    except LaunchError as error:
-        logger.debug("the state of the GPUs is unknown: %s", error)
-        states = []
-    ids = {gpu.id for gpu in visible}
-    suspects = [state for state in states if state.id in ids and any(gpu_problems(state))]
-    return dataclasses.replace(rank, visible=visible, suspects=suspects)
+    """Return the GPUs that TensorFlow sees, as ``search_gpus`` describes."""
+    return search_gpus(
+        topology.local_rank,
+        environ,
+        count=lambda: len(tf.config.list_physical_devices("GPU")),
+        obstacle=_obstacle,
+        needed=needed,
+    )
 
 
 def _obstacle() -> str:
-    """Return why TensorFlow sees none of the GPUs of this host.
-
-    The result is empty if CUDA doesn't see any GPU either.
-    """
-    try:
-        # With a broken GPU, the driver never answers, and neither does CUDA.
-        states = GpuReader(faults=False).read(DRIVER_TIMEOUT_S)
-    except LaunchError:
-        return ""
-    try:
-        if not cuda_gpus():
-            return ""
-    except LaunchError as error:
-        # CUDA also fails on hosts without GPUs, if they have its library.
-        return str(error) if states else ""
     if not tf.test.is_built_with_cuda():
         return (
             "TensorFlow is built without CUDA: install hvdtrain[gpu], or set "
@@ -125,7 +78,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
     chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
     indices = chosen[topology.rank]
     if topology.is_chief:
-        _report(ranks, chosen)
+        log_gpus(ranks, chosen)
     if visible[topology.rank] is None:
         tf.config.set_visible_devices([], "GPU")
     physical = tf.config.list_physical_devices("GPU")
@@ -199,15 +152,6 @@ def tower_devices(count: int) -> list[str]:
             "after hvdtrain.init()."
         )
     return [device.name for device in devices[:count]]
-
-
-def _report(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> None:
-    if not any(chosen) and any(one.visible is not None for one in ranks):
-        logger.info("no GPU found; computing on the CPU")
-    if sharing := describe_sharing(ranks, chosen):
-        logger.info(f"GPUs are shared: {sharing}")
-    for warning in gpu_warnings(ranks, chosen):
-        logger.warning(warning)
 
 
 def _use_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> None:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
-from hvdtrain.cluster.gpu_assignment import (
-    RankGpus,
-    assign_gpus,
-    describe_sharing,
-    first_gpus,
-    gpu_warnings,
-)
-from hvdtrain.cluster.gpus import Gpu, describe_gpus
-from hvdtrain.cluster.placement import select_part
+from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, first_gpus
+from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
+from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
@@ -30,8 +21,6 @@ __all__ = [
     "set_seed_unless_set",
     "set_up",
 ]
-
-logger = logging.getLogger(__package__)
 
 
 def set_up(settings: Settings) -> None:
@@ -55,13 +44,23 @@ def set_up(settings: Settings) -> None:
 def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
-    """Return the GPUs that PyTorch sees, without initializing any of them."""
-    hostname = socket.gethostname()
-    visible: list[Gpu] | None = None
-    if needed:
-        select_part(environ, topology.local_rank)
-        visible = describe_gpus(torch.cuda.device_count(), hostname, environ)
-    return RankGpus(hostname=hostname, pid=os.getpid(), visible=visible)
+    """Return the GPUs that PyTorch sees, as ``search_gpus`` describes."""
+    return search_gpus(
+        topology.local_rank,
+        environ,
+        count=torch.cuda.device_count,  # initializes none of them
+        obstacle=_obstacle,
+        needed=needed,
+    )
+
+
+def _obstacle() -> str:
+    if torch.version.cuda is None:
+        return (
+            "PyTorch is built without CUDA: install a build with CUDA, or set "
+            "CUDA_VISIBLE_DEVICES=-1 to compute on the CPU"
+        )
+    return "PyTorch can't use them: python -c 'import torch; torch.cuda.init()' shows why"
 
 
 def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> list[Gpu | None]:
@@ -72,10 +71,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
     """
     chosen = assign_gpus([one.visible for one in ranks], share=settings.share_gpus)
     if topology.is_chief:
-        if sharing := describe_sharing(ranks, chosen):
-            logger.info("GPUs are shared: %s", sharing)
-        for warning in gpu_warnings(ranks, chosen):
-            logger.warning(warning)
+        log_gpus(ranks, chosen)
     for index in chosen[topology.rank]:
         torch.cuda.set_device(index)
     return first_gpus(ranks, chosen)
