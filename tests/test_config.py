@@ -9,6 +9,7 @@ from hvdtrain.config import (
     variable_name,
     written_default,
 )
+from hvdtrain.config.keras_backend import configured_backend
 from hvdtrain.errors import ConfigurationError, MismatchError
 
 
@@ -193,3 +194,16 @@ def test_different_settings_of_ranks_are_an_error():
         check_common_variables([every_50, every_50, default])
     with pytest.raises(MismatchError, match=r"HVDTRAIN_MODE .* got allreduce on rank 0 and local"):
         check_common_variables([other, every_50])
+
+
+def test_the_backend_is_the_one_that_keras_chooses(tmp_path):
+    home = {"KERAS_HOME": str(tmp_path)}
+    assert configured_backend(home) == "tensorflow"
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    assert configured_backend(home) == "jax"
+    assert configured_backend({**home, "KERAS_BACKEND": "torch"}) == "torch"
+    (tmp_path / "keras.json").write_text("not JSON")
+    assert configured_backend(home) == "tensorflow"
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text('{"backend": "torch"}')
+    assert configured_backend({"HOME": str(tmp_path)}) == "torch"

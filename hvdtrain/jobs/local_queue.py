@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR
-from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
+from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder, JobRequest
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.spec import JobSpec, job_variables
 from hvdtrain.jobs.state import QueueState, send_signal
 
 __all__ = ["LocalQueue", "job_environment"]
@@ -104,12 +103,11 @@ class LocalQueue:
 
 
 def job_environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job: the caller's environment with the job's settings.
+    """Return the environment of a job: the caller's environment with the job's variables.
 
     If the caller is itself a rank of a different job, that job's variables are removed.
     """
-    settings = {variable_name(entry.name) for entry in dataclasses.fields(Settings)}
-    excluded = settings | _RANK_VARIABLES
+    excluded = {*job_variables(), *_RANK_VARIABLES}
     return {
         **{name: value for name, value in environ.items() if name not in excluded},
         **spec.variables,

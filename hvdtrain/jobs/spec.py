@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from hvdtrain.config import Settings, variable_name
+from hvdtrain.config.keras_backend import KERAS_BACKEND
 from hvdtrain.errors import JobError
 from hvdtrain.version import __version__
 
@@ -24,6 +25,7 @@ __all__ = [
     "change_spec",
     "exported_variables",
     "is_secret",
+    "job_variables",
     "make_spec",
     "remove_secrets",
     "secret_values",
@@ -36,6 +38,8 @@ _SECRET = re.compile(
 # are installed, the version of the last one is recorded.
 _PACKAGES = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
+    "PyTorch": ("torch",),
+    "JAX": ("jax",),
     "Keras": ("keras",),
     "NumPy": ("numpy",),
     "mpi4py": ("mpi4py",),
@@ -63,7 +67,7 @@ class JobSpec:
     options: tuple[str, ...]  # the options of ``hvdtrain run``
     program: tuple[str, ...]  # the program of every rank, with its arguments
     folder: str = ""  # the working directory
-    # hvdtrain's settings, and the variables exported with ``-x NAME``
+    # hvdtrain's settings, Keras' backend, and the variables exported with ``-x NAME``
     variables: Mapping[str, str] = field(default_factory=dict)
     python: str = ""  # the Python interpreter that ran hvdtrain
     version: str = ""  # the version of hvdtrain
@@ -89,14 +93,13 @@ def make_spec(
 
     ``exported`` contains the names of the environment variables that all ranks receive.
     """
-    settings = [variable_name(entry.name) for entry in fields(Settings)]
     return JobSpec(
         options=remove_secrets(options),
         program=tuple(program),
         folder=os.getcwd(),
         variables={
             name: environ[name]
-            for name in [*settings, *exported]
+            for name in [*job_variables(), *exported]
             if name in environ and not is_secret(name)
         },
         python=sys.executable,
@@ -156,6 +159,11 @@ def _installed_versions() -> dict[str, str]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions[name] = metadata.version(package)
     return versions
+
+
+def job_variables() -> list[str]:
+    """Return the names of the variables that belong to a job, not to the shell of its user."""
+    return [*(variable_name(entry.name) for entry in fields(Settings)), KERAS_BACKEND]
 
 
 def is_secret(name: str) -> bool:

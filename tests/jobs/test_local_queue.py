@@ -40,11 +40,14 @@ def test_a_job_gets_its_own_settings_and_other_variables_of_the_caller(tmp_path:
         "HVDTRAIN_TIMEOUT_S": "7",
         "HVDTRAIN_LAUNCHER": "10.0.0.1 4711",
         "HVDTRAIN_OTHER": "kept",
+        "KERAS_BACKEND": "torch",
     }
     assert "np 1" in _preview(spec, environ)
     lines = printed.read_text().splitlines()
     assert {"HVDTRAIN_MODE=allreduce", "EXPORTED=1", "HVDTRAIN_OTHER=kept"} <= set(lines)
-    assert not [line for line in lines if line.startswith(("HVDTRAIN_TIME", "HVDTRAIN_LAUNCH"))]
+    assert not [
+        line for line in lines if line.startswith(("HVDTRAIN_TIME", "HVDTRAIN_L", "KERAS_"))
+    ]
 
 
 def test_planning_errors(tmp_path: Path) -> None:

@@ -69,16 +69,21 @@ def test_secrets_are_removed_from_options() -> None:
     assert secret_values(options) == {"HF_TOKEN": "a", "MY_KEY": "c"}
 
 
-def test_a_specification_has_settings_and_exported_variables() -> None:
+def test_a_specification_has_settings_the_backend_and_exported_variables() -> None:
     environ = {
         "HOME": "/root",
         "HVDTRAIN_MODE": "async-ps",
         "HVDTRAIN_LAUNCHER": "10.0.0.1 4711",
+        "KERAS_BACKEND": "jax",
         "EXPORTED": "1",
         "HF_TOKEN": "secret",
     }
     spec = make_spec(["-x", "HF_TOKEN=secret"], ["a"], environ, ["EXPORTED", "HF_TOKEN"])
-    assert spec.variables == {"HVDTRAIN_MODE": "async-ps", "EXPORTED": "1"}
+    assert spec.variables == {
+        "HVDTRAIN_MODE": "async-ps",
+        "KERAS_BACKEND": "jax",
+        "EXPORTED": "1",
+    }
     assert "secret" not in json.dumps(spec.to_json())
 
 

@@ -295,9 +295,15 @@ def test_path_contains_no_folder_twice(given: str | None, path: str) -> None:
 
 def test_forwarded_names() -> None:
     names = [
-        *("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "HVDTRAIN_LAUNCHER", "KERAS_BACKEND"),
-        *("LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHON", "PYTHONPATH"),
-        *("TF_CPP_MIN_LOG_LEVEL", "VIRTUAL_ENV", "XLA_FLAGS"),
+        *("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "HVDTRAIN_LAUNCHER", "JAX_PLATFORMS"),
+        *("KERAS_BACKEND", "LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHON"),
+        *(
+            "PYTHONPATH",
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "TF_CPP_MIN_LOG_LEVEL",
+            "TORCHINDUCTOR_CACHE_DIR",
+        ),
+        *("VIRTUAL_ENV", "XLA_FLAGS"),
     ]
     local = ["HOME", "HOSTNAME", "MANPATH", "MYPATH", "SLURM_JOB_ID", "PATHS", "AWS_SECRET_KEY"]
     environ = dict.fromkeys([*reversed(names), *local], "x")
