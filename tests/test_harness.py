@@ -345,3 +345,25 @@ child.wait(timeout=60)
     done = run_command([sys.executable, "-c", program], timeout_s=2.0, may_time_out=True)
     assert done.timed_out
     assert not alive(int(pid_file.read_text()))
+
+
+def test_backends_of_keras(run_tests, environment) -> None:
+    environment("torch")
+    environment("jax")
+    result = run_tests(
+        """
+        @pytest.mark.ranks(2)
+        @pytest.mark.backends("tensorflow", "torch", "jax")
+        def test_backend(keras_backend):
+            import keras
+            assert keras.backend.backend() == keras_backend
+            assert (keras_backend == "tensorflow") == ("tensorflow" in sys.modules)
+            assert keras_backend != "jax" or rank() == 0
+
+        @pytest.mark.backends("torch")
+        def test_alone(keras_backend):
+            assert keras_backend in sys.executable
+        """
+    )
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["*rank 1 of 2 failed in call*"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,32 +34,43 @@ class RankSessions:
     Args:
         config: The configuration of the outer pytest.
         folder: The parent of the sessions' folders.
-        python: A function that returns the command that starts Python.
     """
 
-    def __init__(
-        self, config: pytest.Config, folder: Path, python: Callable[[], list[str]]
-    ) -> None:
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self._python = python
         self._count = 0
         self._session: _Session | None = None
-        self._cannot_start: dict[int, Outcome] = {}
+        self._cannot_start: dict[tuple[int, str], Outcome] = {}
 
-    def run(self, item: pytest.Item, following: list[pytest.Item], size: int) -> Outcome:
-        """Run ``item`` on ``size`` ranks, in a session that also runs ``following``."""
-        if size in self._cannot_start:
-            return self._cannot_start[size]
+    def run(
+        self,
+        item: pytest.Item,
+        following: list[pytest.Item],
+        size: int,
+        python: list[str],
+        backend: str,
+    ) -> Outcome:
+        """Run ``item`` on ``size`` ranks, in a session that also runs ``following``.
+
+        Args:
+            item: The item to run.
+            following: Later items of the same file, number of ranks and backend.
+            size: Number of ranks.
+            python: The command that starts Python.
+            backend: The backend of Keras.
+        """
+        if (size, backend) in self._cannot_start:
+            return self._cannot_start[size, backend]
         session = self._session
         if session is None or session.next_nodeid != item.nodeid:
             self.close()
-            session = self._session = self._start([item, *following], size)
+            session = self._session = self._start([item, *following], size, python, backend)
         outcome, continues = session.next_outcome()
         if not continues:
             self.close()
         if session.never_started:
-            self._cannot_start[size] = outcome
+            self._cannot_start[size, backend] = outcome
         return outcome
 
     def close(self) -> None:
@@ -69,7 +79,9 @@ class RankSessions:
             self._session.close()
             self._session = None
 
-    def _start(self, items: list[pytest.Item], size: int) -> _Session:
+    def _start(
+        self, items: list[pytest.Item], size: int, python: list[str], backend: str
+    ) -> _Session:
         if MARK in os.environ:
             raise pytest.UsageError("a process of a test job must not start a session")
         folder = self._folder / f"session{self._count}"
@@ -93,9 +105,10 @@ class RankSessions:
             "arguments": arguments,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
-        program = [*self._python(), "-m", "tests.harness", str(folder)]
+        program = [*python, "-m", "tests.harness", str(folder)]
         nodeids = [item.nodeid for item in items]
-        return _Session(folder, config.rootpath, program, nodeids, limits, size)
+        environment = clean_environment({"KERAS_BACKEND": backend})
+        return _Session(folder, config.rootpath, program, nodeids, limits, size, environment)
 
 
 class _Session:
@@ -109,6 +122,7 @@ class _Session:
         nodeids: list[str],
         limits_s: list[float],
         size: int,
+        environment: dict[str, str],
     ) -> None:
         self._folder = folder
         self._nodeids = nodeids
@@ -121,7 +135,7 @@ class _Session:
             mpirun_argv(size, program),
             stdout=self._output,
             stderr=self._output,
-            environment=clean_environment(),
+            environment=environment,
             folder=rootdir,
         )
 

@@ -6,6 +6,11 @@
     ranks share a job, which is restarted after a failure. ``ranks(1, 2)`` also runs the test in
     pytest's process. Tests that kill or hang ranks start their own job with ``launch``.
 
+``@pytest.mark.backends("tensorflow", "torch", "jax")``
+    The test runs once with each of these backends of Keras. Without the marker, it runs on
+    TensorFlow. Torch and JAX are in environments (``tests.environments``) and start new Pythons.
+    The module of the test must not import TensorFlow.
+
 ``launch(np, script, ...)``, ``run_command(argv, ...)``
     Fixtures that run a script under mpirun (``np=None``: alone), or any program, in its own
     folder, and return its output, exit code and duration. No process outlives them. Scripts are
@@ -38,6 +43,7 @@ from typing import Any
 
 import pytest
 
+from tests.environments import folder_of, missing_environment
 from tests.harness.forkserver import ForkServers, can_fork
 from tests.harness.inner import RankPlugin
 from tests.harness.jobs import (
@@ -55,12 +61,15 @@ from tests.harness.scratch import Scratch
 Launch = Callable[..., Completed]
 
 _SIZE = "rank_count"
+_BACKEND = "keras_backend"
+_DEFAULT_BACKEND = "tensorflow"
 _COMPLETED = pytest.StashKey[list[Completed]]()
 _FORK_SERVERS = pytest.StashKey[ForkServers]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, ...): runs on every rank of an MPI job of n")
+    config.addinivalue_line("markers", "backends(name, ...): runs with these backends of Keras")
     config.addinivalue_line("markers", "mpi: starts MPI jobs itself")
     config.addinivalue_line("markers", "in_job: runs on ranks of an MPI job; set automatically")
     config.addinivalue_line("markers", "slow: takes seconds; not in `make quick`")
@@ -79,7 +88,11 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Create one item per number of ranks."""
+    """Create one item per backend and number of ranks."""
+    if marker := metafunc.definition.get_closest_marker("backends"):
+        if _BACKEND not in metafunc.fixturenames:
+            metafunc.fixturenames.append(_BACKEND)
+        metafunc.parametrize(_BACKEND, marker.args, indirect=True)
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
@@ -100,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(timeout_of(item) * PATIENCE), append=False)
         if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
-        if _size(item) > 1:
+        if _in_session(item):
             item.add_marker("in_job")
         if marker := item.get_closest_marker("ranks"):
             few = min((n for n in marker.args if n > 1), default=1)
@@ -121,6 +134,12 @@ def pytest_collection_finish() -> None:
 def rank_count(request: pytest.FixtureRequest) -> int:
     """The number of ranks of this item."""
     return getattr(request, "param", 1)
+
+
+@pytest.fixture
+def keras_backend(request: pytest.FixtureRequest) -> str:
+    """The backend of Keras with which this item runs."""
+    return getattr(request, "param", _DEFAULT_BACKEND)
 
 
 @pytest.fixture
@@ -256,8 +275,27 @@ def _require_mpirun() -> None:
 
 def _size(item: pytest.Item) -> int:
     """Return the number of ranks of an item; 1 for ordinary tests."""
+    return _parameter(item, _SIZE, 1)
+
+
+def _backend(item: pytest.Item) -> str:
+    """Return the backend of Keras with which an item runs."""
+    return _parameter(item, _BACKEND, _DEFAULT_BACKEND)
+
+
+def _parameter(item: pytest.Item, name: str, default: Any) -> Any:
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get(_SIZE, 1) if callspec is not None else 1
+    return callspec.params.get(name, default) if callspec is not None else default
+
+
+def _in_session(item: pytest.Item) -> bool:
+    """Return whether an item runs in processes of its own instead of pytest's process."""
+    return _size(item) > 1 or _backend(item) != _DEFAULT_BACKEND
+
+
+def _session_key(item: pytest.Item) -> tuple[Path, int, str]:
+    """Return what the items of a session have in common."""
+    return item.path, _size(item), _backend(item)
 
 
 def _kind(item: pytest.Item) -> str:
@@ -266,7 +304,7 @@ def _kind(item: pytest.Item) -> str:
         return "cluster"
     if item.get_closest_marker("mpi"):
         return "mpi"
-    return "ranks" if _size(item) > 1 else ""
+    return "ranks" if _in_session(item) else ""
 
 
 class _OuterPlugin:
@@ -278,7 +316,7 @@ class _OuterPlugin:
         forks = folder / "forks"
         forks.mkdir()
         self._fork_servers = config.stash[_FORK_SERVERS] = ForkServers(forks, clean_environment())
-        self._sessions = RankSessions(config, folder, self._fork_servers.python)
+        self._sessions = RankSessions(config, folder)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -297,14 +335,14 @@ class _OuterPlugin:
             for files in kinds.values()
         ]
         turns = itertools.chain.from_iterable(itertools.zip_longest(*queues, fillvalue=[]))
-        # Tests of a file with the same number of ranks share a job.
-        items[:] = [*quick, *(item for file in turns for item in sorted(file, key=_size))]
+        # Tests of a file with the same number of ranks and backend share a job.
+        items[:] = [*quick, *(item for file in turns for item in sorted(file, key=_session_key))]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        if _size(item) == 1:
+        if not _in_session(item):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         start = time.perf_counter()
@@ -320,7 +358,7 @@ class _OuterPlugin:
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
         """Disable the timer for items on ranks, which the session times."""
-        return True if _size(item) > 1 else None
+        return True if _in_session(item) else None
 
     def pytest_unconfigure(self) -> None:
         self._sessions.close()
@@ -330,19 +368,28 @@ class _OuterPlugin:
     def _outcome(self, item: pytest.Item) -> Outcome:
         try:
             _require_mpirun()
+            python = self._python(_backend(item))
         except pytest.skip.Exception as reason:
             return Outcome(outcome="skipped", text=f"Skipped: {reason}")
         except pytest.fail.Exception as reason:
             return Outcome(outcome="failed", text=str(reason))
         items = item.session.items
-        key = (item.path, _size(item))
+        key = _session_key(item)
         later = items[items.index(item) + 1 :]
-        following = [other for other in later if (other.path, _size(other)) == key]
+        following = [other for other in later if _session_key(other) == key]
         try:
-            return self._sessions.run(item, following, _size(item))
+            return self._sessions.run(item, following, _size(item), python, _backend(item))
         except KeyboardInterrupt:
             self._sessions.close()
             raise
+
+    def _python(self, backend: str) -> list[str]:
+        """Return the command that starts Python with the packages of a backend."""
+        if backend == _DEFAULT_BACKEND:
+            return self._fork_servers.python()
+        if reason := missing_environment(backend):
+            skip_or_fail(backend, reason)
+        return [str(folder_of(backend) / "bin" / "python")]
 
 
 def _reports(item: pytest.Item, outcome: Outcome, duration_s: float) -> Iterator[pytest.TestReport]:
