@@ -10,17 +10,15 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.private_api import keras as private_keras
-from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
+from hvdtrain.private_api.keras import flatten_layers, is_tf_dataset, output_spec, set_untracked
 from hvdtrain.trainer.data.batch_stream import stream_kind
 from hvdtrain.trainer.data.batch_structure import is_absent
-from hvdtrain.trainer.local_sgd.local_patch import LocalModelPatch
 from hvdtrain.trainer.model_parts import optimizers_of, overrides, plain_optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch
 from hvdtrain.trainer.model_sync import check_same_model
@@ -145,6 +143,8 @@ def _distribute(model: keras.Model, presharded: bool, sparse_as_dense: bool) -> 
         roles = world.roles()
         patch: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
     elif settings.is_local_sgd:
+        from hvdtrain.trainer.local_sgd.local_patch import LocalModelPatch
+
         patch = LocalModelPatch(model, collectives, presharded, settings)
     else:
         patch = ModelPatch(model, collectives, presharded, settings, sparse_as_dense)
@@ -257,7 +257,7 @@ def _first_inputs(x: Any) -> tuple[Any, Any]:
 
     The first result may also be the specs of these inputs.
     """
-    if isinstance(x, tf.data.Dataset):
+    if is_tf_dataset(x):
         batch = x.element_spec
     elif isinstance(x, keras.utils.PyDataset):
         batch = x[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 
@@ -13,12 +13,14 @@ from hvdtrain.checkpoint import Store
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.error_feedback import ErrorFeedback
-from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.trainer.membership import Membership
 from hvdtrain.trainer.saving.checkpoint_schedule import CheckpointOptions
 from hvdtrain.trainer.saving.checkpoint_session import CheckpointSession
 from hvdtrain.trainer.saving.training_progress import find_checkpoint
 from hvdtrain.trainer.saving.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 
 __all__ = ["Checkpoint", "begin_session", "find_checkpoint_callback", "open_store"]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,7 +20,6 @@ from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 from hvdtrain.trainer.epoch_iterator import EpochIterator
-from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.trainer.membership import Change, Membership
 from hvdtrain.trainer.saving.callback_states import stopped_early
 from hvdtrain.trainer.saving.checkpoint_schedule import (
@@ -36,6 +35,9 @@ from hvdtrain.trainer.saving.training_progress import (
     take_snapshot,
 )
 from hvdtrain.trainer.saving.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 
 __all__ = ["CheckpointSession"]
 

@@ -1,26 +1,28 @@
-"""The global random states of Python, NumPy, TensorFlow and Keras in this process.
+"""The global random states of Python, NumPy, Keras and its backend in this process.
 
 The random states of layers, such as dropout, are not included because they are variables of the
 model. The state of ``tf.random.uniform`` and similar functions within a ``tf.function`` can't be
-saved, because only the running graph has it.
+saved, because only the running graph has it. JAX has no global random state.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
-from hvdtrain.frameworks.tensorflow import random_seed
 from hvdtrain.private_api.keras import (
     global_generator,
     make_global_generator,
     set_global_generator,
 )
+from hvdtrain.trainer.variables import array_of, assign
 
-__all__ = ["random_state", "restore_random_state"]
+__all__ = ["random_state", "restore_random_state", "tensorflow_seed"]
 
 _UNSET = -1
 
@@ -30,32 +32,63 @@ def random_state() -> dict[str, np.ndarray]:
 
     The names, shapes and dtypes are the same on every rank.
     """
-    seed, operations = random_seed.current() or (_UNSET, random.Random(0).getstate())
     generator = global_generator()  # None until keras.random is used
     return {
         "python": _pack_python(random.getstate()),
         "numpy": _pack_numpy(np.random.get_state(legacy=False)),
-        "tensorflow seed": np.array(seed, np.int64),
-        "tensorflow": _pack_python(operations),
         "keras": np.full(2, _UNSET, np.int64)
         if generator is None
-        else np.asarray(generator.state.numpy()).astype(np.int64),
+        else array_of(generator.state).astype(np.int64),
+        **_backend_state(),
     }
 
 
 def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
-    """Restore the result of ``random_state``."""
+    """Restore the result of ``random_state``. States of other backends are skipped."""
     # Keras comes first, because creating its generator draws from Python's generator.
     if state["keras"][0] == _UNSET:
         set_global_generator(None)
     else:
-        generator = make_global_generator()
-        generator.state.assign(state["keras"].astype(generator.state.dtype))
-    seed = int(state["tensorflow seed"])
-    if seed != _UNSET:
-        random_seed.restore(seed, _unpack_python(state["tensorflow"]))
+        assign(make_global_generator().state, state["keras"])
+    _restore_backend_state(state)
     _restore_numpy(state["numpy"])
     random.setstate(_unpack_python(state["python"]))
+
+
+def tensorflow_seed() -> int | None:
+    """Return TensorFlow's global seed. None if it is not set, or if TensorFlow is not loaded."""
+    if "tensorflow" not in sys.modules:
+        return None
+    from hvdtrain.frameworks.tensorflow import random_seed
+
+    return random_seed.current_seed()
+
+
+def _backend_state() -> dict[str, np.ndarray]:
+    if keras.backend.backend() == "tensorflow":
+        from hvdtrain.frameworks.tensorflow import random_seed
+
+        seed, operations = random_seed.current() or (_UNSET, random.Random(0).getstate())
+        state = _pack_python(operations)
+        return {"tensorflow seed": np.array(seed, np.int64), "tensorflow": state}
+    if keras.backend.backend() == "torch":
+        from hvdtrain.frameworks.torch.random_state import random_state
+
+        return random_state()
+    return {}
+
+
+def _restore_backend_state(state: Mapping[str, np.ndarray]) -> None:
+    if keras.backend.backend() == "tensorflow" and state["tensorflow"].any():
+        from hvdtrain.frameworks.tensorflow import random_seed
+
+        seed = int(state["tensorflow seed"])
+        if seed != _UNSET:
+            random_seed.restore(seed, _unpack_python(state["tensorflow"]))
+    if keras.backend.backend() == "torch":
+        from hvdtrain.frameworks.torch.random_state import restore_random_state
+
+        restore_random_state(state)
 
 
 def _pack_python(state: Any) -> np.ndarray:

@@ -14,7 +14,6 @@ from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.data.partition import Position
 from hvdtrain.errors import CheckpointError, DataError, RanksLostError
-from hvdtrain.frameworks.tensorflow import random_seed
 from hvdtrain.trainer.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.trainer.learning_rate import rescale_restored_rate
 from hvdtrain.trainer.model_parts import build_optimizers, built_variable_indices, optimizers_of
@@ -23,7 +22,12 @@ from hvdtrain.trainer.saving.callback_states import (
     callback_states,
     restore_callbacks,
 )
-from hvdtrain.trainer.saving.training_state import TrainingState, unsent_of
+from hvdtrain.trainer.saving.random_state import tensorflow_seed
+from hvdtrain.trainer.saving.training_state import (
+    TrainingState,
+    ignored_random_states,
+    unsent_of,
+)
 
 __all__ = [
     "TrainingProgress",
@@ -212,7 +216,7 @@ def take_snapshot(
         place=place,
         unit=data.unit,
         seed=seed,
-        tensorflow_seed=random_seed.current_seed(),
+        tensorflow_seed=tensorflow_seed(),
         presharded=data.presharded,
         samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(place.ranks)),
         callbacks=callbacks,
@@ -306,7 +310,7 @@ def move_data(
             f"{progress.unit}, got data that is divided into {data.unit}. Resume with the same "
             "kind of input, or start over in another directory."
         )
-    seed = random_seed.current_seed()
+    seed = tensorflow_seed()
     if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
         warn(
             f"the tf.data pipeline shuffles, but TensorFlow's global seed was "
@@ -334,6 +338,12 @@ def restore_training(
         warn(
             "the residuals of compressed gradients in the checkpoint are ignored, because "
             "gradients are sent uncompressed. Use the same --compression as before to apply them"
+        )
+    if snapshot is not None and (ignored := ignored_random_states(snapshot.ranks)):
+        warn(
+            f"the checkpoint was saved on another backend of Keras, so these random states in it "
+            f"are ignored: {', '.join(ignored)}. Random numbers, as in Dropout layers, differ from "
+            "a run without interruption"
         )
     # Restore random states last, because the calls above may draw random numbers.
     state.restore_own(None if snapshot is None else snapshot.ranks, ranks)

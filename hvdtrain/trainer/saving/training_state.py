@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
@@ -40,8 +39,9 @@ from hvdtrain.trainer.moving_statistics import row_weights_of, steps_with_rows_o
 from hvdtrain.trainer.optimizer_patch import accumulator_variables
 from hvdtrain.trainer.rank_random import seed_generators, seed_of_rank
 from hvdtrain.trainer.saving.random_state import random_state, restore_random_state
+from hvdtrain.trainer.variables import array_of, assign, dtype_of
 
-__all__ = ["TrainingState", "unsent_of"]
+__all__ = ["TrainingState", "ignored_random_states", "unsent_of"]
 
 # How to convert each kind of own values to a different number of ranks. _rule handles the kinds
 # that are not listed here.
@@ -101,7 +101,7 @@ class TrainingState:
         copies = {}
         for place, variable in self._shared_variables().items():
             key = f"{place}/{variable.path}"
-            value = _view(variable)
+            value = array_of(variable)
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 buffer = self._buffers[key] = np.empty(value.shape, value.dtype)
@@ -149,10 +149,11 @@ class TrainingState:
         for place, variable in self._shared_variables().items():
             if place.startswith(_OUTER) and place not in remaining:
                 continue  # saved in another mode
-            expected = f"{_numpy_dtype(variable).name} {tuple(variable.shape)}"
+            dtype, shape = dtype_of(variable), tuple(variable.shape)
             array = remaining.pop(place, None)
-            actual = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
-            if actual != expected:
+            if array is None or array.shape != shape or not _is_convertible(array.dtype, dtype):
+                expected = f"{dtype.name} {shape}"
+                actual = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
                 raise CheckpointError(
                     f"{_OTHER_MODEL}: {variable.path} ({place}) must be {expected}, got {actual}. "
                     f"{_REMEDY}"
@@ -187,7 +188,7 @@ class TrainingState:
             arrays = self._by_place(saved)
             for place, variable in self._shared_variables().items():
                 resets = place.startswith(_OUTER) and place not in arrays
-                variable.assign(np.zeros_like(_view(variable)) if resets else arrays[place])
+                assign(variable, np.zeros(variable.shape) if resets else arrays[place])
         broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
@@ -234,13 +235,13 @@ class TrainingState:
         """Whether gradients have been accumulated since the last update."""
         return any(
             (steps := optimizer.gradient_accumulation_steps)
-            and int(iterations_of(optimizer).numpy()) % steps
+            and int(array_of(iterations_of(optimizer))) % steps
             for optimizer in plain_optimizers_of(self.model)
         )
 
     def _assign_own(self, values: Mapping[str, np.ndarray]) -> None:
         for key, variable in self._own_variables(accumulated=True, optimizers=True).items():
-            variable.assign(values[key].astype(_numpy_dtype(variable)))
+            assign(variable, values[key])
         random = {k.removeprefix(_RANDOM): a for k, a in values.items() if k.startswith(_RANDOM)}
         if any(array.any() for array in random.values()):
             restore_random_state(random)
@@ -300,7 +301,7 @@ class TrainingState:
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
         """Return this rank's own values. The arguments are the same as for ``_own_variables``."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
-        values = {key: _view(variable) for key, variable in variables.items()}
+        values = {key: array_of(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
         return values
 
@@ -334,6 +335,8 @@ class TrainingState:
                 part[key] = values[rank]
             else:
                 part[key] = _share(values, _rule(key, variables.get(key)), rank)
+            if part[key].dtype != like.dtype and _is_convertible(part[key].dtype, like.dtype):
+                part[key] = part[key].astype(like.dtype)
             if part[key].nbytes != like.nbytes:
                 raise CheckpointError(
                     f"{_OTHER_MODEL}: {key} must be {like.dtype} {like.shape}, got "
@@ -346,6 +349,18 @@ def unsent_of(saved: Collection[str]) -> list[int]:
     """Return the indices of the variables for which a checkpoint contains residuals."""
     prefix = "rank/0/unsent/"
     return [int(key.removeprefix(prefix)) for key in saved if key.startswith(prefix)]
+
+
+def ignored_random_states(saved: Collection[str]) -> list[str]:
+    """Return the names of the random states in a checkpoint that this backend doesn't have."""
+    prefix = f"rank/0/{_RANDOM}"
+    names = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)}
+    return sorted(names - random_state().keys())
+
+
+def _is_convertible(saved: np.dtype, current: np.dtype) -> bool:
+    """Return whether a saved value fits a variable. Backends use different types of integers."""
+    return saved == current or (saved.kind in "iu" and current.kind in "iu")
 
 
 def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ()) -> dict[str, Any]:
@@ -362,7 +377,7 @@ def _rule(key: str, variable: Any) -> _Rule:
     kind = key.split("/")[0]
     if kind in ("statistics", "optimizer"):
         # Integers can't be averaged.
-        return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
+        return "chief" if dtype_of(variable).kind in "iub" else "average"
     if kind == "metrics":
         return reduction_of_metric(variable) or "chief"
     return _RULES[kind]
@@ -381,18 +396,3 @@ def _share(values: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
     if rule == "reset":
         return np.zeros_like(first)
     return values[min(rank, len(values) - 1)]
-
-
-def _numpy_dtype(variable: Any) -> np.dtype:
-    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-
-
-def _view(variable: Any) -> np.ndarray:
-    """Return the value of a variable, without a copy if possible."""
-    value = variable if isinstance(variable, tf.Variable) else variable.value
-    tensor = value.read_value() if isinstance(value, tf.Variable) else value
-    try:
-        return np.asarray(memoryview(tensor))
-    except (TypeError, ValueError):
-        # The buffer protocol doesn't support bfloat16 and similar types.
-        return np.asarray(tensor.numpy())
