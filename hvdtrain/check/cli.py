@@ -11,8 +11,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdtrain.check.host_checks import MPI, VERSIONS, find_problems
+from hvdtrain.check.host_checks import find_problems
 from hvdtrain.check.report_file import check_writable, write_report
+from hvdtrain.check.software_checks import MPI, versions_for
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place, visible_entries
 from hvdtrain.errors import ConfigurationError
@@ -57,13 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain check``."""
     parser.usage = (
         "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]\n"
-        "                      [--report FILE]\n"
+        "                      [--no-import] [--report FILE]\n"
         "       hvdtrain check --on kubernetes [-np N] [--namespace NAME] [options of its pods]"
     )
     parser.epilog = _EPILOG
     add_host_arguments(parser)
     parser.add_argument(
         "--no-allreduce", action="store_true", help="skip the allreduce over all ranks"
+    )
+    parser.add_argument(
+        "--no-import",
+        action="store_true",
+        help="do not import the framework of Keras' backend on the hosts, which takes seconds",
     )
     parser.add_argument(
         "--report",
@@ -122,7 +128,14 @@ def _check_hosts(
     from hvdtrain.check.survey import measure_allreduce, probe_hosts
 
     wants_report = arguments.report is not None
-    launcher, answers = probe_hosts(ranks, os.environ, method=method, ssh=ssh, details=wants_report)
+    launcher, answers = probe_hosts(
+        ranks,
+        os.environ,
+        method=method,
+        ssh=ssh,
+        details=wants_report,
+        imports=not arguments.no_import,
+    )
     if launcher.facts is None:
         message = launcher.failure.message if launcher.failure else ""
         error = f"the probe of this host failed: {message}"
@@ -211,7 +224,8 @@ def _versions(launcher: Answer, answers: Sequence[Answer]) -> str:
     """
     facts = [facts for _, facts in answered([launcher, *answers])]
     shared = []
-    for title, version in VERSIONS.items():
+    backend = launcher.facts.backend if launcher.facts else ""
+    for title, version in versions_for(backend).items():
         versions = {version(one) for one in facts}
         if len(versions) == 1 and (only := versions.pop()):
             shared.append(only if title == MPI else f"{title} {only}")

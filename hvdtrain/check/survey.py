@@ -38,7 +38,7 @@ from hvdtrain.remote.remote_probe import (
 
 __all__ = ["allreduce_problem", "measure_allreduce", "probe_hosts"]
 
-# A probe takes at most 16 s; the rest is for ssh or srun.
+# A probe takes at most 26 s; the rest is for ssh or srun.
 ANSWER_TIMEOUT_S = 40.0
 END_TIMEOUT_S = 2.0
 MAX_PROBES = 64
@@ -58,6 +58,7 @@ def probe_hosts(
     method: Method,
     ssh: Sequence[str] = (),
     details: bool = False,
+    imports: bool = True,
 ) -> tuple[Answer, list[Answer]]:
     """Probe this host and all ``hosts`` at the same time.
 
@@ -67,6 +68,7 @@ def probe_hosts(
         method: How to start a program on a host.
         ssh: Options of ssh.
         details: Whether to collect details for a report.
+        imports: Whether to import the framework of Keras' backend on each host.
 
     Returns:
         The answer of this host, and the answers of ``hosts`` in their order.
@@ -86,6 +88,7 @@ def probe_hosts(
             token=token,
             port=listener.getsockname()[1],
             details=details,
+            imports=imports,
         )
         with ThreadPoolExecutor(max_workers=min(MAX_PROBES, 1 + len(remote))) as pool:
             local = pool.submit(_probe, "", "local", request, remote[:1], environ, ssh)

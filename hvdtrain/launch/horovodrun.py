@@ -262,7 +262,6 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
 
 
 _INSTALL = {
-    "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
     "Keras": "python -m pip install keras",
     "mpi4py": "python -m pip install mpi4py",
 }
@@ -274,10 +273,13 @@ def check_build(environ: Mapping[str, str]) -> str:
 
     from hvdtrain.launch.commands import find_mpirun
     from hvdtrain.remote import host_probe
+    from hvdtrain.remote.keras_frameworks import FRAMEWORKS
 
     versions = host_probe.installed_versions()
-    mpi4py, tensorflow, keras = map(versions.get, ("mpi4py", "tensorflow", "keras"))
+    mpi4py, keras = map(versions.get, ("mpi4py", "keras"))
     remedies = [f"{what}: {how}" for what, how in _INSTALL.items() if what.lower() not in versions]
+    if not versions.keys() & FRAMEWORKS.keys():
+        remedies.insert(0, f"TensorFlow: {FRAMEWORKS['tensorflow'].install}")
     mpirun = nccl = ""
     try:
         found = find_mpirun(Path(sys.executable).parent, environ)
@@ -293,7 +295,10 @@ def check_build(environ: Mapping[str, str]) -> str:
         f"hvdtrain v{versions['hvdtrain']}:",
         "",
         "Available Frameworks:",
-        _line("TensorFlow", bool(tensorflow), tensorflow),
+        *(
+            _line(framework.title, name in versions, versions.get(name))
+            for name, framework in FRAMEWORKS.items()
+        ),
         _line("Keras", bool(keras), keras),
         "",
         "Available Controllers:",

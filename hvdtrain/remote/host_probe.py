@@ -27,8 +27,10 @@ from typing import Any
 from hvdtrain.cluster.gpus import GpuReader, GpuState, read_states, visible_states
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import host_id
+from hvdtrain.config.keras_backend import configured_backend
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library
+from hvdtrain.remote.keras_frameworks import FRAMEWORKS, IMPORT_TIMEOUT_S, count_gpus
+from hvdtrain.remote.run_capture import find_mpi_library
 
 __all__ = ["MARK", "HostFacts", "ProbeRequest", "installed_versions", "main", "read_facts"]
 
@@ -45,7 +47,7 @@ SIOCGIFADDR = 0x8915
 # Packages to report, and the distributions that provide each.
 _DISTRIBUTIONS = {
     "hvdtrain": ("hvdtrain",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tensorflow-aarch64"),
+    **{name: framework.distributions for name, framework in FRAMEWORKS.items()},
     "keras": ("keras",),
     "mpi4py": ("mpi4py",),
 }
@@ -64,6 +66,7 @@ class ProbeRequest:
         addresses: Addresses of the launcher on its route to this host.
         port: Port on which the launcher listens; 0 if it does not listen.
         details: Whether to collect the details for ``hvdtrain check --report``.
+        imports: Whether to import the framework of Keras' backend.
     """
 
     names: tuple[str, ...] = ()
@@ -73,6 +76,7 @@ class ProbeRequest:
     addresses: tuple[str, ...] = ()
     port: int = 0
     details: bool = False
+    imports: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,9 @@ class HostFacts:
         ended_s: The host's clock at the end of the probe.
         python: Version of Python.
         versions: Versions of the installed packages, keyed by name.
+        backend: The backend that Keras uses.
+        backend_gpus: Number of GPUs that the backend's framework sees.
+        backend_error: Why the backend's framework can't be imported.
         mpi: Name and version of the MPI library that mpi4py loads.
         mpi_error: Why mpi4py can't load an MPI library.
         folder: Whether this host has the launcher's working directory: ``same`` (it is shared),
@@ -111,6 +118,9 @@ class HostFacts:
     ended_s: float = 0.0
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+    backend_gpus: int | None = None
+    backend_error: str = ""
     mpi: str = ""
     mpi_error: str = ""
     folder: str = ""
@@ -163,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts: dict[str, Any] = {"started_s": started_s, "python": platform.python_version()}
     pool = ThreadPoolExecutor(len(_PARTS))
     parts = {name: pool.submit(part, request) for name, part in _PARTS.items()}
-    wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
+    wait(parts.values(), timeout=IMPORT_TIMEOUT_S + 1.0)
     errors: dict[str, str] = {}
     for name, part in parts.items():
         if not part.done():
@@ -181,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of hvdtrain, TensorFlow, Keras and mpi4py.
+    """Return the versions of hvdtrain, Keras, its frameworks and mpi4py.
 
     Packages that are not installed are left out.
     """
@@ -207,6 +217,16 @@ def _mpi(request: ProbeRequest) -> dict[str, Any]:
         return {"mpi": find_mpi_library()}
     except LaunchError as error:
         return {"mpi_error": str(error)}
+
+
+def _framework(request: ProbeRequest) -> dict[str, Any]:
+    backend = configured_backend(os.environ)
+    if not request.imports or backend not in set(installed_versions()) & set(FRAMEWORKS):
+        return {}
+    try:
+        return {"backend_gpus": count_gpus(backend)}
+    except LaunchError as error:
+        return {"backend_error": str(error)}
 
 
 def _folder(request: ProbeRequest) -> dict[str, Any]:
@@ -312,7 +332,11 @@ def _speed_mbit(interface: str) -> int | None:
 _PARTS: dict[str, Callable[[ProbeRequest], dict[str, Any]]] = {
     "machine": lambda request: {"machine": host_id()},
     "load": lambda request: {"cores": available_cores(), "load": round(os.getloadavg()[0], 2)},
-    "versions": lambda request: {"versions": installed_versions()},
+    "versions": lambda request: {
+        "versions": installed_versions(),
+        "backend": configured_backend(os.environ),
+    },
+    "import of Keras' backend": _framework,
     "MPI": _mpi,
     "folder": _folder,
     "GPUs": _gpus,

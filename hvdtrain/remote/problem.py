@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import parse_hosts
@@ -22,6 +22,7 @@ __all__ = [
     "failure_problems",
     "format_bytes",
     "format_problem",
+    "hosts_by",
     "problem_state",
 ]
 
@@ -146,6 +147,14 @@ def format_bytes(count: int) -> str:
 def answered(answers: Sequence[Answer]) -> list[tuple[str, HostFacts]]:
     """Return the hosts that answered, with their facts."""
     return [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
+
+
+def hosts_by(answers: Sequence[Answer], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
+    """Group the hosts by the value of a fact, leaving out hosts that did not answer."""
+    groups: dict[str, list[str]] = {}
+    for host, facts in answered(answers):
+        groups.setdefault(value(facts), []).append(host)
+    return groups
 
 
 def failure_problems(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import is_this_host
+from hvdtrain.config.keras_backend import KERAS_BACKEND
 from hvdtrain.remote.host_probe import HostFacts, read_facts
 
 __all__ = [
@@ -44,6 +45,7 @@ FailureKind = Literal[
 # Variables that a remote program needs to load the same libraries as a rank.
 _VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *(KERAS_BACKEND, "KERAS_HOME", "JAX_PLATFORMS"),
 )
 _CONNECT_TIMEOUT_S = 10
 _SSH_FAILED = 255

@@ -25,6 +25,7 @@ def facts(name: str, **changes: Any) -> HostFacts:
         ended_s=101.0,
         python="3.11.7",
         versions=VERSIONS,
+        backend="tensorflow",
         mpi="Open MPI v5.0.11",
         folder="same",
         memlock_bytes=-1,

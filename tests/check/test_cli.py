@@ -98,6 +98,7 @@ def test_gpus(run_command, fake_driver: FakeDriver) -> None:
     done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": None})
     assert done.returncode == 1, done
     assert " 2 NVIDIA H100/NVIDIA T4 " in done.stdout
+    assert "problem on localhost: TensorFlow sees none of its 2 GPUs" in done.stdout
     name = f"GPU 0 (NVIDIA H100, {uuid_of('a')})"
     for line in (
         "problem on localhost: it has 2 GPUs for 3 ranks",
@@ -109,7 +110,7 @@ def test_gpus(run_command, fake_driver: FakeDriver) -> None:
     ):
         assert line in done.stdout, done
     # One rank on the faultless GPU.
-    argv = [*CHECK, "--no-allreduce", "-np", "1"]
+    argv = [*CHECK, "--no-allreduce", "--no-import", "-np", "1"]
     done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": "GPU-b"})
     assert done.returncode == 0, done
     assert " 1 NVIDIA T4 " in done.stdout
@@ -118,21 +119,21 @@ def test_gpus(run_command, fake_driver: FakeDriver) -> None:
 
 def test_a_failure_of_cuda(run_command, fake_driver: FakeDriver) -> None:
     driver = fake_driver.environ(f"cuda 802\n{_GPUS}")
-    argv = [*CHECK, "--no-allreduce"]
+    argv = [*CHECK, "--no-allreduce", "--no-import"]
     done = run_command(argv, timeout_s=60, env={**driver, "CUDA_VISIBLE_DEVICES": None})
     assert done.returncode == 1, done
     assert "problem on localhost: CUDA fails: system not yet initialized (code 802)" in done.stdout
 
 
 def test_no_allreduce_and_no_files_left(run_command, tmp_path: Path) -> None:
-    done = run_command([*CHECK, "--no-allreduce"], timeout_s=60)
+    done = run_command([*CHECK, "--no-allreduce", "--no-import"], timeout_s=60)
     assert done.returncode == 0, done
     assert "allreduce" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_mpi_that_can_not_be_loaded_is_a_problem(run_command) -> None:
-    done = run_command([*CHECK], timeout_s=60, env={"MPI4PY_MPIABI": "nonsense"})
+    done = run_command([*CHECK, "--no-import"], timeout_s=60, env={"MPI4PY_MPIABI": "nonsense"})
     assert done.returncode == 1, done
     assert "problem on localhost: MPI is missing" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("not ready to train: 1 problem on localhost")
@@ -140,10 +141,37 @@ def test_an_mpi_that_can_not_be_loaded_is_a_problem(run_command) -> None:
 
 @pytest.mark.mpi
 def test_an_allreduce_that_fails_is_a_problem(run_command) -> None:
-    done = run_command([*CHECK], timeout_s=60, env={"OMPI_MCA_pml": "nonsense"})
+    done = run_command([*CHECK, "--no-import"], timeout_s=60, env={"OMPI_MCA_pml": "nonsense"})
     assert done.returncode == 1, done
     assert "problem: each host is ready, but an allreduce over all" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("not ready to train: 1 problem")
+
+
+@pytest.mark.mpi
+def test_jax_as_backend(run_command, environment, tmp_path: Path) -> None:
+    """TensorFlow may be missing, and JAX may be missing or broken."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['tensorflow'] = None")
+    env = {"KERAS_BACKEND": "jax", "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    argv = [str(environment("jax")), *CHECK[1:]]
+    done = run_command([*argv, "--report", "report.txt"], timeout_s=60, env=env)
+    assert done.returncode == 0, done
+    assert "allreduce over 2 ranks (shared_memory): 4.0 MB in" in done.stdout
+    assert ", JAX 0." in done.stdout
+    assert "TensorFlow" not in done.stdout
+    report = (tmp_path / "report.txt").read_text()
+    assert "== localhost: Keras' backend ==\njax: sees 0 GPUs\n" in report
+    assert "\nKERAS_BACKEND=jax\n" in report
+
+    (tmp_path / "jax.py").write_text("raise ImportError('no jaxlib')")
+    done = run_command(argv, timeout_s=60, env=env)
+    assert done.returncode == 1, done
+    assert "problem on localhost: JAX can't be imported (ImportError: no jaxlib)" in done.stdout
+    (tmp_path / "jax.py").unlink()
+
+    done = run_command([*CHECK], timeout_s=60, env=env)
+    assert done.returncode == 1, done
+    assert "problem on localhost: JAX is missing" in done.stdout
+    assert 'fix: python -m pip install "hvdtrain[jax]"; ' in done.stdout
 
 
 USAGE_ERRORS = {
@@ -232,7 +260,8 @@ def test_the_probe_imports_nothing_heavy() -> None:
 
 
 def check(cluster: Cluster, *argv: str, host: str | None = None) -> Completed:
-    return cluster.run([*CHECK, *argv], host=host, timeout_s=80)
+    # On the cluster's four hosts, which share two cores, importing TensorFlow takes long.
+    return cluster.run([*CHECK, "--no-import", *argv], host=host, timeout_s=80)
 
 
 @pytest.mark.cluster
@@ -327,12 +356,14 @@ class TestCluster:
         assert "allreduce over 4 ranks (shared_memory)" in done.stdout
 
     def test_a_folder_that_is_not_shared(self, cluster: Cluster) -> None:
-        done = cluster.run([*CHECK, "--no-allreduce", "-H", "node1"], timeout_s=60, cwd="/tmp")
+        done = cluster.run(
+            [*CHECK, "--no-allreduce", "--no-import", "-H", "node1"], timeout_s=60, cwd="/tmp"
+        )
         assert done.returncode == 0, done
         assert "warning on node1: the working directory exists there, but" in done.stdout
 
     def test_under_slurm(self, cluster: Cluster) -> None:
-        argv = ["salloc", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", *CHECK]
+        argv = ["salloc", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", *CHECK, "--no-import"]
         done = cluster.run(argv, timeout_s=80)
         assert done.returncode == 0, done
         assert set(states(done).values()) <= set(READY)
@@ -340,7 +371,7 @@ class TestCluster:
         assert "allreduce over 4 ranks (shared_memory)" in done.stdout
 
     def test_under_slurm_without_the_python(self, cluster: Cluster) -> None:
-        argv = ["salloc", "--nodes=2", "--nodelist=node1,node2", *CHECK]
+        argv = ["salloc", "--nodes=2", "--nodelist=node1,node2", *CHECK, "--no-import"]
         with bound(cluster, "node2", empty_folder(cluster), f"{sys.prefix}/bin"):
             done = cluster.run(argv, timeout_s=80)
         assert done.returncode == 1, done

@@ -81,6 +81,24 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
         True,
         "CUDA_VISIBLE_DEVICES=-1",
     ),
+    "another backend": (
+        {"backend": "jax"},
+        "Keras' backend differs: tensorflow on a; jax on b",
+        True,
+        "export KERAS_BACKEND=tensorflow",
+    ),
+    "no import": (
+        {"backend_error": "ImportError: libcudart.so"},
+        "TensorFlow can't be imported (ImportError: libcudart.so)",
+        True,
+        'python -c "import tensorflow"',
+    ),
+    "GPUs that the framework does not see": (
+        {"gpus": (GPU, GPU), "backend_gpus": 0},
+        "TensorFlow sees none of its 2 GPUs",
+        True,
+        "hvdtrain[gpu]",
+    ),
     "part failed": (
         {"errors": {"folder": "no answer in time"}},
         "this could not be checked: folder (no answer in time)",
@@ -190,6 +208,12 @@ def test_a_slow_answer_is_not_a_clock_offset() -> None:
 
 
 WITHOUT_TENSORFLOW = {name: text for name, text in VERSIONS.items() if name != "tensorflow"}
+# Builds of one version don't differ, and neither do frameworks that aren't in use.
+ON_TORCH = {
+    "backend": "torch",
+    "versions": {**WITHOUT_TENSORFLOW, "torch": "2.13.0+cpu", "jax": "0.10.2"},
+}
+OLDER_TORCH = {**VERSIONS, "torch": "2.3.0"}
 # Facts of the launcher and of the hosts, affected hosts, summary, part of the remedy.
 DIFFERENCES: dict[str, tuple[dict[str, Any], list[Answer], tuple[str, ...], str, str]] = {
     "one host differs": (
@@ -227,6 +251,21 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], list[Answer], tuple[str, ...], str,
         "TensorFlow is missing",
         'pip install "hvdtrain[cpu]"',
     ),
+    "framework in use": (
+        ON_TORCH,
+        [answer("a", **ON_TORCH), answer("b", **{**ON_TORCH, "versions": OLDER_TORCH})],
+        ("b",),
+        "PyTorch differs: 2.13.0 on a; 2.3.0 on b",
+        "there: python -m pip install torch==2.13.0",
+    ),
+    "framework in use missing everywhere": (
+        {"backend": "jax"},
+        [answer("b", backend="jax")],
+        ("b",),
+        "JAX is missing",
+        'pip install "hvdtrain[jax]"; to compute with another framework: export '
+        "KERAS_BACKEND=tensorflow or torch",
+    ),
     "MPI can't be loaded": (
         {},
         [answer("a"), answer("b", mpi="", mpi_error="RuntimeError: cannot load MPI library")],
@@ -250,6 +289,20 @@ def test_different_versions(
     problem = the_problem(*answers, **launcher)
     assert (problem.hosts, problem.summary) == (hosts, summary)
     assert remedy in problem.remedy
+
+
+def test_other_frameworks_may_differ() -> None:
+    cuda = {"backend": "torch", "versions": {**VERSIONS, "torch": "2.13.0"}}
+    answers = [answer("a", **ON_TORCH), answer("b", **cuda)]
+    assert problems(*answers, **ON_TORCH) == []
+    assert "hvdtrain 0.1.0, PyTorch 2.13.0, Keras" in format_report(
+        answer("a", **cuda), answers, []
+    )
+
+
+def test_a_backend_that_hvdtrain_does_not_support() -> None:
+    problem = the_problem(answer("a", backend="numpy"), backend="numpy")
+    assert problem.summary == "hvdtrain does not support numpy, the backend of Keras here"
 
 
 def test_errors_come_before_warnings() -> None:

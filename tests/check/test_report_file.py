@@ -12,7 +12,7 @@ from tests.check.answers import GPU, answer, lost
 
 
 def test_a_section_per_host_and_topic() -> None:
-    launcher = answer("a", details={"system": "kernel: 6.1"})
+    launcher = answer("a", details={"system": "kernel: 6.1"}, backend_gpus=0)
     answers = [
         answer("b", details={"system": "kernel: 5.15", "GPUs": "none"}),
         lost("c", "refused"),
@@ -22,9 +22,11 @@ def test_a_section_per_host_and_topic() -> None:
         "Report of hvdtrain check, 1970-01-01 00:01:40 UTC\ncommand: hvdtrain check\n\n"
         "== check ==\nready to train\n\n"
         "== a: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== a: Keras' backend ==\ntensorflow: sees 0 GPUs\n\n"
         "== a: GPUs for ranks ==\nnone\n\n"
         "== a: system ==\nkernel: 6.1\n\n"
         "== b: MPI ==\nOpen MPI v5.0.11\n\n"
+        "== b: Keras' backend ==\ntensorflow: not imported\n\n"
         "== b: GPUs for ranks ==\nnone\n\n"
         "== b: system ==\nkernel: 5.15\n\n"
         "== b: GPUs ==\nnone\n\n"
@@ -35,7 +37,7 @@ def test_a_section_per_host_and_topic() -> None:
 def test_the_launcher_appears_once_and_missing_details_are_explained() -> None:
     broken = answer("a", mpi="", mpi_error="no MPI", errors={"details": "no answer in time"})
     text = format_report_file("", broken, [broken, answer("b")], command="")
-    assert text.count("== a: ") == 3
+    assert text.count("== a: ") == 4
     assert "== a: MPI ==\nno MPI" in text
     assert "== a: details ==\nno answer in time" in text
     assert "== b: details ==\nthe host has a different hvdtrain" in text
@@ -55,7 +57,7 @@ def test_gpus() -> None:
 
 def test_the_report_of_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.txt"
-    main(["check", "--no-allreduce", "--report", str(path)])
+    main(["check", "--no-allreduce", "--no-import", "--report", str(path)])
     shown = capsys.readouterr().out
     *_, conclusion, note = shown.splitlines()
     assert note == f"report: {path} (it contains host names and addresses)"

@@ -311,13 +311,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("hvdtrain ")
 
 
-VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "mpi4py": "4.1.2"}
+VERSIONS = {"torch": "2.13.0", "keras": "3.15.1", "mpi4py": "4.1.2"}
 
 COMPLETE = """\
 hvdtrain v0.1.0:
 
 Available Frameworks:
-    [X] TensorFlow (2.21.0)
+    [ ] TensorFlow
+    [X] PyTorch (2.13.0)
+    [ ] JAX
     [X] Keras (3.15.1)
 
 Available Controllers:
@@ -336,6 +338,8 @@ hvdtrain v0.1.0:
 
 Available Frameworks:
     [ ] TensorFlow
+    [ ] PyTorch
+    [ ] JAX
     [ ] Keras
 
 Available Controllers:
