@@ -91,6 +91,7 @@ THIRD_PARTY = {
     "keras": _OF_TENSORFLOW,
     "mpi4py": {"collectives"},
     "torch": {"frameworks", "compat"},
+    "jax": {"frameworks"},
 }
 
 
@@ -243,8 +244,8 @@ def test_public_names_of_the_package() -> None:
 def test_names_in_all_exist() -> None:
     for path in MODULES:
         name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-        if "torch" in name.split("."):
-            continue  # PyTorch is in an environment of its own, see tests/compat/horovod/torch
+        if {"torch", "jax"} & set(name.split(".")):
+            continue  # in environments of their own, see tests/frameworks and tests/compat
         module = importlib.import_module(name.removesuffix(".__init__"))
         for public in getattr(module, "__all__", []):
             assert hasattr(module, public), f"{name}.__all__ lists {public}"

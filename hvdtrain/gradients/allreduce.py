@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.frameworks.tensorflow.differentiable_ops import allgather
-from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, operation_label, run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import Arrays, operation_label, run_on_host
 from hvdtrain.frameworks.variable_names import member_name
 from hvdtrain.gradients.array_reduction import (
     TensorOp,

@@ -19,7 +19,7 @@ from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
-from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import Arrays, run_on_host
 from hvdtrain.frameworks.variable_names import renumbered, variable_name
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type

@@ -24,7 +24,7 @@ from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, choose_op
 from hvdtrain.frameworks.tensorflow import differentiable_ops
 from hvdtrain.frameworks.tensorflow.differentiable_ops import any_rows, differentiable
-from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, operation_label, run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import Arrays, operation_label, run_on_host
 from hvdtrain.frameworks.variable_names import member_name
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale

@@ -29,7 +29,7 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.fusion import fill_buckets
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import CollectiveError, HvdtrainError
-from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import Arrays, run_on_host
 from hvdtrain.private_api import tensorflow as private_tensorflow
 
 __all__ = ["GROUP_KEY", "DeviceCollectives"]

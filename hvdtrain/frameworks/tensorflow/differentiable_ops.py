@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.frameworks.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import Arrays, run_on_host
 
 __all__ = ["allgather", "any_rows", "differentiable", "stack_ranks"]
 

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.frameworks.tensorflow import graph_order
-from hvdtrain.frameworks.tensorflow.numpy_op import run_on_host
+from hvdtrain.frameworks.tensorflow.tensors import run_on_host
 
 
 class Program:

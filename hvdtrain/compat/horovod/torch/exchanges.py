@@ -25,7 +25,7 @@ from hvdtrain.compat.horovod.torch.operations import (
     waiting,
 )
 from hvdtrain.compat.horovod.torch.reductions import allreduce_async
-from hvdtrain.frameworks.torch import array_of, tensor_of
+from hvdtrain.frameworks.torch.tensors import array_of, tensor_of
 
 __all__ = [
     "allgather",

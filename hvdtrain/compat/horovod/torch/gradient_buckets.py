@@ -16,7 +16,7 @@ from hvdtrain.compat.horovod.torch.call_queue import calls
 from hvdtrain.compat.horovod.torch.compression import Compression, Compressor
 from hvdtrain.compat.horovod.torch.operations import Handle
 from hvdtrain.compat.horovod.torch.reductions import sparse_allreduce_async
-from hvdtrain.frameworks.torch import array_of, tensor_of
+from hvdtrain.frameworks.torch.tensors import array_of, tensor_of
 from hvdtrain.gradients.array_reduction import reduce_arrays
 from hvdtrain.gradients.buckets import Groups, check_groups, divide
 from hvdtrain.gradients.gradient_checks import Signature, Signatures

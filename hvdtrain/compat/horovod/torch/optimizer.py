@@ -20,7 +20,7 @@ from hvdtrain.compat.horovod.reduction_arguments import Adasum, Average, ReduceO
 from hvdtrain.compat.horovod.torch.call_queue import calls
 from hvdtrain.compat.horovod.torch.compression import Compression, Compressor
 from hvdtrain.compat.horovod.torch.gradient_buckets import GradientBuckets, GradientOptions
-from hvdtrain.frameworks.torch import array_of, tensor_of
+from hvdtrain.frameworks.torch.tensors import array_of, tensor_of
 from hvdtrain.gradients.array_reduction import reduce_arrays
 from hvdtrain.gradients.buckets import Groups
 

@@ -30,7 +30,7 @@ from hvdtrain.compat.horovod.torch.operations import (
     synchronize,
     waiting,
 )
-from hvdtrain.frameworks.torch import array_of, tensor_of
+from hvdtrain.frameworks.torch.tensors import array_of, tensor_of
 from hvdtrain.gradients.array_reduction import gradient_share, reduce_arrays, scale
 
 __all__ = [

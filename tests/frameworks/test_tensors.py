@@ -1,0 +1,20 @@
+"""The same checks for the functions of each framework, in a process with this framework."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY
+
+PROGRAM = REPOSITORY / "tests" / "frameworks" / "tensor_cases.py"
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "torch", "jax"])
+def test_cases(name: str, environment, run_command) -> None:
+    python = sys.executable if name == "tensorflow" else environment(name)
+    done = run_command([python, "-P", PROGRAM, name], timeout_s=100)
+    assert done.returncode == 0, done
+    # No other framework was imported.
+    assert done.stdout.splitlines()[-1] == "loaded:", done
