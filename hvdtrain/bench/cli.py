@@ -14,10 +14,19 @@ from typing import Any
 
 from hvdtrain.bench.options import BENCHMARKS, add_options
 from hvdtrain.cluster.topology import read_topology
+from hvdtrain.config.keras_backend import KERAS_BACKEND, configured_backend
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.hosts import whole_number
 
 __all__ = ["add_arguments", "measure_here", "run"]
+
+# For TensorFlow, PyTorch and JAX, which read these when they are imported.
+ONE_THREAD = {
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "NPROC": "1",
+}
 
 _EPILOG = """\
 Outside MPI the command starts its ranks on this host. Inside a job (mpirun, srun, hvdtrain run) it
@@ -27,8 +36,9 @@ uses the job's ranks:
   mpirun -np 16 --hostfile hosts hvdtrain bench allreduce
   hvdtrain run --elastic -np 4 -- hvdtrain bench recovery
 
-The last table compares the figures with targets for an idle machine. The exit code is 0 even if a
-target is missed. docs/performance.md explains the figures, and docs/scaling.md explains predict.
+Keras uses the backend that KERAS_BACKEND or keras.json selects. The last table compares the figures
+with targets for an idle machine. The exit code is 0 even if a target is missed. docs/performance.md
+explains the figures, and docs/scaling.md explains predict.
 """
 
 
@@ -64,6 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     name: str = arguments.benchmark
     options = _options(arguments)
     usual_ranks = BENCHMARKS[name].usual_ranks
+    backend = configured_backend(os.environ)
+    if BENCHMARKS[name].needs_tensorflow and backend != "tensorflow":
+        raise ConfigurationError(
+            f"{name} needs Keras' TensorFlow backend, got {backend}; set "
+            f"{KERAS_BACKEND}=tensorflow."
+        )
     if not usual_ranks:
         measure_here(name, options)
         return 0
@@ -107,6 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure_here(name: str, options: Mapping[str, Any]) -> None:
     """Run a benchmark in this process, on all ranks of its job."""
+    if name == "training":
+        # With more threads, a rank alone would use the cores of all ranks.
+        os.environ.update(ONE_THREAD)
     module = importlib.import_module(f"hvdtrain.bench.measure_{name}")
     module.measure(BENCHMARKS[name](**options))
 

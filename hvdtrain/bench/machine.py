@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from hvdtrain.cluster.placement import available_cores
+from hvdtrain.config.keras_backend import configured_backend
 from hvdtrain.text import plural
 from hvdtrain.version import __version__
 
@@ -19,7 +20,7 @@ __all__ = [
     "resident_shared_bytes",
 ]
 
-_LIBRARIES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py")
+_LIBRARIES = ("tensorflow", "tensorflow-cpu", "torch", "jax", "keras", "numpy", "mpi4py")
 
 
 def describe_machine() -> dict[str, object]:
@@ -32,6 +33,7 @@ def describe_machine() -> dict[str, object]:
         "cores": available_cores(),
         "memory_bytes": pages,
         "load": round(os.getloadavg()[0], 2),
+        "keras_backend": configured_backend(os.environ),
         "libraries": {
             "hvdtrain": __version__,
             "python": platform.python_version(),
@@ -49,7 +51,7 @@ def machine_line(machine: dict[str, object]) -> str:
     cores = plural(int(str(machine["cores"])), "core")
     return (
         f"{machine['processor']}, {cores}, {memory_bytes / 2**30:.0f} GiB; "
-        f"load {machine['load']} at the start\n{versions}"
+        f"load {machine['load']} at the start\n{versions}; Keras on {machine['keras_backend']}"
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from hvdtrain.bench.options import StartupOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.start_program import MARK
+from hvdtrain.config.keras_backend import configured_backend
 from hvdtrain.errors import LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
 from hvdtrain.launch.commands import Mpirun, find_mpirun
@@ -25,7 +26,7 @@ __all__ = ["bare_command", "measure"]
 
 MAX_EXTRA_S = 0.3
 START_TIMEOUT_S = 300.0
-IMPORT, INIT = "import_tensorflow_s", "init_s"
+IMPORT, INIT = "import_framework_s", "init_s"
 EMPTY, PROBE = "python -c pass", "hvdtrain.init()"
 LESS_IMPORT = f"{PROBE}, less import"
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -128,14 +129,14 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
     report.print(f"\nduration of the command, {starts} each, alternating")
     report.print_table(["program", "launcher", "median", "best"], cells, left=(0, 1))
     report.print(
-        "less import: duration minus the slowest rank's import of TensorFlow. The import varies\n"
-        "most, and does not depend on the launcher."
+        "less import: duration minus the slowest rank's import of the framework. The import\n"
+        "varies most, and does not depend on the launcher."
     )
     report.add(hvdtrain_run_s=run.whole_s, mpirun_s=plain.whole_s)
 
 
 def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
-    names = {IMPORT: "import tensorflow", INIT: "hvdtrain.init() afterwards"}
+    names = {IMPORT: f"import {configured_backend(os.environ)}", INIT: "hvdtrain.init() afterwards"}
     rows = [
         [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()
     ]

@@ -77,10 +77,12 @@ class Options:
     """Options of every benchmark.
 
     ``usual_ranks`` is the default number of ranks, or 0 if the benchmark starts no ranks.
+    ``needs_tensorflow`` is true if the benchmark only works on Keras' TensorFlow backend.
     """
 
     summary: ClassVar[str]
     usual_ranks: ClassVar[int] = 2
+    needs_tensorflow: ClassVar[bool] = False
     json: str = _option("", "also write all results to FILE", metavar="FILE")
 
 
@@ -136,6 +138,7 @@ class ServersOptions(Options):
 
     summary = "updates per second and memory of a parameter server"
     usual_ranks = 3  # two workers and a server
+    needs_tensorflow = True
     updates: int = _count(50, "updates of each worker per run")
     runs: int = _count(20, "runs per number of workers")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import time
+
+from hvdtrain.config.keras_backend import configured_backend
 
 __all__ = ["MARK", "main"]
 
@@ -11,10 +15,12 @@ MARK = "hvdtrain-start-probe "
 
 
 def main() -> None:
-    """Import TensorFlow and start hvdtrain. The chief prints the slowest rank's times as JSON."""
-    times_s = [time.perf_counter()]
-    import tensorflow  # noqa: F401
+    """Import the framework of Keras' backend, and start hvdtrain.
 
+    The chief prints the slowest rank's times as JSON.
+    """
+    times_s = [time.perf_counter()]
+    importlib.import_module(configured_backend(os.environ))
     times_s.append(time.perf_counter())
     import hvdtrain
 
@@ -25,7 +31,7 @@ def main() -> None:
     from hvdtrain import world
 
     parts = world.collectives().allreduce(np.diff(times_s), "max", name="hvdtrain bench")
-    names = ("import_tensorflow_s", "init_s")
+    names = ("import_framework_s", "init_s")
     if hvdtrain.is_chief():
         print(MARK + json.dumps(dict(zip(names, map(float, parts)))), flush=True)
 

@@ -79,6 +79,14 @@ def test_startup_inside_a_job_is_an_error(
     assert "startup can't run inside a job" in capsys.readouterr().err
 
 
+def test_servers_needs_tensorflow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert main(["bench", "servers"]) == 2
+    assert "servers needs Keras' TensorFlow backend, got jax" in capsys.readouterr().err
+
+
 def test_np_other_than_the_size_of_the_job_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +128,7 @@ def test_allreduce_measures_each_size(run_command, mpirun, tmp_path: Path) -> No
     assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "only the chief prints"
     results = json.loads(path.read_text())
     assert results["ranks"] == 2
+    assert results["machine"]["keras_backend"] == "tensorflow"
     assert [row["bytes"] for row in results["sizes"]] == [4, 16, 64, 256, 1024, 4096]
     for row in results["sizes"]:
         assert row["engine"] == "shared_memory"
