@@ -53,6 +53,7 @@ except (ImportError, AttributeError) as error:
     raise KERAS.missing(error) from error
 
 __all__ = [
+    "BUILDS_IN_STEPS",
     "HOOKS",
     "KERAS",
     "NOT_STATE",
@@ -108,9 +109,10 @@ __all__ = [
     "warn_of_interruption",
 ]
 
-# Keras calls its symbolic build by another name with TensorFlow.
 _IN_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
+BUILDS_IN_STEPS = _IN_TENSORFLOW
+"""Whether ``fit`` leaves it to the first step to build losses, metrics and unbuilt models."""
 SYMBOLIC_BUILD = "_maybe_symbolic_build" if _IN_TENSORFLOW else "_symbolic_build"
 """Name of the model's method that ``fit`` calls with the argument ``iterator``."""
 

@@ -9,18 +9,19 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
+    BUILDS_IN_STEPS,
     RESULTS,
     SYMBOLIC_BUILD,
     build_symbolically,
     split_validation,
 )
+from hvdtrain.trainer.backends.interface import Averaging, Steps
 from hvdtrain.trainer.callback_list import (
     CHIEF_ONLY,
     ChiefFailover,
@@ -37,13 +38,11 @@ from hvdtrain.trainer.joint_results import (
     join_predictions,
     joint_metrics,
     metric_results,
-    recording_rows,
+    result_array,
 )
 from hvdtrain.trainer.learning_rate import WarmUp
-from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.trainer.membership import ChangeCallback, Membership
 from hvdtrain.trainer.model_parts import optimizers_of, overrides
-from hvdtrain.trainer.model_steps import ModelSteps
 from hvdtrain.trainer.model_sync import broadcast_model, check_equal
 from hvdtrain.trainer.optimizer_patch import accumulates, is_distributed
 from hvdtrain.trainer.saving.checkpoint_callback import (
@@ -100,8 +99,10 @@ class FitLoop:
 
     Args:
         inputs: Shards the training data.
-        reducer: Averages gradients. If TensorFlow replaces an error of hvdtrain by a different
+        reducer: Averages gradients. If the backend replaces an error of hvdtrain by a different
             error, the reducer stores the first error.
+        steps: The model's steps.
+        hidden_errors: Types of the errors by which the backend replaces errors of hvdtrain.
         whole: Shards the data of ``evaluate`` and ``predict``. The default is ``inputs``.
         begin: Copies the chief's state to all ranks when training begins.
         begin_session: Function to call instead of ``saving.checkpoint_callback.begin_session``.
@@ -117,11 +118,12 @@ class FitLoop:
         membership: Membership,
         inputs: FitInputs,
         reducer: GradientReducer,
-        steps: ModelSteps,
+        steps: Steps,
+        hidden_errors: tuple[type[Exception], ...],
         whole: FitInputs | None = None,
         begin: Callable[[], None] | None = None,
         begin_session: Callable[[], CheckpointSession] | None = None,
-        averaging: WeightAveraging | None = None,
+        averaging: Averaging | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
@@ -133,15 +135,16 @@ class FitLoop:
         self._own_session = begin_session
         self._averaging = averaging
         self._steps = steps
+        self._hidden_errors = hidden_errors
         self._optimizers = optimizers_of(model)
         self._number = collectives.sections  # identifies the model within the program
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
-        self._make_predict_function = model.make_predict_function
         self._results = getattr(model, RESULTS)
         self._symbolic_build = getattr(model, SYMBOLIC_BUILD)
         self._input_wait = InputWait()
         self._validation: ShardedInput | None = None
-        self._validation_dataset: tf.data.Dataset | None = None
+        self._validation_dataset: Any = None
+        self._batch_spec: Any = None  # of the data of the running method
         self._epochs: EpochIterator | None = None  # set until Keras' iterator exists
         self._running: EpochIterator | None = None  # set within fit
         self._may_differ = False  # whether a custom train_step may have made ranks differ
@@ -299,7 +302,7 @@ class FitLoop:
             sharded = self._whole.shard(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._build(sharded)
 
-        def run(dataset: tf.data.Dataset) -> Any:
+        def run(dataset: Any) -> Any:
             if options.get(_WITHIN_FIT):
                 # Otherwise Keras would evaluate on the dataset that fit received.
                 options[_WITHIN_FIT] = dataset is self._validation_dataset
@@ -335,7 +338,7 @@ class FitLoop:
             on_predict_end=lambda logs: self._collectives.barrier(name="end of predict")
         )
 
-        def run(dataset: tf.data.Dataset) -> Any:
+        def run(dataset: Any) -> Any:
             rows.clear()
             outputs = self._run_keras(
                 self._predict,
@@ -350,14 +353,6 @@ class FitLoop:
         with report.during("prediction"):
             return self._whole.run_whole_pass(sharded, run)
 
-    def make_predict_function(self, force: bool = False) -> None:
-        """Make a predict function that passes only the model's outputs to callbacks."""
-        model = self._model
-        if model.predict_function is None or force:
-            self._make_predict_function(force)
-            rows = self._steps.predicted_rows
-            model.predict_function = recording_rows(model.predict_function, rows)
-
     def joint_results(self, logs: Any) -> Any:
         """Return the metrics over the samples of all ranks, after an epoch or an evaluation."""
         model, collectives = self._model, self._collectives
@@ -367,11 +362,8 @@ class FitLoop:
             joint = self._results(logs or model.get_metrics_result())
             if joint is not logs:
                 # Copy the results, because a user's metric may return its variable, and variables
-                # get this rank's values back below. Tensors of a finished graph can't be copied,
-                # but Keras ignores them.
-                return keras.tree.map_structure(
-                    lambda leaf: leaf if tf.is_symbolic_tensor(leaf) else tf.identity(leaf), joint
-                )
+                # get this rank's values back below.
+                return keras.tree.map_structure(result_array, joint)
             if not isinstance(logs, dict):
                 return logs
             # A custom train_step returned more than the results of the metrics.
@@ -383,8 +375,9 @@ class FitLoop:
         """Run Keras' symbolic build.
 
         ``fit`` passes its iterator to this method. The ``EpochIterator`` is attached to it here.
+        Keras would take a batch from the iterator, which may not be readable again.
         """
-        self._symbolic_build(iterator=iterator, data_batch=data_batch)
+        self._symbolic_build(data_batch=data_batch if iterator is None else self._batch_spec)
         if iterator is not None and self._epochs is not None:
             epochs, self._epochs = self._epochs, None  # the next iterator is the validation's
             epochs.attach(iterator)
@@ -460,12 +453,12 @@ class FitLoop:
         if sharded.joint_rows_known != self._steps.joint_rows_known:
             self._steps.joint_rows_known = sharded.joint_rows_known
             reset_functions(self._model)
-        batch_spec = keras.tree.map_structure(
+        self._batch_spec = keras.tree.map_structure(
             lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec.batch
         )
         try:
-            if overrides(self._model, "call"):
-                build_symbolically(self._model, batch_spec)
+            if overrides(self._model, "call") or not BUILDS_IN_STEPS:
+                build_symbolically(self._model, self._batch_spec)
         except Exception:
             # A custom train_step needn't call the model or compute metrics as Keras does.
             if not overrides(self._model, "train_step"):
@@ -475,11 +468,11 @@ class FitLoop:
     def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a method of Keras.
 
-        If TensorFlow has replaced an error of hvdtrain by its own error, raise the first error.
+        If the backend has replaced an error of hvdtrain by its own error, raise the first error.
         """
         try:
             return method(*args, **options)
-        except tf.errors.OpError as raised:
+        except self._hidden_errors as raised:
             error = self._reducer.take_error(raised)
             if error is None:
                 raise

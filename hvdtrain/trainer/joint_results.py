@@ -14,20 +14,19 @@ from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import DataError
+from hvdtrain.trainer.variables import array_of
 
 __all__ = [
-    "Predicted",
     "join_logs",
     "join_predictions",
     "joint_metrics",
     "metric_results",
-    "recording_rows",
     "reduction_of_metric",
+    "result_array",
 ]
 
 
@@ -40,7 +39,7 @@ def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
     ranks.
     """
     variables = list(model.metrics_variables)
-    own = [np.asarray(variable.numpy()) for variable in variables]
+    own = [np.array(array_of(variable)) for variable in variables]
     groups: dict[tuple[ReduceOp, np.dtype], list[int]] = {}
     for index, variable in enumerate(variables):
         reduction = reduction_of_metric(variable)
@@ -71,6 +70,20 @@ def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
     if aggregation == "sum":
         return "sum"
     return "average" if aggregation == "mean" else None
+
+
+def result_array(result: Any) -> Any:
+    """Return a copy of a metric's result as a NumPy array, and other values unchanged.
+
+    A metric may return its variable, whose value changes later.
+    """
+    value = result.value if isinstance(result, keras.Variable) else result
+    if not keras.ops.is_tensor(value):
+        return value
+    try:
+        return np.array(keras.ops.convert_to_numpy(value))
+    except NotImplementedError:  # a tensor of a finished graph, which Keras ignores
+        return value
 
 
 def metric_results(model: keras.Model) -> dict[str, np.ndarray]:
@@ -152,38 +165,6 @@ def _as_scalar(value: np.ndarray) -> Any:
     return float(value) if value.ndim == 0 else value
 
 
-class Predicted(NamedTuple):
-    """The result of a prediction step on this rank's share of the data.
-
-    Attributes:
-        outputs: The outputs of the model.
-        rows: Two numbers, int64 of shape (1, 2). The first is the number of rows that count. The
-            second is the number of rows of the batch. The first is either equal to the second, or
-            0.
-    """
-
-    outputs: Any
-    rows: Any
-
-
-def recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
-    """Return a predict function that returns only the outputs, and records the numbers of rows.
-
-    The function appends ``Predicted.rows`` of each step to the list ``rows``. If the function
-    returned these numbers too, Keras would pass them to callbacks and concatenate them like
-    outputs.
-    """
-
-    def predict(data: Any) -> Any:
-        result = function(data)
-        if not isinstance(result, Predicted):
-            return result
-        rows.append(result.rows)
-        return result.outputs
-
-    return predict
-
-
 def join_predictions(
     outputs: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
 ) -> Any:
@@ -205,25 +186,21 @@ def join_predictions(
         steps = np.tile(np.arange(len(counts)), len(all_counts) // len(counts))
         order = np.argsort(np.repeat(steps, all_counts), kind="stable")
 
-    def join(leaf: Any) -> Any:
-        if isinstance(leaf, tf.RaggedTensor):
-            return join_ragged(tf.ragged.boolean_mask(leaf, kept))
-        if not isinstance(leaf, np.ndarray):
-            raise DataError(
-                f"Predictions of type {type(leaf).__name__} can't be gathered; return dense or "
-                "ragged tensors."
-            )
-        joint = collectives.allgather(leaf[kept], name="predictions")
-        return joint if order is None else joint[order]
+    def gather(array: np.ndarray, name: str) -> np.ndarray:
+        joint: np.ndarray = collectives.allgather(array, name=name)
+        return joint
 
-    def join_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
-        # The joint tensor has the values and row lengths of all parts in rank order.
-        values = collectives.allgather(leaf.flat_values.numpy(), name="ragged predictions")
-        lengths = [
-            collectives.allgather(level.numpy(), name="row lengths of predictions")
-            for level in leaf.nested_row_lengths()
-        ]
-        joint = tf.RaggedTensor.from_nested_row_lengths(values, lengths)
-        return joint if order is None else tf.gather(joint, order)
+    def join(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            joint = gather(leaf[kept], "predictions")
+            return joint if order is None else joint[order]
+        if type(leaf).__name__ == "RaggedTensor":
+            from hvdtrain.trainer.backends.tensorflow.ragged import join_ragged
+
+            return join_ragged(leaf, kept, order, gather)
+        raise DataError(
+            f"Predictions of type {type(leaf).__name__} can't be gathered; return dense or ragged "
+            "tensors."
+        )
 
     return keras.tree.map_structure(join, outputs)

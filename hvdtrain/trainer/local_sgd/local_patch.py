@@ -13,14 +13,14 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.frameworks.tensorflow.xla import compiled_if_possible
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer.backends.tensorflow import choose_compute
+from hvdtrain.trainer.backends.tensorflow.model_steps import Compute, ModelSteps
 from hvdtrain.trainer.batch_normalization import synchronized_layers
-from hvdtrain.trainer.compute import Compute
 from hvdtrain.trainer.local_sgd.weight_averaging import OuterOptimizer, WeightAveraging
 from hvdtrain.trainer.loss_weights import IndependentLossWeights, ratio
 from hvdtrain.trainer.membership import Change
 from hvdtrain.trainer.model_parts import check_can_be_averaged
 from hvdtrain.trainer.model_patch import ModelPatch
-from hvdtrain.trainer.model_steps import ModelSteps
 from hvdtrain.trainer.optimizer_patch import (
     LocalUpdateMixin,
     check_inner_optimizers,
@@ -57,7 +57,8 @@ class LocalModelPatch(ModelPatch):
             mix_in_weighted_steps(leaf, LocalUpdateMixin, self._reducer)
         mark_distributed(optimizer, self._reducer)
 
-    def _make_steps(self, compute: Compute) -> ModelSteps:
+    def _make_steps(self) -> ModelSteps:
+        compute = choose_compute(self._model, self._settings, self._warn_once)
         return _LocalSteps(self._loss_weights, self._rounds, self._model, self._reducer, compute)
 
     def _on_change(self, change: Change) -> None:

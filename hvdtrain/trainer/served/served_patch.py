@@ -19,12 +19,13 @@ from hvdtrain.parameter_server.published_weights import share_memory
 from hvdtrain.parameter_server.shard_optimizer import check_optimizer, unsplittable_variables
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD
+from hvdtrain.trainer.backends.tensorflow import ERRORS, choose_compute
+from hvdtrain.trainer.backends.tensorflow.model_steps import ModelSteps
 from hvdtrain.trainer.batch_normalization import synchronized_layers
 from hvdtrain.trainer.fit_inputs import FitInputs
 from hvdtrain.trainer.fit_loop import FitLoop, reset_functions
 from hvdtrain.trainer.membership import Membership
 from hvdtrain.trainer.model_patch import ModelPatch
-from hvdtrain.trainer.model_steps import ModelSteps
 from hvdtrain.trainer.model_sync import broadcast_weights
 from hvdtrain.trainer.optimizer_patch import mark_distributed, remove_mixins
 from hvdtrain.trainer.rank_random import draw_seed, reseed_by_rank
@@ -55,7 +56,6 @@ class ServedModelPatch(ModelPatch):
         roles: Roles,
     ) -> None:
         super().__init__(model, collectives, presharded, settings)
-        self._settings = settings
         self._roles = roles
         self._serves = collectives.member in roles.servers
         # No callbacks, because a worker's learning rate does not depend on the number of ranks.
@@ -82,13 +82,14 @@ class ServedModelPatch(ModelPatch):
         shards = shard_variables(specs, len(self._roles.servers), whole)
         memory = share_memory(collectives, self._roles.servers, shards)
         weights = WorkerLossWeights(self._reducer, gathers=self._settings.gathers)
+        compute = choose_compute(model, self._settings, self._warn_once)
         job = ServedJob(
             model=model,
             collectives=collectives,
             membership=self._membership,
             messages=messages,
             reducer=self._reducer,
-            steps=ModelSteps(model, self._reducer, self._choose_compute(), weights),
+            steps=ModelSteps(model, self._reducer, compute, weights),
             settings=self._settings,
             roles=self._roles,
             specs=specs,
@@ -102,6 +103,7 @@ class ServedModelPatch(ModelPatch):
             inputs=self._inputs(collectives, self._membership, seed),
             reducer=self._reducer,
             steps=job.steps,
+            hidden_errors=ERRORS,
         )
         if self._serves:
             mark_distributed(model.optimizer, None)
@@ -117,6 +119,7 @@ class ServedModelPatch(ModelPatch):
                 inputs=self._inputs(self._alone, fit.membership, seed),
                 reducer=self._reducer,
                 steps=job.steps,
+                hidden_errors=ERRORS,
                 whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
                 begin=fit.begin,
                 begin_session=fit.session,
@@ -156,14 +159,11 @@ class ServedModelPatch(ModelPatch):
 
         hooks = {RESULTS: "joint_results", SYMBOLIC_BUILD: "symbolic_build"}
         self._replace(
-            train_step=job.steps.train,
+            **job.steps.methods(),
             train_on_batch=refuse_training,
-            test_step=job.steps.test,
-            predict_step=job.steps.predict,
             fit=fit_in_section,
             evaluate=in_current("evaluate"),
             predict=in_current("predict"),
-            make_predict_function=joint.make_predict_function,
             **{name: in_current(method) for name, method in hooks.items()},
         )
 

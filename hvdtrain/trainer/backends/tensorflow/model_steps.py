@@ -1,6 +1,6 @@
 """The steps that Keras' loops run on each batch of a rank.
 
-Most collectives of a step are called here. ``hvdtrain.trainer.compute`` runs the model itself on
+Most collectives of a step are called here. ``OneDevice`` or ``Towers`` runs the model itself on
 this rank's devices. That part may be compiled with XLA, which does not support collectives.
 """
 
@@ -10,28 +10,44 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
-from hvdtrain.frameworks.tensorflow.graph_order import NoShadowError, collectives_of, shadow
+from hvdtrain.frameworks.tensorflow.graph_order import NoShadowError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import compiled_loss
 from hvdtrain.trainer.additive_metrics import AdditiveMetrics
-from hvdtrain.trainer.compute import Compute
-from hvdtrain.trainer.compute.one_device import BatchWeight, rows_of
+from hvdtrain.trainer.backends.tensorflow.empty_batch import if_rows
+from hvdtrain.trainer.backends.tensorflow.one_device import BatchWeight, OneDevice, rows_of
+from hvdtrain.trainer.backends.tensorflow.towers import Towers
 from hvdtrain.trainer.data import Share
-from hvdtrain.trainer.joint_results import Predicted
 from hvdtrain.trainer.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
 from hvdtrain.trainer.model_parts import optimizers_of, overrides
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import RankGenerator, random_by_rank
 
-__all__ = ["ModelSteps"]
+__all__ = ["Compute", "ModelSteps"]
+
+Compute = OneDevice | Towers
+
+
+class Predicted(NamedTuple):
+    """The result of a prediction step on this rank's share of the data.
+
+    Attributes:
+        outputs: The outputs of the model.
+        rows: Two numbers, int64 of shape (1, 2). The first is the number of rows that count. The
+            second is the number of rows of the batch. The first is either equal to the second, or
+            0.
+    """
+
+    outputs: Any
+    rows: Any
 
 
 class ModelSteps:
@@ -67,6 +83,7 @@ class ModelSteps:
         self._member = world.collectives().member
         self._variables = [variable.path for variable in self._fixed_variables]
         self._plain_train_step = model.train_step
+        self._make_predict_function = model.make_predict_function
         self.joint_rows_known = False
         """Whether ``Share.joint_rows`` is set, so that ranks needn't exchange their rows."""
         self.predicted_rows: list[Any] = []
@@ -81,6 +98,25 @@ class ModelSteps:
     @staticmethod
     def _counter(name: str) -> keras.Variable:
         return keras.Variable(0, dtype="int64", trainable=False, name=name)
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods to replace on the model, by name."""
+        model = self._model
+        return {
+            "train_step": self.train,
+            "test_step": self.test,
+            "predict_step": self.predict,
+            "make_train_function": _without_jit(model, model.make_train_function),
+            "make_test_function": _without_jit(model, model.make_test_function),
+            "make_predict_function": _without_jit(model, self._make_recording_function),
+        }
+
+    def _make_recording_function(self, force: bool = False) -> None:
+        """Make a predict function that passes only the model's outputs to callbacks."""
+        model = self._model
+        if model.predict_function is None or force:
+            self._make_predict_function(force)
+            model.predict_function = _recording_rows(model.predict_function, self.predicted_rows)
 
     def train(self, data: Any) -> Any:
         """Run ``train_step``.
@@ -150,7 +186,7 @@ class ModelSteps:
             return [_parts(g, v) for g, v in zip(gradients, model.trainable_variables)], *others
 
         try:
-            parts, terms, metrics = _if_rows(
+            parts, terms, metrics = if_rows(
                 share.rows,
                 differentiate,
                 self.statistics.skip,
@@ -233,63 +269,40 @@ class ModelSteps:
             )
 
 
-def _if_rows(
-    rows: tf.Tensor,
-    compute: Callable[[], Any],
-    otherwise: Callable[[], None],
-    generator: RankGenerator,
-    afterwards: Callable[[], Any],
-) -> Any:
-    """Call ``compute`` if this rank has rows. Otherwise only take part in its collectives.
+def _recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
+    """Return a predict function that returns only the outputs, and records the numbers of rows.
 
-    If this rank has no rows, ``otherwise`` is called. The collectives then receive zeros, and the
-    results are zeros. ``generator`` draws as many random numbers as ``compute`` would draw.
-    ``afterwards`` is the function that the caller will call next.
-
-    Raises:
-        NoShadowError: If the step runs eagerly. Also if it contains collectives that can't be
-            called with zeros, or if ``afterwards`` uses tensors that exist only if there are rows.
+    The function appends ``Predicted.rows`` of each step to the list ``rows``. If the function
+    returned these numbers too, Keras would pass them to callbacks and concatenate them like
+    outputs.
     """
-    if tf.executing_eagerly():
-        raise NoShadowError("the operations of a step are known in graphs only")
-    results: Any = None
-    collectives: list[tf.Operation] = []
-    specs: list[tuple[tf.TensorShape, tf.DType]] = []
 
-    def run() -> list[tf.Tensor]:
-        nonlocal results
-        results = compute()
-        collectives.extend(collectives_of(tf.compat.v1.get_default_graph()))
-        leaves = [leaf for leaf in tf.nest.flatten(results) if leaf is not None]
-        tensors = list(map(tf.convert_to_tensor, leaves))
-        specs.extend((tensor.shape, tensor.dtype) for tensor in tensors)
-        return tensors
+    def predict(data: Any) -> Any:
+        result = function(data)
+        if not isinstance(result, Predicted):
+            return result
+        rows.append(result.rows)
+        return result.outputs
 
-    def skip() -> list[tf.Tensor]:
-        shadow(collectives)
-        if any(shape.rank is None for shape, _ in specs):
-            raise NoShadowError("the shape of a result is not known")
-        if _uses_inner_tensors(afterwards):
-            raise NoShadowError("a metric holds tensors of its last update")
-        generator.repeat()
-        otherwise()
-        return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
-
-    tensors = iter(tf.cond(rows > 0, run, skip))
-    leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(results)]
-    return tf.nest.pack_sequence_as(results, leaves)
+    return predict
 
 
-def _uses_inner_tensors(function: Callable[[], Any]) -> bool:
-    """Return whether a function uses tensors of a graph that does not enclose the current graph."""
-    graph: Any = tf.compat.v1.get_default_graph()
-    results = tf.nest.flatten(function())
-    used = [tensor for tensor, _ in graph.captures] + results
-    enclosing = set()
-    while graph is not None:
-        enclosing.add(id(graph))
-        graph = getattr(graph, "outer_graph", None)
-    return any(tf.is_symbolic_tensor(t) and id(t.graph) not in enclosing for t in used)
+def _without_jit(model: keras.Model, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``make`` with the model's ``jit_compile`` switched off.
+
+    With ``jit_compile``, Keras would compile a whole step, including its collectives, which XLA
+    doesn't support.
+    """
+
+    @functools.wraps(make)
+    def make_uncompiled(*args: Any, **options: Any) -> Any:
+        jit, model.jit_compile = model.jit_compile, False
+        try:
+            return make(*args, **options)
+        finally:
+            model.jit_compile = jit
+
+    return make_uncompiled
 
 
 def _parts(gradient: Any, variable: Any) -> Any:

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.harness.jobs import Completed
-from tests.trainer.compute import oracle
+from tests.trainer.backends.tensorflow import oracle
 from tests.trainer.served.programs import program, reports
 
 PROGRAM = Path(oracle.__file__)

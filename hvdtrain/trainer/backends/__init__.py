@@ -1,0 +1,30 @@
+"""The steps of a model, with one module for each backend of Keras."""
+
+from __future__ import annotations
+
+import importlib
+
+import keras
+
+from hvdtrain.errors import ModelError
+from hvdtrain.trainer.backends.interface import Backend
+
+__all__ = ["of_keras"]
+
+_BACKENDS = ("tensorflow", "torch", "jax")
+
+
+def of_keras() -> Backend:
+    """Return the module for the backend that Keras uses.
+
+    Raises:
+        ModelError: If hvdtrain does not support this backend.
+    """
+    name = keras.backend.backend()
+    if name not in _BACKENDS:
+        raise ModelError(
+            f"hvdtrain can't train with the Keras backend {name!r}; set KERAS_BACKEND to one of "
+            f"{', '.join(_BACKENDS)}."
+        )
+    backend: Backend = importlib.import_module(f"hvdtrain.trainer.backends.{name}")  # type: ignore[assignment]
+    return backend
