@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -21,7 +21,7 @@ from hvdtrain.private_api.keras import (
     build_symbolically,
     split_validation,
 )
-from hvdtrain.trainer.backends.interface import Averaging, Steps
+from hvdtrain.trainer.backends.interface import Steps
 from hvdtrain.trainer.callback_list import (
     CHIEF_ONLY,
     ChiefFailover,
@@ -51,6 +51,9 @@ from hvdtrain.trainer.saving.checkpoint_callback import (
     find_checkpoint_callback,
 )
 from hvdtrain.trainer.saving.checkpoint_session import CheckpointSession
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 
 __all__ = ["FitLoop", "reset_functions"]
 
@@ -123,7 +126,7 @@ class FitLoop:
         whole: FitInputs | None = None,
         begin: Callable[[], None] | None = None,
         begin_session: Callable[[], CheckpointSession] | None = None,
-        averaging: Averaging | None = None,
+        averaging: WeightAveraging | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -17,7 +16,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD, set_untracked
 from hvdtrain.trainer import backends
-from hvdtrain.trainer.backends.interface import Averaging, Steps
+from hvdtrain.trainer.backends.interface import Steps
 from hvdtrain.trainer.batch_normalization import (
     synchronize_batch_normalization,
     synchronized_layers,
@@ -32,6 +31,9 @@ from hvdtrain.trainer.model_sync import broadcast_model
 from hvdtrain.trainer.optimizer_patch import distribute_optimizer
 from hvdtrain.trainer.rank_random import draw_seed, reseed_by_rank
 from hvdtrain.trainer.saving.checkpoint_callback import find_checkpoint_callback
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
 
 __all__ = ["ModelPatch"]
 
@@ -59,7 +61,7 @@ class ModelPatch:
         self._settings = settings
         self._backend = backends.of_keras()
         self._warned: set[str] = set()
-        self._averaging: Averaging | None = None
+        self._averaging: WeightAveraging | None = None
 
     def install(self) -> None:
         """Make the model train on all ranks together. All ranks must call this.
@@ -100,7 +102,11 @@ class ModelPatch:
             SYMBOLIC_BUILD: loops.symbolic_build,
         }
         self._replace(
-            fit=loops.fit, evaluate=loops.evaluate, predict=loops.predict, **steps.methods(), **hooks
+            fit=loops.fit,
+            evaluate=loops.evaluate,
+            predict=loops.predict,
+            **steps.methods(),
+            **hooks,
         )
         report.watch(
             lambda: collectives.waiting_in,

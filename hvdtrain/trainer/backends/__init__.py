@@ -26,5 +26,5 @@ def of_keras() -> Backend:
             f"hvdtrain can't train with the Keras backend {name!r}; set KERAS_BACKEND to one of "
             f"{', '.join(_BACKENDS)}."
         )
-    backend: Backend = importlib.import_module(f"hvdtrain.trainer.backends.{name}")  # type: ignore[assignment]
+    backend: Backend = importlib.import_module(f"hvdtrain.trainer.backends.{name}")
     return backend

@@ -7,7 +7,7 @@ this package replaces methods of a model, so that its steps weight the batches o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -17,7 +17,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.trainer.additive_metrics import AdditiveMetrics
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 
-__all__ = ["Averaging", "Backend", "Number", "Steps"]
+__all__ = ["Backend", "Number", "Steps"]
 
 
 class Number(Protocol):
@@ -59,16 +59,6 @@ class Steps(Protocol):
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
-
-
-class Averaging(Protocol):
-    """The averages of weights in a mode in which each rank trains its own weights."""
-
-    def end_round(self) -> Collection[int] | None:
-        """Average the weights. Return the ranks in the average, or None if none has trained."""
-
-    def averages_of_weights(self) -> list[Any]:
-        """Return this rank's moving averages of weights, to be averaged like statistics."""
 
 
 class Backend(Protocol):

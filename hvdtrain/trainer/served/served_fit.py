@@ -31,9 +31,9 @@ from hvdtrain.parameter_server.sharding import Shard, Spec
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
 from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
+from hvdtrain.trainer.backends.tensorflow.model_steps import ModelSteps
 from hvdtrain.trainer.callback_list import list_callbacks
 from hvdtrain.trainer.membership import Membership
-from hvdtrain.trainer.backends.tensorflow.model_steps import ModelSteps
 from hvdtrain.trainer.model_sync import broadcast_weights
 from hvdtrain.trainer.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.trainer.saving.checkpoint_schedule import PreemptionSignals

@@ -25,7 +25,13 @@ from hvdtrain.private_api.keras import (
     own_losses,
     set_mask,
 )
-from hvdtrain.trainer.backends.tensorflow.one_device import BatchWeight, Within, call, rows_of, scaled_loss
+from hvdtrain.trainer.backends.tensorflow.one_device import (
+    BatchWeight,
+    Within,
+    call,
+    rows_of,
+    scaled_loss,
+)
 from hvdtrain.trainer.model_parts import layer_statistics, overrides
 
 __all__ = ["Towers"]
