@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.frameworks import of_keras
+
 __all__ = ["array_of", "assign", "dtype_of"]
 
 
@@ -19,13 +21,15 @@ def array_of(variable: Any) -> np.ndarray:
         variable: A Keras variable, a ``tf.Variable``, or an object with a NumPy array ``value``.
     """
     value = _value(variable)
+    if isinstance(value, np.ndarray):
+        return value
     if hasattr(value, "read_value"):
         value = value.read_value()
     try:
         return np.asarray(memoryview(value))
     except (TypeError, ValueError, BufferError):
         # Tensors of torch, and types such as bfloat16, don't support the buffer protocol.
-        return np.asarray(keras.ops.convert_to_numpy(value))
+        return of_keras().array_of(value)
 
 
 def assign(variable: Any, array: np.ndarray) -> None:
