@@ -5,8 +5,10 @@
     python examples/mnist.py
     mpirun -np 2 python examples/mnist.py
     hvdtrain run -np 2 -- python examples/mnist.py
+    KERAS_BACKEND=torch hvdtrain run -np 2 -- python examples/mnist.py
 
-This is an ordinary Keras script; ``init()`` and ``distribute(model)`` make it run on many ranks.
+This is an ordinary Keras script for any backend. ``init()`` and ``distribute(model)`` make it run
+on many ranks.
 """
 
 import argparse
@@ -64,8 +66,10 @@ def main() -> None:
     callbacks = [
         hvdtrain.StepLog(every=10),
         keras.callbacks.SwapEMAWeights(),  # validate with the moving average
-        keras.callbacks.TensorBoard(logs),
     ]
+    uses_tensorboard = keras.backend.backend() == "tensorflow"  # Keras writes with TensorFlow
+    if uses_tensorboard:
+        callbacks.append(keras.callbacks.TensorBoard(logs))
     if arguments.checkpoint_dir:
         callbacks.append(hvdtrain.Checkpoint(arguments.checkpoint_dir, every_s=60))
     model.fit(
@@ -83,7 +87,8 @@ def main() -> None:
         model.save(saved)
         print(f"test accuracy = {results['accuracy']:.4f}")
         print(f"model: {saved}")
-        print(f"TensorBoard: tensorboard --logdir {logs}")
+        if uses_tensorboard:
+            print(f"TensorBoard: tensorboard --logdir {logs}")
 
 
 def parse_arguments() -> argparse.Namespace:
