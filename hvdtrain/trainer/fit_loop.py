@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from hvdtrain import frameworks
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
@@ -105,7 +106,6 @@ class FitLoop:
         reducer: Averages gradients. If the backend replaces an error of hvdtrain by a different
             error, the reducer stores the first error.
         steps: The model's steps.
-        hidden_errors: Types of the errors by which the backend replaces errors of hvdtrain.
         whole: Shards the data of ``evaluate`` and ``predict``. The default is ``inputs``.
         begin: Copies the chief's state to all ranks when training begins.
         begin_session: Function to call instead of ``saving.checkpoint_callback.begin_session``.
@@ -122,7 +122,6 @@ class FitLoop:
         inputs: FitInputs,
         reducer: GradientReducer,
         steps: Steps,
-        hidden_errors: tuple[type[Exception], ...],
         whole: FitInputs | None = None,
         begin: Callable[[], None] | None = None,
         begin_session: Callable[[], CheckpointSession] | None = None,
@@ -138,7 +137,7 @@ class FitLoop:
         self._own_session = begin_session
         self._averaging = averaging
         self._steps = steps
-        self._hidden_errors = hidden_errors
+        self._hidden_errors = frameworks.of_keras().ERRORS
         self._optimizers = optimizers_of(model)
         self._number = collectives.sections  # identifies the model within the program
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict

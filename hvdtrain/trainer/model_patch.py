@@ -94,7 +94,6 @@ class ModelPatch:
             inputs=inputs,
             reducer=self._reducer,
             steps=steps,
-            hidden_errors=self._backend.ERRORS,
             averaging=self._averaging,
         )
         hooks: dict[str, Callable[..., Any]] = {

@@ -62,13 +62,7 @@ class Steps(Protocol):
 
 
 class Backend(Protocol):
-    """A module of this package.
-
-    Attributes:
-        ERRORS: Types of the errors by which the backend replaces errors that are raised in a step.
-    """
-
-    ERRORS: tuple[type[Exception], ...]
+    """A module of this package."""
 
     def check_model(self, model: keras.Model) -> None:
         """Raise ``ModelError`` if Keras already distributes the model over devices."""

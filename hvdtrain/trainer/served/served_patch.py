@@ -19,7 +19,7 @@ from hvdtrain.parameter_server.published_weights import share_memory
 from hvdtrain.parameter_server.shard_optimizer import check_optimizer, unsplittable_variables
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD
-from hvdtrain.trainer.backends.tensorflow import ERRORS, choose_compute
+from hvdtrain.trainer.backends.tensorflow import choose_compute
 from hvdtrain.trainer.backends.tensorflow.model_steps import ModelSteps
 from hvdtrain.trainer.batch_normalization import synchronized_layers
 from hvdtrain.trainer.fit_inputs import FitInputs
@@ -103,7 +103,6 @@ class ServedModelPatch(ModelPatch):
             inputs=self._inputs(collectives, self._membership, seed),
             reducer=self._reducer,
             steps=job.steps,
-            hidden_errors=ERRORS,
         )
         if self._serves:
             mark_distributed(model.optimizer, None)
@@ -119,7 +118,6 @@ class ServedModelPatch(ModelPatch):
                 inputs=self._inputs(self._alone, fit.membership, seed),
                 reducer=self._reducer,
                 steps=job.steps,
-                hidden_errors=ERRORS,
                 whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
                 begin=fit.begin,
                 begin_session=fit.session,

@@ -17,9 +17,7 @@ from hvdtrain.trainer.backends.tensorflow.one_device import OneDevice
 from hvdtrain.trainer.backends.tensorflow.towers import Towers
 from hvdtrain.trainer.model_parts import overrides
 
-__all__ = ["ERRORS", "check_model", "choose_compute", "make_steps"]
-
-ERRORS: tuple[type[Exception], ...] = (tf.errors.OpError,)
+__all__ = ["check_model", "choose_compute", "make_steps"]
 
 
 def check_model(model: keras.Model) -> None:
