@@ -1,21 +1,15 @@
-"""Private API of Keras.
-
-For example, ``fit`` accepts arrays from many libraries, None, and nested structures of arrays. It
-casts arrays to floatx. hvdtrain uses Keras' own functions for this, so that it accepts the same
-inputs.
-"""
+"""Private API of Keras for models, layers, losses, optimizers and random numbers."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 
-from hvdtrain.errors import DataError, ModelError
+from hvdtrain.errors import ModelError
 from hvdtrain.private_api import PrivateApi
 
 # All tests pass with the newest version, and `make test-keras` with the oldest.
@@ -29,23 +23,11 @@ try:
     from keras.src.losses import loss as loss_module
     from keras.src.random import seed_generator
     from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
-    from keras.src.trainers import data_adapters
-    from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
-    from keras.src.trainers.data_adapters.array_data_adapter import (
-        ArrayDataAdapter,
-        can_convert_arrays,
-    )
     from keras.src.trainers.epoch_iterator import EpochIterator
 
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
     # Returns the generator of keras.random, and creates it on first use.
     make_global_generator = seed_generator.global_seed_generator
-    is_grain_dataset = data_adapters.is_grain_dataset
-    is_tf_dataset = data_adapters.is_tf_dataset
-    is_torch_dataloader = data_adapters.is_torch_dataloader
-    class_sample_weights = data_adapter_utils.class_weight_to_sample_weights
-    # Splits arrays into training and validation data.
-    split_validation = array_slicing.train_validation_split
     # The mask that a layer attaches to its output, or None.
     get_mask = masking.get_keras_mask
     set_mask = masking.set_keras_mask
@@ -62,16 +44,12 @@ __all__ = [
     "SYMBOLIC_BUILD",
     "accumulated_gradients",
     "accumulators_of",
-    "are_arrays",
     "assign_moving_averages",
     "build_symbolically",
     "check",
-    "check_no_targets",
-    "class_sample_weights",
     "clear_losses",
     "compiled_loss",
     "compute_loss",
-    "default_batch_size",
     "flat_losses",
     "flatten_layers",
     "get_mask",
@@ -79,12 +57,8 @@ __all__ = [
     "has_training_argument",
     "has_weight_decay",
     "initial_epoch",
-    "is_grain_dataset",
-    "is_tf_dataset",
-    "is_torch_dataloader",
     "iterations_of",
     "learning_rate_of",
-    "length_of_dataloader",
     "loss_tracker",
     "make_global_generator",
     "moving_averages",
@@ -93,7 +67,6 @@ __all__ = [
     "own_losses",
     "own_non_trainable_variables",
     "own_trainable_variables",
-    "pack_arrays",
     "reduction_axes",
     "register_as",
     "replace_moments",
@@ -104,7 +77,6 @@ __all__ = [
     "set_mask",
     "set_steps_seen",
     "set_untracked",
-    "split_validation",
     "update_moving_averages",
     "warn_of_interruption",
 ]
@@ -403,65 +375,3 @@ def set_global_generator(generator: Any) -> None:
     After setting it to None, Keras creates a new generator when it needs one.
     """
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
-
-
-# Arguments of ``fit``.
-
-
-def are_arrays(*structures: Any) -> bool:
-    """Return whether ``fit`` would treat these values as arrays in memory.
-
-    The values are nested structures. They may contain None, but must not consist only of None.
-    """
-    return bool(can_convert_arrays(structures)) and any(
-        leaf is not None for leaf in keras.tree.flatten(structures)
-    )
-
-
-def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
-    """Raise Keras' error if targets or weights are passed although the input contains them.
-
-    ``kind`` is the kind of input, for the error message.
-    """
-    if y is not None:
-        data_adapters.raise_unsupported_arg("y", "the targets", kind)
-    if sample_weight is not None:
-        data_adapters.raise_unsupported_arg("sample_weights", "the sample weights", kind)
-
-
-def default_batch_size(rows: int, steps: int | None, size: int) -> int:
-    """Return the batch size per rank that is used if ``fit`` gets no ``batch_size``.
-
-    The size is 32, as in Keras. If ``steps`` is given, the size is chosen so that ``steps`` batches
-    on all ranks contain all rows.
-    """
-    return max(1, math.ceil(rows / (steps * size))) if steps else 32
-
-
-def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[Any, int]:
-    """Validate arrays like Keras, and convert class weights to sample weights.
-
-    Returns:
-        Two values. The first is a batch that contains all rows, with tuples instead of lists. The
-        second is the number of rows.
-
-    Raises:
-        ValueError: If the arrays have different lengths, or if weights don't match the targets.
-    """
-    if y is None and class_weight is not None:
-        raise DataError("class_weight requires targets; pass y.")
-    adapter = ArrayDataAdapter(
-        x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
-    )
-    inputs = keras.tree.lists_to_tuples(KERAS.get(adapter, "_inputs"))
-    return inputs, int(KERAS.get(adapter, "_num_samples"))
-
-
-def length_of_dataloader(loader: Any) -> int | None:
-    """Return the number of batches of a torch ``DataLoader``.
-
-    Return None if the number is unknown, or if ``loader`` is something else.
-    """
-    if is_torch_dataloader(loader) and hasattr(loader.dataset, "__len__"):
-        return len(loader)
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.private_api.keras import KERAS
@@ -20,7 +21,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise KERAS.missing(error) from error
 
-__all__ = ["batch_specs", "class_weight_map", "column", "gather", "host_array"]
+__all__ = ["class_weight_map", "column", "gather", "host_array", "tensor_spec"]
 
 
 def column(array: Any) -> Any:
@@ -46,10 +47,9 @@ def gather(column: Any, indices: Any) -> Any:
     return tf.gather(column, indices, axis=0)
 
 
-def batch_specs(batches: list[Any]) -> list[tf.TypeSpec]:
-    """Return the type specs that several batches have in common. A batch is a list of arrays."""
-    merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
-    return list(merged)
+def tensor_spec(spec: keras.KerasTensor) -> tf.TypeSpec:
+    """Convert Keras' spec of a batch to that of TensorFlow. The number of rows is unknown."""
+    return data_adapter_utils.convert_to_tf_tensor_spec(spec)
 
 
 def host_array(leaf: Any) -> Any:

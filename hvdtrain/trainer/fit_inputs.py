@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import tensorflow as tf
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import DataError
 from hvdtrain.monitor import report
-from hvdtrain.trainer.data import ShardedInput, ShardPlan, Share, shard_input
+from hvdtrain.trainer.data import HostBatches, ShardedInput, ShardPlan, Share, shard_input
 from hvdtrain.trainer.membership import Membership
 
 __all__ = ["FitInputs", "InputWait"]
@@ -83,9 +81,7 @@ class FitInputs:
             )
         return sharded
 
-    def run_whole_pass(
-        self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]
-    ) -> Result:
+    def run_whole_pass(self, sharded: ShardedInput, run: Callable[[Any], Result]) -> Result:
         """Call ``run`` with this rank's part of the data, and return its result.
 
         If ranks are lost during the call, the data is divided again, and the remaining ranks repeat
@@ -102,54 +98,61 @@ class FitInputs:
 
 
 def _without_rows(share: Share) -> Share:
-    return share._replace(rows=tf.zeros_like(share.rows))
+    return share._replace(rows=share.rows * 0)
+
+
+class _Clock(Protocol):
+    """Measures the time to get the elements of a dataset."""
+
+    @property
+    def seconds(self) -> float:
+        """The time that was waited for all elements of all datasets."""
+
+    def timed(self, dataset: Any) -> Any:
+        """Return a dataset with the same elements, whose time is measured."""
+
+
+class _HostClock:
+    seconds = 0.0
+
+    def timed(self, batches: HostBatches) -> HostBatches:
+        return batches.through(self._measure)
+
+    def _measure(self, shares: Iterator[Share]) -> Iterator[Share]:
+        while True:
+            requested_s = time.perf_counter()
+            share = next(shares, None)
+            self.seconds += time.perf_counter() - requested_s
+            if share is None:
+                return
+            yield share
 
 
 class InputWait:
     """Measures how long training waits for its next batch.
 
-    If no launcher receives reports from this job, nothing is measured. The time is measured inside
-    ``tf.data``, on the thread that requests the batch. With ``steps_per_execution`` above 1,
-    TensorFlow may request a batch while the previous step still computes. The measured time then
-    includes time in which training did not wait.
+    If no launcher receives reports from this job, nothing is measured. ``HostBatches`` are measured
+    on the thread that requests a batch, and datasets of TensorFlow as in ``DatasetClock``.
     """
 
     def __init__(self) -> None:
         # Kept for all calls of fit, because tracing would take longer than a short fit.
-        self._seconds: tf.Variable | None = None
-        self._clock: tf.data.Dataset | None = None
+        self._clock: _Clock | None = None
         # The next pass usually has the same dataset, so it needn't be traced again.
-        self._dataset: tf.data.Dataset | None = None
-        self._timed: tf.data.Dataset | None = None
+        self._dataset: Any = None
+        self._timed: Any = None
         self._reported_s = 0.0
         self._due_s = 0.0
 
-    def timed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def timed(self, dataset: Any) -> Any:
         """Return a dataset with the same elements, which measures the time to get each element."""
         if not report.is_heard():
             return dataset
+        if self._clock is None:
+            self._clock = _clock_for(dataset)
         if self._timed is None or dataset is not self._dataset:
-            self._dataset, self._timed = dataset, self._time(dataset)
+            self._dataset, self._timed = dataset, self._clock.timed(dataset)
         return self._timed
-
-    def _time(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if self._seconds is None:
-            with tf.device("CPU:0"):
-                self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            self._clock = tf.data.Dataset.from_tensors(0).repeat().map(_now)
-        seconds = self._seconds
-
-        @tf.autograph.experimental.do_not_convert
-        def add_wait(requested_s: tf.Tensor, element: Any) -> Any:
-            seconds.assign_add(tf.timestamp() - requested_s)
-            return element
-
-        options = tf.data.Options()
-        # Autotuning would add a prefetch buffer after this stage. Then the time that the buffer's
-        # thread waits would be measured, and not the time that training waits.
-        options.experimental_optimization.inject_prefetch = False
-        # zip requests its inputs in this order: first the time, then the batch.
-        return tf.data.Dataset.zip((self._clock, dataset)).map(add_wait).with_options(options)
 
     def release_dataset(self) -> None:
         """Release the dataset that was read last, and the memory of its data."""
@@ -157,19 +160,22 @@ class InputWait:
 
     def report_if_due(self) -> None:
         """Report to the launcher how long training has waited. Do this about once a second."""
-        if self._seconds is not None and time.monotonic() >= self._due_s:
+        if self._clock is not None and time.monotonic() >= self._due_s:
             self.report()
 
     def report(self) -> None:
         """Report to the launcher how long training has waited since the last report."""
-        if self._seconds is None:
+        if self._clock is None:
             return
         self._due_s = time.monotonic() + report.INTERVAL_S
-        seconds = float(self._seconds.numpy())
+        seconds = self._clock.seconds
         report.waited_for_input(seconds - self._reported_s)
         self._reported_s = seconds
 
 
-@tf.autograph.experimental.do_not_convert
-def _now(_: tf.Tensor) -> tf.Tensor:
-    return tf.timestamp()
+def _clock_for(dataset: Any) -> _Clock:
+    if isinstance(dataset, HostBatches):
+        return _HostClock()
+    from hvdtrain.trainer.data.tensorflow.dataset_clock import DatasetClock
+
+    return DatasetClock()

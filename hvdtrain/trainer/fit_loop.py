@@ -20,8 +20,8 @@ from hvdtrain.private_api.keras import (
     RESULTS,
     SYMBOLIC_BUILD,
     build_symbolically,
-    split_validation,
 )
+from hvdtrain.private_api.keras_data import split_validation
 from hvdtrain.trainer.backends.interface import Steps
 from hvdtrain.trainer.callback_list import (
     CHIEF_ONLY,

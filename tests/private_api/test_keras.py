@@ -11,6 +11,7 @@ import pytest
 import hvdtrain
 from hvdtrain.errors import ModelError
 from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_data
 from hvdtrain.private_api.keras import HOOKS
 
 NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
@@ -80,9 +81,9 @@ def test_a_missing_attribute_of_the_array_adapter_is_named(
     monkeypatch, attributes: dict, name: str
 ) -> None:
     adapter = SimpleNamespace(**attributes)
-    monkeypatch.setattr(private_keras, "ArrayDataAdapter", lambda *args, **options: adapter)
+    monkeypatch.setattr(keras_data, "ArrayDataAdapter", lambda *args, **options: adapter)
     with pytest.raises(ModelError, match=rf"lacks SimpleNamespace\.{name}, which"):
-        private_keras.pack_arrays(np.zeros(2), None, None, None)
+        keras_data.pack_arrays(np.zeros(2), None, None, None)
 
 
 def test_the_installed_keras_is_a_tested_version() -> None:

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.trainer import fit_inputs
-from hvdtrain.trainer.data.sharded_input import without_autotuning
+from hvdtrain.trainer.data.tensorflow.datasets import without_autotuning
 from hvdtrain.trainer.fit_inputs import InputWait
 from tests.trainer.features import X, Y, classifier
 

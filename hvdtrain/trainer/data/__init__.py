@@ -7,7 +7,8 @@ times the batch size would use in its step ``k``. A step that all ranks take tog
 joint step. Reading the whole data once is called a pass.
 """
 
+from hvdtrain.trainer.data.host_batches import HostBatches, Share
 from hvdtrain.trainer.data.input_kinds import shard_input
-from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan, Share
+from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
 
-__all__ = ["ShardPlan", "ShardedInput", "Share", "shard_input"]
+__all__ = ["HostBatches", "ShardPlan", "ShardedInput", "Share", "shard_input"]

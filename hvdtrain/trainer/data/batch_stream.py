@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.data.input_agreement import REMEDIES, InputReport, raise_if_different
 from hvdtrain.data.partition import Position, joint_steps
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras as private_keras
-from hvdtrain.private_api import keras_tensorflow
+from hvdtrain.private_api import keras_data
 from hvdtrain.trainer.data import batch_structure
-from hvdtrain.trainer.data.batch_structure import identifying_leaves, present_leaves
-from hvdtrain.trainer.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
+from hvdtrain.trainer.data.batch_structure import count_rows, digest, identifying_leaves
+from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN, HostBatches, Share
+from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
 
 __all__ = ["ShardedStream", "stream_kind"]
 
@@ -50,9 +50,9 @@ def stream_kind(x: Any) -> str | None:
     """Return the name of the kind of stream that ``x`` is, or None if ``x`` is not a stream."""
     if isinstance(x, types.GeneratorType):
         return "generator"
-    if private_keras.is_torch_dataloader(x):
+    if keras_data.is_torch_dataloader(x):
         return "torch DataLoader"
-    return "Grain dataset" if private_keras.is_grain_dataset(x) else None
+    return "Grain dataset" if keras_data.is_grain_dataset(x) else None
 
 
 class _Step(NamedTuple):
@@ -61,13 +61,13 @@ class _Step(NamedTuple):
     Attributes:
         batch: This rank's batch. None if the stream ended before this batch.
         joint_rows: The number of rows in the batches of all ranks in this step.
-        digest: The digest of the stream up to this step, uint8 of shape (8,). None if the ranks
-            don't compare their streams.
+        digest: The digest of the stream up to this step. Empty if the ranks don't compare their
+            streams.
     """
 
     batch: Batch | None
     joint_rows: int
-    digest: Any
+    digest: str
 
 
 class ShardedStream(ShardedInput):
@@ -80,7 +80,7 @@ class ShardedStream(ShardedInput):
     def __init__(self, batches: Iterable[Any], plan: ShardPlan) -> None:
         super().__init__(plan)
         self._kind = stream_kind(batches) or "iterable"
-        self.units = private_keras.length_of_dataloader(batches)
+        self.units = keras_data.length_of_dataloader(batches)
         self.joint_rows_known = not plan.presharded
         self.notice = _NOTICE % self._kind if plan.compares else None
         self._read_once = isinstance(batches, Iterator)
@@ -94,7 +94,7 @@ class ShardedStream(ShardedInput):
             )
         self._unread = itertools.chain(examined, standardized)
         self._example = examined[0]
-        self._specs = keras_tensorflow.batch_specs([present_leaves(batch) for batch in examined])
+        self._spec = batch_structure.batch_spec(examined)
 
     def report(self) -> InputReport:
         """Report the types and shapes of the batches, and a digest of the first batch."""
@@ -111,17 +111,15 @@ class ShardedStream(ShardedInput):
                 "may differ between ranks. Pass validation_steps to fit, or steps to evaluate and "
                 "predict."
             )
-        spec = batch_structure.replace_leaves(self._example, self._specs)
-        first = batch_structure.fingerprint(identifying_leaves(self._example))
         return InputReport(
             structure={
                 "kind of input": f"a {self._kind}",
                 "steps": plan.steps,
-                **batch_structure.signature(spec),
+                **batch_structure.signature(self._spec),
             },
             content={
                 "number of batches": "unknown" if self.units is None else self.units,
-                "content of the first batch": first,
+                "content of the first batch": digest(identifying_leaves(self._example)),
             },
             steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
             endless=self.units is None,
@@ -136,15 +134,13 @@ class ShardedStream(ShardedInput):
         self._queue: _Queue | None = None
         self._agreed_steps = 0  # steps of this pass that all ranks have agreed on
         self._steps_read = 0
-        self._digest: Any = None
+        self._digest = ""
 
-    def _whole_pass(self) -> tf.data.Dataset:
+    def _whole_pass(self) -> HostBatches:
         limit = math.inf if self.steps is None else self.steps
         return self._make(lambda: self._start_pass(0), lambda: limit, self.steps)
 
-    def _rest_of_pass(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
+    def _rest_of_pass(self, position: Position, steps: int | None, repeatable: bool) -> HostBatches:
         if position.start and self.plan.rank == 0:
             logger.warning(
                 "Resuming within a pass over the data: the first %d batches of the %s are read and "
@@ -160,7 +156,7 @@ class ShardedStream(ShardedInput):
     def _start_pass(self, start: int) -> _Queue:
         if self._queue is None or not self._read_once:
             self._queue = _Queue(self._joint_steps(start))
-            self._steps_read, self._digest = 0, None
+            self._steps_read, self._digest = 0, ""
         return self._queue
 
     def _make(
@@ -168,18 +164,18 @@ class ShardedStream(ShardedInput):
         start: Callable[[], _Queue],
         limit: Callable[[], float],
         steps: int | None,
-    ) -> tf.data.Dataset:
-        """Make a dataset with this rank's share of each step.
+    ) -> HostBatches:
+        """Make this rank's share of each step.
 
         Args:
-            start: Called when the dataset is iterated. Returns the queue that contains the steps.
-            limit: Returns the maximum number of elements, which may grow while elements are read.
-            steps: The number of elements, or None if it is unknown.
+            start: Called when the result is iterated. Returns the queue that contains the steps.
+            limit: Returns the maximum number of steps, which may grow while steps are read.
+            steps: The number of steps, or None if it is unknown.
         """
         # Without padding, the stream ends in the same step on all ranks.
         pads = self.plan.presharded or self.steps is not None
 
-        def elements() -> Iterator[tuple[Any, ...]]:
+        def shares() -> Iterator[Share]:
             queue = start()
             count = 0
             while count < limit():
@@ -192,40 +188,37 @@ class ShardedStream(ShardedInput):
                     self._digest = step.digest
                     joint_rows = step.joint_rows
                     if step.batch is not None:
-                        batch, rows = step.batch, _rows(step.batch)
-                if self.plan.presharded:
-                    joint_rows = JOINT_ROWS_UNKNOWN
-                yield (*present_leaves(batch), np.int32(rows), np.int32(joint_rows))
+                        batch, rows = step.batch, count_rows(step.batch)
+                yield Share(batch, rows, JOINT_ROWS_UNKNOWN if self.plan.presharded else joint_rows)
                 count += 1
 
-        # Don't prefetch, because a step that the ranks haven't agreed on yet would look like the
+        # Don't read ahead, because a step that the ranks haven't agreed on yet would look like the
         # end of the data.
-        return batch_structure.to_dataset(elements, self._example, self._specs, steps)
+        return HostBatches(shares, self._spec, num_batches=steps, reads_ahead=False)
 
     def _joint_steps(self, start: int) -> Iterator[_Step]:
         """Yield a ``_Step`` for each step, after skipping the first ``start`` batches of a pass."""
         rank, ranks = self.plan.shard, self.plan.shards
         batches = self._unread if self._read_once else self._standardized()
-        own_batch, place, joint_rows = None, 0, 0
-        digest = tf.zeros([8], tf.uint8) if self.plan.compares else None
+        own_batch, place, joint_rows, stream = None, 0, 0, ""
         for batch in itertools.islice(batches, start, None):
             if place == rank:
                 own_batch = batch
-            joint_rows += _rows(batch)
-            if digest is not None:
-                with tf.device("CPU:0"):
-                    batch_digest = batch_structure.digest(identifying_leaves(batch))
-                    digest = batch_structure.chain_digests(digest, batch_digest)
+            joint_rows += count_rows(batch)
+            if self.plan.compares:
+                stream = digest(identifying_leaves(batch), before=stream)
             place += 1
             if place == ranks:
-                yield _Step(own_batch, joint_rows, digest)
+                yield _Step(own_batch, joint_rows, stream)
                 own_batch, place, joint_rows = None, 0, 0
         if place:
-            yield _Step(own_batch, joint_rows, digest)
+            yield _Step(own_batch, joint_rows, stream)
 
     def _standardized(self) -> Iterator[Batch]:
         source, class_weight = f"A {self._kind}", self.plan.class_weight
-        return (batch_structure.standardize(b, class_weight, source) for b in self._batches)
+        batches = (batch_structure.standardize(b, class_weight, source) for b in self._batches)
+        # A generator may use the same memory for the next batch, which is read ahead.
+        return (keras.tree.map_structure(_copy, b) for b in batches) if self._read_once else batches
 
     def agree_on_steps(self, block: int) -> int:
         """Return for how many of the next ``block`` steps at least one rank has a batch.
@@ -265,8 +258,7 @@ class ShardedStream(ShardedInput):
         """Check that all ranks have read the same batches so far."""
         if not self.plan.compares:
             return
-        content = None if self._digest is None else self._digest.numpy().tobytes().hex()
-        facts = {"number of steps": self._steps_read, "content of the batches": content}
+        facts = {"number of steps": self._steps_read, "content of the batches": self._digest}
         gathered = self.plan.collectives.allgather_object(facts, name="content of the stream")
         raise_if_different(gathered, remedies=REMEDIES)
 
@@ -280,8 +272,10 @@ class ShardedStream(ShardedInput):
             self._queue.settle()
 
 
-def _rows(batch: Batch) -> int:
-    return int(present_leaves(batch)[0].shape[0])
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.clone() if hasattr(leaf, "clone") else leaf  # a tensor of torch
 
 
 class _Queue:

@@ -1,30 +1,28 @@
-"""Functions for batches, which are nested structures of tensors.
+"""Functions for batches, which are nested structures of arrays.
 
-A leaf is a tensor of a batch, or None.
+A leaf is an array of a batch, or None. Arrays may be NumPy arrays, or dense, ragged or sparse
+tensors of a framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras as private_keras
-from hvdtrain.private_api import keras_tensorflow
-from hvdtrain.trainer.data.sharded_input import Share, without_autotuning
+from hvdtrain.private_api import keras_data
 
 __all__ = [
     "EXAMINED_BATCHES",
     "batch_parts",
-    "blank_value",
-    "chain_digests",
+    "batch_spec",
+    "blank_batch",
     "count_rows",
     "describe_row",
     "digest",
-    "fingerprint",
     "identifying_leaves",
     "is_absent",
     "leaf_names",
@@ -32,13 +30,15 @@ __all__ = [
     "replace_leaves",
     "signature",
     "standardize",
-    "to_dataset",
 ]
 
 EXAMINED_BATCHES = 2
 """The number of batches that Keras examines for types and shapes."""
 
 _PARTS = ("x", "y", "sample_weight")
+
+# The classes of TensorFlow that stand for None. Some versions don't export all of them.
+_ABSENT = {"NoneTensorSpec", "OptionalSpec", "Optional"}
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
@@ -51,12 +51,7 @@ def batch_parts(batch: Any) -> tuple[Any, ...]:
 
 def is_absent(leaf: Any) -> bool:
     """Return whether a leaf is None. The argument may also be the spec of a leaf."""
-    # Some versions of TensorFlow don't export NoneTensorSpec.
-    return (
-        leaf is None
-        or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional))
-        or type(leaf).__name__ == "NoneTensorSpec"
-    )
+    return leaf is None or any(kind.__name__ in _ABSENT for kind in type(leaf).__mro__)
 
 
 def present_leaves(batch: Any) -> list[Any]:
@@ -80,28 +75,53 @@ def leaf_names(batch: Any) -> list[str]:
     ]
 
 
-def count_rows(leaf: Any) -> tf.Tensor:
-    """Return the number of rows of a dense, ragged or sparse leaf as an int32 scalar."""
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int32)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int32)
-    return tf.shape(leaf)[0]
+def count_rows(batch: Any) -> int:
+    """Return the number of rows of a batch."""
+    return int(present_leaves(batch)[0].shape[0])
 
 
-def describe_row(spec: tf.TypeSpec) -> str:
+def batch_spec(batches: Sequence[Any], rows: int | None = None) -> Any:
+    """Return the ``KerasTensor`` of each leaf that several batches have in common.
+
+    ``rows`` is the number of rows of every batch, or None if it may differ.
+
+    Raises:
+        DataError: If Keras' backend doesn't support a dtype.
+        ValueError: If the batches have different structures.
+    """
+    for name, leaf in zip(leaf_names(batches[0]), keras.tree.flatten(batches[0])):
+        dtype = getattr(leaf, "dtype", None)
+        if keras.backend.backend() != "tensorflow" and getattr(dtype, "kind", "") in "OSU":
+            raise DataError(
+                f"{name} must consist of numbers with Keras' {keras.backend.backend()} backend, "
+                f"got dtype {dtype}; convert text to numbers before training."
+            )
+    specs = keras_data.batch_specs([present_leaves(batch) for batch in batches], rows)
+    return replace_leaves(batches[0], specs)
+
+
+def describe_row(spec: keras.KerasTensor) -> str:
     """Return a text that describes the type and shape of one row of a leaf."""
-    kind = {tf.RaggedTensorSpec: "ragged ", tf.SparseTensorSpec: "sparse "}.get(type(spec), "")
-    shape = spec.shape
-    inner = "unknown" if shape.rank is None else str(tuple(shape[1:].as_list()))
-    return f"{kind}{spec.dtype.name} of shape {inner} per row"
+    kind = "ragged " if spec.ragged else "sparse " if spec.sparse else ""
+    return f"{kind}{spec.dtype} of shape {tuple(spec.shape[1:])} per row"
 
 
-def signature(batch_spec: Any) -> dict[str, str]:
-    """Map the name of each leaf to a description of its rows, as ``describe_row`` returns it."""
+def blank_batch(spec: Any) -> Any:
+    """Return a batch of zeros that matches a spec, with size 1 for each unknown dimension."""
+
+    def zeros(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return keras.ops.zeros([size or 1 for size in leaf.shape], leaf.dtype)
+
+    return keras.tree.map_structure(zeros, spec)
+
+
+def signature(batch_spec: Any, describe: Callable[[Any], str] = describe_row) -> dict[str, str]:
+    """Map the name of each leaf to a description of its rows, as ``describe`` returns it."""
     leaves = keras.tree.flatten(batch_spec)
     return {
-        name: "None" if is_absent(leaf) else describe_row(leaf)
+        name: "None" if is_absent(leaf) else describe(leaf)
         for name, leaf in zip(leaf_names(batch_spec), leaves)
     }
 
@@ -116,56 +136,18 @@ def identifying_leaves(batch: Any) -> list[Any]:
     return present_leaves(targets) or present_leaves(inputs)
 
 
-def fingerprint(leaves: Sequence[Any]) -> str:
-    """Return the ``digest`` of eager tensors as a string of hexadecimal digits."""
-    with tf.device("CPU:0"):
-        return str(digest(leaves).numpy().tobytes().hex())
+def digest(leaves: Sequence[Any], before: str = "") -> str:
+    """Return a digest of arrays as hexadecimal digits.
 
-
-def digest(leaves: Sequence[Any]) -> tf.Tensor:
-    """Return a digest of tensors, uint8 of shape (8,)."""
-    components = tf.nest.flatten(list(leaves), expand_composites=True)
-    return _hash(tf.concat([_hash(component) for component in components], axis=0))
-
-
-def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Return the digest of a stream after one more batch.
-
-    The arguments are the digest of the stream before this batch, and the digest of the batch.
+    ``before`` is the digest of earlier batches of a stream. The result then includes them.
     """
-    return _hash(tf.concat([stream, batch], axis=0))
-
-
-def _hash(tensor: tf.Tensor) -> tf.Tensor:
-    flat = tf.reshape(tensor, [1, -1])
-    return tf.reshape(tf.raw_ops.Fingerprint(data=flat, method="farmhash64"), [8])
-
-
-def blank_value(spec: tf.TypeSpec) -> Any:
-    """Return a tensor of zeros that matches a spec, with size 1 for each unknown dimension.
-
-    Raises:
-        DataError: If the kind of spec is not supported.
-    """
-    if isinstance(spec, tf.RaggedTensorSpec):
-        rows = spec.shape[0] or 1
-        splits = [tf.zeros([rows + 1], spec.row_splits_dtype)]
-        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
-        inner = [size or 1 for size in spec.shape[spec.ragged_rank + 1 :]]
-        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
-    if isinstance(spec, tf.SparseTensorSpec):
-        shape = [size or 1 for size in spec.shape]
-        return tf.SparseTensor(
-            tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape
-        )
-    if isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource):
-        shape = [1] if spec.shape.rank is None else [size or 1 for size in spec.shape]
-        return tf.zeros(shape, spec.dtype)
-    raise DataError(
-        f"Components of a dataset must be dense, ragged or sparse tensors, got "
-        f"{type(spec).__name__} ({spec}); convert them with Dataset.map, or shard the dataset and "
-        "pass presharded=True."
-    )
+    hashed = hashlib.blake2b(before.encode(), digest_size=8)
+    for leaf in leaves:
+        for array in keras_data.dense_components(leaf):
+            hashed.update(f"{array.dtype} {array.shape}".encode())
+            data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            hashed.update(data)
+    return hashed.hexdigest()
 
 
 def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | None = None) -> Any:
@@ -180,7 +162,7 @@ def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | Non
     Raises:
         ValueError: If Keras doesn't accept the batch.
     """
-    batch = keras.tree.map_structure(keras_tensorflow.host_array, batch)
+    batch = keras.tree.map_structure(_host_array(), batch)
     if hasattr(batch, "dtype"):
         batch = (batch,)
     count = len(batch) if isinstance(batch, (tuple, list)) else 1
@@ -193,34 +175,14 @@ def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | Non
     if class_weight is not None and count > 1:
         if count > 2:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
-        batch = (*batch, private_keras.class_sample_weights(batch[1], class_weight))
+        batch = (*batch, keras_data.class_sample_weights(batch[1], class_weight))
     return keras.tree.lists_to_tuples(batch)
 
 
-def to_dataset(
-    elements: Callable[[], Iterator[tuple[Any, ...]]],
-    example: Any,
-    specs: Sequence[tf.TypeSpec],
-    steps: int | None,
-) -> tf.data.Dataset:
-    """Return a dataset whose elements come from a Python function. The dataset doesn't prefetch.
+def _host_array() -> Callable[[Any], Any]:
+    """Return the function that converts an array of another library for Keras' backend."""
+    if keras.backend.backend() == "tensorflow":
+        from hvdtrain.private_api import keras_tensorflow
 
-    Args:
-        elements: A function that yields a tuple for each step. The tuple contains the leaves of a
-            batch, followed by the numbers ``rows`` and ``joint_rows`` of a ``Share``.
-        example: A batch with the right structure.
-        specs: The spec of each leaf.
-        steps: The number of steps, or None if it is unknown.
-    """
-
-    @tf.autograph.experimental.do_not_convert
-    def pack(*element: Any) -> Share:
-        *leaves, rows, joint_rows = element
-        return Share(replace_leaves(example, leaves), rows, joint_rows)
-
-    with tf.device("CPU:0"):
-        output = (*specs, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
-        dataset = tf.data.Dataset.from_generator(elements, output_signature=output).map(pack)
-        if steps is not None:
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-        return without_autotuning(dataset)
+        return keras_tensorflow.host_array
+    return keras_data.host_array

@@ -8,12 +8,11 @@ import keras
 
 from hvdtrain.data.input_agreement import InputReport, agree
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras as private_keras
+from hvdtrain.private_api import keras_data
 from hvdtrain.trainer.data.arrays import ShardedArrays
 from hvdtrain.trainer.data.batch_stream import ShardedStream, stream_kind
 from hvdtrain.trainer.data.pydataset import ShardedPyDataset
 from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
-from hvdtrain.trainer.data.tfdata import ShardedPipeline
 
 __all__ = ["shard_input"]
 
@@ -57,16 +56,18 @@ def _create(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> ShardedInput
         value = getattr(plan, name)
         if value is not None and (not hasattr(value, "__index__") or value < least):
             raise DataError(f"{name} must be an int of at least {least}, got {value!r}.")
-    if private_keras.are_arrays(x, y, sample_weight):
-        return ShardedArrays(x, y, sample_weight, plan)
-    if private_keras.is_tf_dataset(x):
-        private_keras.check_no_targets("tf.data.Dataset", y, sample_weight)
+    if keras_data.are_arrays(x, y, sample_weight):
+        return _class_for_arrays()(x, y, sample_weight, plan)
+    if keras_data.is_tf_dataset(x):
+        from hvdtrain.trainer.data.tensorflow.tfdata import ShardedPipeline
+
+        keras_data.check_no_targets("tf.data.Dataset", y, sample_weight)
         return ShardedPipeline(x, plan)
     if isinstance(x, keras.utils.PyDataset):
-        private_keras.check_no_targets("PyDataset", y, sample_weight)
+        keras_data.check_no_targets("PyDataset", y, sample_weight)
         return ShardedPyDataset(x, plan)
     if kind := stream_kind(x):
-        private_keras.check_no_targets(kind, y, sample_weight)
+        keras_data.check_no_targets(kind, y, sample_weight)
         return ShardedStream(x, plan)
     if x is None:
         raise DataError("The input is missing, got x=None; pass arrays or a dataset.")
@@ -76,3 +77,11 @@ def _create(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> ShardedInput
         "them), a batched tf.data.Dataset, a keras.utils.PyDataset, a generator, a torch "
         "DataLoader or a Grain dataset."
     )
+
+
+def _class_for_arrays() -> type[ShardedArrays]:
+    if keras.backend.backend() == "tensorflow":
+        from hvdtrain.trainer.data.tensorflow.arrays import TensorflowArrays
+
+        return TensorflowArrays
+    return ShardedArrays

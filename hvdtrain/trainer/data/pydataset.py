@@ -13,16 +13,14 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from hvdtrain.data.input_agreement import InputReport, agree
 from hvdtrain.data.partition import Position, epoch_order, joint_steps, remaining_units
 from hvdtrain.errors import DataError
-from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
-from hvdtrain.trainer.data.batch_structure import EXAMINED_BATCHES, present_leaves
-from hvdtrain.trainer.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, ShardPlan
+from hvdtrain.trainer.data.batch_structure import EXAMINED_BATCHES
+from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN, HostBatches, Share
+from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
 
 __all__ = ["ShardedPyDataset"]
 
@@ -49,19 +47,18 @@ class ShardedPyDataset(ShardedInput):
         self._read_length(limits=True)
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         examined = [self._standardize(self._dataset[index]) for index in range(count)]
-        self._example = examined[0]
-        self._specs = keras_tensorflow.batch_specs([present_leaves(batch) for batch in examined])
+        self._spec = batch_structure.batch_spec(examined)
         report = self._report_length()
         report.structure = {
             "kind of input": "a PyDataset",
             "steps": plan.steps,
-            **batch_structure.signature(batch_structure.replace_leaves(self._example, self._specs)),
+            **batch_structure.signature(self._spec),
         }
         report.content.update(
             {
                 "shuffle": self._shuffle,
                 "seed": plan.seed,
-                "content of the first batch": _fingerprint(self._example),
+                "content of the first batch": _digest(examined[0]),
             }
         )
         if plan.trains:
@@ -126,7 +123,7 @@ class ShardedPyDataset(ShardedInput):
             )
         report = self._report_length()
         if self._may_reorder and plan.compares:
-            first = _fingerprint(self._standardize(self._dataset[0]))
+            first = _digest(self._standardize(self._dataset[0]))
             report.content[f"content of the first batch in epoch {epoch}"] = first
         steps = agree(plan.collectives, report, presharded=plan.presharded)
         if (self.units, steps) != (units, self.steps):
@@ -136,24 +133,20 @@ class ShardedPyDataset(ShardedInput):
         """Call the user's ``on_epoch_end``."""
         self._dataset.on_epoch_end()
 
-    def _whole_pass(self) -> tf.data.Dataset:
+    def _whole_pass(self) -> HostBatches:
         return self._make(lambda: Position(epoch=self._epoch), self.steps)
 
-    def _rest_of_pass(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
+    def _rest_of_pass(self, position: Position, steps: int | None, repeatable: bool) -> HostBatches:
         return self._make(lambda: position, steps)
 
-    def _make(self, position_of_pass: Callable[[], Position], steps: int | None) -> tf.data.Dataset:
-        def elements() -> Iterator[tuple[Any, ...]]:
+    def _make(self, position_of_pass: Callable[[], Position], steps: int | None) -> HostBatches:
+        def shares() -> Iterator[Share]:
             indices, count = self._indices(position_of_pass(), steps)
-            for step, batch in enumerate(_fetch(self._dataset, indices)):
-                leaves = present_leaves(self._standardize(batch))
-                rows = leaves[0].shape[0] if step < count else 0
-                yield (*leaves, np.int32(rows), np.int32(JOINT_ROWS_UNKNOWN))
+            for step, batch in enumerate(map(self._standardize, _fetch(self._dataset, indices))):
+                rows = batch_structure.count_rows(batch) if step < count else 0
+                yield Share(batch, rows, JOINT_ROWS_UNKNOWN)
 
-        dataset = batch_structure.to_dataset(elements, self._example, self._specs, steps)
-        return dataset.prefetch(1)
+        return HostBatches(shares, self._spec, num_batches=steps, reads_ahead=True)
 
     def _indices(self, position: Position, steps: int | None) -> tuple[Iterable[int], float]:
         """Return the index of this rank's batch in each step, and the number of steps that count.
@@ -177,8 +170,8 @@ class ShardedPyDataset(ShardedInput):
         return indices + padding, len(indices)
 
 
-def _fingerprint(batch: Any) -> str:
-    return batch_structure.fingerprint(batch_structure.identifying_leaves(batch))
+def _digest(batch: Any) -> str:
+    return batch_structure.digest(batch_structure.identifying_leaves(batch))
 
 
 _dataset_of_worker: Any = None

@@ -6,19 +6,17 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import tensorflow as tf
+import keras
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.data.input_agreement import InputReport
 from hvdtrain.data.partition import JointSteps, Position, Shuffle, joint_steps
 from hvdtrain.errors import DataError
+from hvdtrain.trainer.data.host_batches import HostBatches
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardPlan", "ShardedInput", "Share", "without_autotuning"]
-
-JOINT_ROWS_UNKNOWN = -1
-"""The value of ``joint_rows`` if a rank can't determine it without communication."""
+__all__ = ["Pass", "ShardPlan", "ShardedInput"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +66,6 @@ class ShardPlan:
         return self.shards > 1
 
 
-class Share(NamedTuple):
-    """This rank's share of a step that all ranks take together.
-
-    Attributes:
-        batch: A batch as Keras passes it to a step in a single process.
-        rows: The number of rows of ``batch`` that count, as an int32 scalar. It is either the
-            number of all rows of ``batch``, or 0. It is 0 if this rank's data has ended. ``batch``
-            then only provides the right structure.
-        joint_rows: The sum of ``rows`` over all ranks, as an int32 scalar. -1 or None if the sum is
-            unknown.
-    """
-
-    batch: Any
-    rows: tf.Tensor
-    joint_rows: tf.Tensor | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A pass over the data, from some position to the end of the data.
@@ -97,18 +78,21 @@ class Pass:
             batch.
         presharded: Whether each rank has different data. Then no other rank can read this rank's
             data.
-        make: A function that creates ``dataset``.
+        make: A function that creates ``dataset``. The result may also be ``HostBatches`` on
+            TensorFlow, or a ``tf.data.Dataset`` on other backends.
     """
 
     steps: int | None
     position: Position
     joint: JointSteps
     presharded: bool
-    make: Callable[[], tf.data.Dataset]
+    make: Callable[[], Any]
 
     @functools.cached_property
-    def dataset(self) -> tf.data.Dataset:
-        """A dataset with this rank's share of each remaining step. It can be iterated once.
+    def dataset(self) -> Any:
+        """This rank's share of each remaining step. It can be iterated once.
+
+        It is a ``tf.data.Dataset`` on TensorFlow, and ``HostBatches`` on other backends.
 
         The first access to this attribute starts to read the data.
 
@@ -116,7 +100,7 @@ class Pass:
             DataError: If the data must be read again in the same order, but a ``tf.data`` pipeline
                 can't do this.
         """
-        return self.make()
+        return _for_backend(self.make())
 
     def after(self, steps: int) -> Position:
         """Return the position after ``steps`` more steps of all ranks."""
@@ -190,16 +174,17 @@ class ShardedInput:
         self.__dict__.pop("dataset", None)
 
     @functools.cached_property
-    def dataset(self) -> tf.data.Dataset:
-        """A ``tf.data.Dataset`` that reads the data once. Its elements are of type ``Share``."""
-        return self._whole_pass()
+    def dataset(self) -> Any:
+        """This rank's share of each step of a pass. Its elements are of type ``Share``.
 
-    def _whole_pass(self) -> tf.data.Dataset:
+        It is a ``tf.data.Dataset`` on TensorFlow, and ``HostBatches`` on other backends.
+        """
+        return _for_backend(self._whole_pass())
+
+    def _whole_pass(self) -> Any:
         raise NotImplementedError
 
-    def _rest_of_pass(
-        self, position: Position, steps: int | None, repeatable: bool
-    ) -> tf.data.Dataset:
+    def _rest_of_pass(self, position: Position, steps: int | None, repeatable: bool) -> Any:
         raise NotImplementedError
 
     def begin(
@@ -314,18 +299,11 @@ class ShardedInput:
         self.verify()
 
 
-def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset with a fixed order and without autotuning.
+def _for_backend(steps: Any) -> Any:
+    """Convert ``HostBatches`` or a ``tf.data.Dataset`` to what Keras' backend reads."""
+    in_tensorflow = keras.backend.backend() == "tensorflow"
+    if isinstance(steps, HostBatches) is not in_tensorflow:
+        return steps
+    from hvdtrain.trainer.data.tensorflow import datasets
 
-    Autotuning would delay the end of ``fit``. When an iterator is deleted, TensorFlow waits for the
-    thread that tunes it. TensorFlow wakes that thread before it marks the iterator as cancelled
-    (``CancellationManager::StartCancelWithStatus``), so the thread often sleeps for another period
-    of 10 ms to a minute. Without autotuning, ``num_parallel_calls=AUTOTUNE`` uses up to 16 threads,
-    and prefetching still adapts. A pipeline that sets any of ``options.autotune`` keeps its
-    settings.
-    """
-    options = tf.data.Options()
-    options.deterministic = True
-    if dataset.options().autotune == tf.data.experimental.AutotuneOptions():
-        options.autotune.enabled = False
-    return dataset.with_options(options)
+    return datasets.to_dataset(steps) if in_tensorflow else datasets.from_dataset(steps)

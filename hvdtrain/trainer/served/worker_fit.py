@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.collectives.engine import single_engine
 from hvdtrain.errors import Preempted
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.private_api.keras import split_validation
+from hvdtrain.private_api.keras_data import split_validation
 from hvdtrain.trainer.callback_list import CHIEF_ONLY, list_callbacks
 from hvdtrain.trainer.fit_loop import FitLoop
 from hvdtrain.trainer.membership import Membership

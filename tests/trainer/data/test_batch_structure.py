@@ -122,7 +122,7 @@ def test_leaf_names() -> None:
     assert leaf_names({"b": B, "a": [A, B]}) == ["x['a'][0]", "x['a'][1]", "x['b']"]
     assert leaf_names((A, None, B)) == ["x", "y", "sample_weight"]
     assert leaf_names((A, B, A, (B,))) == ["part 0", "part 1", "part 2", "part 3[0]"]
-    spec = (tf.TensorSpec([None, 2]), None)
+    spec = (keras.KerasTensor([None, 2]), None)
     assert signature(spec) == {"x": "float32 of shape (2,) per row", "y": "None"}
 
 

@@ -20,18 +20,21 @@ from hvdtrain.data.partition import Position, joint_steps
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras_tensorflow
 from hvdtrain.trainer.data import batch_structure
-from hvdtrain.trainer.data.pipeline import (
+from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN, Share
+from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
+from hvdtrain.trainer.data.tensorflow.datasets import (
+    blank_value,
+    chain_digests,
+    count_rows,
+    describe_row,
+    digest,
+    without_autotuning,
+)
+from hvdtrain.trainer.data.tensorflow.pipeline import (
     PipelinePasses,
     cache_files,
     shuffles,
     unordered_operations,
-)
-from hvdtrain.trainer.data.sharded_input import (
-    JOINT_ROWS_UNKNOWN,
-    ShardedInput,
-    ShardPlan,
-    Share,
-    without_autotuning,
 )
 
 __all__ = ["ShardedPipeline"]
@@ -109,7 +112,7 @@ class ShardedPipeline(ShardedInput):
             structure={
                 "kind of input": "a tf.data.Dataset",
                 "steps": plan.steps,
-                **batch_structure.signature(self._spec),
+                **batch_structure.signature(self._spec, describe_row),
             },
             content={"number of batches": amount},
             steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
@@ -214,7 +217,7 @@ class ShardedPipeline(ShardedInput):
                     dataset,
                     rank=plan.shard,
                     size=plan.shards,
-                    blanks=_components([batch_structure.blank_value(spec) for spec in specs]),
+                    blanks=_components([blank_value(spec) for spec in specs]),
                     # One more end mark, because the first one emits the last step with batches.
                     ends=padding + (batches != 0),
                     padded=batches == 0,
@@ -244,10 +247,10 @@ class ShardedPipeline(ShardedInput):
         # tf.data passes the entries of a tuple as arguments, even if there is a single one.
         batch = element if type(self._spec) is tuple else element[0]
         leaves = batch_structure.present_leaves(batch)
-        digest = tf.zeros([8], tf.uint8)
+        hashed = tf.zeros([8], tf.uint8)
         if self.plan.compares:
-            digest = batch_structure.digest(batch_structure.identifying_leaves(batch))
-        return _components(leaves), batch_structure.count_rows(leaves[0]), digest, True
+            hashed = digest(batch_structure.identifying_leaves(batch))
+        return _components(leaves), count_rows(leaves[0]), hashed, True
 
     def _share(
         self,
@@ -325,7 +328,7 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
 
     def advance(state: tuple[Any, ...], element: tuple[Any, ...]) -> tuple[Any, Any]:
         count, held, rows, joint_rows, step, stream = state
-        components, batch_rows, digest, is_batch = element
+        components, batch_rows, hashed, is_batch = element
         full = tf.equal(count, size)
         ready = tf.where(is_batch, full, (count > 0) | (step > 0) | padded)
         emitted = (ready, held, rows, joint_rows, step, ~is_batch, stream)
@@ -340,7 +343,7 @@ def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[
             tf.where(is_batch, rows, 0),
             tf.where(is_batch, joint_rows, 0),
             step + tf.cast(ready, tf.int64),
-            batch_structure.chain_digests(stream, digest),
+            chain_digests(stream, hashed),
         )
         return new_state, emitted
 
@@ -372,7 +375,7 @@ def _check_batched(spec: Any) -> None:
     for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):
         if batch_structure.is_absent(leaf):
             continue
-        batch_structure.blank_value(leaf)
+        blank_value(leaf)
         if leaf.shape.rank == 0:
             raise DataError(
                 f"The dataset isn't batched: {name} is a single value per element. Call "

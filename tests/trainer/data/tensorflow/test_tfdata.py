@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.data.partition import Position
 from hvdtrain.errors import DataError
-from hvdtrain.trainer.data import pipeline
+from hvdtrain.trainer.data.tensorflow import pipeline
 from tests.trainer.data.ranks import flat, joint, on_ranks, read, shard, shard_on_ranks
 
 # Each pipeline takes some tenths of a second.

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.trainer.data.pipeline import PipelinePasses
+from hvdtrain.trainer.data.tensorflow.pipeline import PipelinePasses
 
 # Each pipeline takes some tenths of a second.
 pytestmark = pytest.mark.slow

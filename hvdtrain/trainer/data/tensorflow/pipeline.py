@@ -30,7 +30,7 @@ from hvdtrain.private_api.tensorflow import (
     reshuffles,
     variant_tensor,
 )
-from hvdtrain.trainer.data.sharded_input import without_autotuning
+from hvdtrain.trainer.data.tensorflow.datasets import without_autotuning
 
 __all__ = ["PipelinePasses", "cache_files", "shuffles", "unordered_operations"]
 
