@@ -16,7 +16,8 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.private_api import keras as private_keras
-from hvdtrain.private_api.keras import flatten_layers, is_tf_dataset, output_spec, set_untracked
+from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
+from hvdtrain.private_api.keras_data import is_tf_dataset
 from hvdtrain.trainer.data.batch_stream import stream_kind
 from hvdtrain.trainer.data.batch_structure import is_absent
 from hvdtrain.trainer.model_parts import optimizers_of, overrides, plain_optimizers_of
