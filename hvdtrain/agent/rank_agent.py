@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from hvdtrain.agent.messages import BIND, JOB, LauncherLink, connect, parse_addresses
 from hvdtrain.agent.oom import OomWatch
@@ -71,6 +72,17 @@ def _run_agent(program: Sequence[str], lifeline: int) -> int:
     return Agent(topology, launcher, os.environ).run(program, lifeline)
 
 
+class _Stop(NamedTuple):
+    """A request to stop after a failure: the signal, seconds until SIGKILL, and when at the latest.
+
+    ``until`` is when a rank that is writing a checkpoint gets the signal, too.
+    """
+
+    number: int
+    grace_s: float
+    until: float
+
+
 class Agent:
     """Runs the program of one rank."""
 
@@ -83,6 +95,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._deadline: float | None = None
+        # After a failure, a rank that is writing a checkpoint is stopped later.
+        self._postponed: _Stop | None = None
         self._is_dismissed = False
         self._is_orphan = False
         self._was_signalled = False
@@ -154,6 +168,8 @@ class Agent:
             self._wait(0.05)
             self._output.update_pause()
             self._handle_signals()
+            if self._postponed is not None:
+                self._stop_after_failure(self._postponed)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 kill_descendants(os.getpid())
 
@@ -181,7 +197,11 @@ class Agent:
     def _read_launcher(self, launcher: LauncherLink) -> None:
         for message in launcher.receive():
             if message["kind"] == "stop":
-                self._stop(int(message["signal"]), float(message["grace_s"]))
+                number, grace_s = int(message["signal"]), float(message["grace_s"])
+                if (write_s := float(message.get("write_s", 0.0))) > 0:
+                    self._stop_after_failure(_Stop(number, grace_s, time.monotonic() + write_s))
+                else:
+                    self._stop(number, grace_s)
             elif message["kind"] == "kill" and self._child is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._child.pid, signal.SIGKILL)
@@ -216,6 +236,20 @@ class Agent:
             number = self._signals.pop(0)
             self._launcher.send("told", signal=number)
             self._stop(number, SIGNAL_GRACE_S if number in ENDING else None)
+
+    def _stop_after_failure(self, stop: _Stop) -> None:
+        """Stop the program, because another rank has failed. A checkpoint in progress is completed.
+
+        The program may be blocked in a collective, and then handles no signals.
+        """
+        self._read_reports(self._report_pipe)
+        latest = self._report_pipe.latest
+        is_writing = latest.get("writing") is True and time.monotonic() < stop.until
+        self._postponed = stop if is_writing else None
+        if not is_writing:
+            # Without the failed rank, the others can't save a checkpoint together.
+            is_futile = latest.get("saves_on_signal") is True
+            self._stop(stop.number, 0.0 if is_futile else stop.grace_s)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
         """Send a signal to the program.

@@ -41,6 +41,8 @@ class RankReport:
         reduced_bytes: Total bytes passed to allreduce, if known.
         samples: Number of samples that all ranks have trained on in this run.
         loss: Recent training loss, if known.
+        writing: Whether the rank is writing a checkpoint.
+        saves_on_signal: Whether SIGTERM does nothing but make all ranks save a checkpoint together.
     """
 
     pid: int | None = None
@@ -57,6 +59,8 @@ class RankReport:
     reduced_bytes: int | None = None
     samples: int | None = None
     loss: float | None = None
+    writing: bool = False
+    saves_on_signal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,7 @@ class ReportPipe:
         pid: ID of the process that prints its stacks on SIGQUIT; None until the program has
             reported the ID.
         gpu_id: ID of the program's first GPU; empty until the program has reported the ID.
+        latest: The newest report. Its fields are unchecked.
     """
 
     def __init__(self) -> None:
@@ -153,6 +158,7 @@ class ReportPipe:
         self._decoder = Decoder()
         self.pid: int | None = None
         self.gpu_id = ""
+        self.latest: Mapping[str, Any] = {}
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:
@@ -182,6 +188,8 @@ class ReportPipe:
             if type(message.get("pid")) is int:
                 self.pid = message["pid"]
             self.gpu_id = str(message.get("gpu_id", self.gpu_id))
+            if message["kind"] == "report":
+                self.latest = message
         return known if data else None
 
 

@@ -242,11 +242,18 @@ class BackgroundWriter:
     Args:
         store: The store to write to. The thread uses the store while ``busy`` is true.
         on_written: Called on the thread after each write, with the step of the checkpoint.
+        on_busy: Called with True before each write, and with False after it.
     """
 
-    def __init__(self, store: Store, on_written: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        on_written: Callable[[int], None],
+        on_busy: Callable[[bool], None] = lambda is_busy: None,
+    ) -> None:
         self._store = store
         self._on_written = on_written
+        self._on_busy = on_busy
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.written_s: list[float] = []
@@ -260,6 +267,7 @@ class BackgroundWriter:
     def start(self, snapshot: Snapshot) -> None:
         """Wait until the previous snapshot is on the disk, then start writing this one."""
         self.wait()
+        self._on_busy(True)
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="hvdtrain checkpoint", daemon=True
         )
@@ -286,6 +294,8 @@ class BackgroundWriter:
         else:
             self.written_s.append(time.monotonic() - start)
             self._on_written(snapshot.step)
+        finally:
+            self._on_busy(False)
 
 
 def _check(snapshot: Snapshot) -> bytes:

@@ -137,12 +137,19 @@ class AgentServer:
             self._unconfirmed.clear()
         self._console.review()
 
-    def stop(self, number: int, grace_s: float) -> None:
+    def stop(self, number: int, grace_s: float, *, write_s: float = 0.0) -> None:
         """Send signal ``number`` to every rank's program, and SIGKILL after ``grace_s`` seconds.
 
         Ranks that connect later get the signal too.
+
+        Args:
+            number: The number of the signal.
+            grace_s: Seconds from the signal to SIGKILL.
+            write_s: If not 0, the attempt has failed. A rank that is writing a checkpoint then has
+                this many seconds to finish. A rank on which the signal would only start a new
+                checkpoint is killed at once.
         """
-        self._stop_message = encode("stop", signal=number, grace_s=grace_s)
+        self._stop_message = encode("stop", signal=number, grace_s=grace_s, write_s=write_s)
         for rank in self._running():
             self._signal(rank, self._stop_message)
 

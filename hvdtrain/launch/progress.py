@@ -99,6 +99,10 @@ class JobProgress:
         """Whether a rank has completed a step beyond the resumed checkpoint."""
         return any((r.step or 0) > (r.resumed or 0) for r in self.latest.values())
 
+    def is_writing(self, ranks: Collection[int]) -> bool:
+        """Return whether one of ``ranks`` is writing a checkpoint."""
+        return any(rank in ranks and report.writing for rank, report in self.latest.items())
+
     def event(self, held_by: Sequence[int], hosts: Mapping[int, str]) -> Progress:
         """Return the event that describes the current progress."""
         paces = self.paces.recent()

@@ -55,10 +55,7 @@ def decide(
         hosts_return: Whether the cluster replaces hosts that it takes from the job.
     """
     last = history[-1]
-    delay_s = min(
-        LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_attempts_without_progress(history), 10)
-    )
-    restart = Decision(restart=True, delay_s=delay_s * (1 - JITTER * chance))
+    restart = Decision(restart=True, delay_s=_delay_s(history) * (1 - JITTER * chance))
     if last.cause == "preempted" and hosts_return:
         return restart
     if last.cause in ("done", "ordered") or max_restarts == 0:
@@ -78,6 +75,20 @@ def decide(
     return restart
 
 
+def _delay_s(history: Sequence[Outcome]) -> float:
+    """Return the delay before the next attempt, which doubles with each failure in a row.
+
+    The first failure after progress needs no delay. Progress is a new checkpoint, or the steps of
+    the first attempt.
+    """
+    last = history[-1]
+    has_stepped = (last.step or 0) > (last.resumed or 0)
+    failures = _attempts_without_progress(history) + (
+        not has_stepped and not _progressed(history)[-1]
+    )
+    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures - 1, 10)) if failures else 0.0
+
+
 def describe_restart(
     history: Sequence[Outcome],
     max_restarts: int,
@@ -89,6 +100,7 @@ def describe_restart(
     """Describe the next attempt, and the steps and seconds that were lost in the last attempt."""
     number = len(history) + 1
     limit = max(number, max_restarts + number - _used_attempts(history))
+    when = f"in {delay_s:.0f} s" if delay_s else "now"
     last, newest = history[-1], _newest_checkpoint(history)
     if last.saved is not None:
         since = f"the checkpoint of step {last.saved}"
@@ -97,7 +109,7 @@ def describe_restart(
     else:
         since = "the start (no checkpoint is known)"
     return (
-        f"attempt {number} of {limit} starts in {delay_s:.0f} s on {format_list(hosts, 'hosts')} "
+        f"attempt {number} of {limit} starts {when} on {format_list(hosts, 'hosts')} "
         f"({plural(ranks, 'rank')}); lost: {plural(_lost_steps(last), 'step')}, "
         f"{last.lost_s:.0f} s, since {since}"
     )

@@ -42,6 +42,7 @@ PAUSE_PER_RANK_S = 2e-5
 # No iteration of the loop takes this long unless this process was suspended.
 SUSPENDED_S = 2.0
 # How long the other ranks may continue after a failure. They detect it, and may exit on their own.
+# A killed rank needs no such time, because no other rank can have caused its end.
 SETTLE_S = 0.5
 # How long mpirun or srun may take to clean up after the last rank.
 STARTER_TIMEOUT_S = 5.0
@@ -247,7 +248,7 @@ class Supervisor:
         if (has_exited or is_late) and self._stop_at is None:
             self._stop_at = now
         if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
-            self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
+            self._stop_after_failure(now)
         if not self._server.running:
             if self._has_failed or started or has_exited or is_late:
                 return True
@@ -282,6 +283,15 @@ class Supervisor:
         self._stop_at = self._stop_at or now
         self._give_up_at = min(self._give_up_at or give_up_at, give_up_at)
 
+    def _stop_after_failure(self, now: float) -> None:
+        """Stop all ranks at once. Only checkpoints that are being written are completed."""
+        grace_s, write_s = self._time_limits.grace_s, self._time_limits.preempt_grace_s
+        self._server.stop(signal.SIGTERM, grace_s, write_s=write_s)
+        give_up_at = now + grace_s + STARTER_TIMEOUT_S
+        if self._server.reports.is_writing(self._server.running):
+            give_up_at += write_s
+        self._give_up_at = give_up_at
+
     def _act_on_signals(self, now: float) -> None:
         received = self._record.received
         for number in received[self._handled_signals :]:
@@ -307,7 +317,9 @@ class Supervisor:
                 preempted = is_preempted(self._server.ends)
             # The other ranks detect a loss or preemption and save a checkpoint.
             saving = self._too_few or preempted
-            others_s = self._time_limits.preempt_grace_s if saving else SETTLE_S
+            others_s = 0.0 if end.is_loss and end.code == shell_code(-signal.SIGKILL) else SETTLE_S
+            if saving:
+                others_s = self._time_limits.preempt_grace_s
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 

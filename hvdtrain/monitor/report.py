@@ -37,12 +37,16 @@ __all__ = [
     "planned",
     "resumed",
     "saved",
+    "saves_on_signal",
     "step",
     "waited_for_input",
     "watch",
+    "writing",
 ]
 
 INTERVAL_S = 1.0
+# States that are reported while they are true.
+_FLAGS = ("writing", "saves_on_signal")
 # Writes up to PIPE_BUF bytes to a pipe are atomic.
 MOST_BYTES = 4096
 _STDERR = 2
@@ -107,6 +111,20 @@ def during(name: str) -> Iterator[None]:
 def saved(step: int) -> None:
     """Report that the checkpoint of ``step`` is complete and durable."""
     _update(saved=step).send()
+
+
+def writing(is_writing: bool) -> None:
+    """Report whether a checkpoint is being written, which the launcher lets a rank finish."""
+    _update(writing=is_writing).send()
+
+
+def saves_on_signal(saves: bool) -> None:
+    """Report whether SIGTERM does nothing but make all ranks save a checkpoint together.
+
+    The launcher kills such a rank at once if another rank has failed, because the ranks can't save
+    a checkpoint without that rank.
+    """
+    _update(saves_on_signal=saves).send()
 
 
 def resumed(step: int) -> None:
@@ -193,6 +211,7 @@ class _Reporter:
             for name, convert in _NUMBERS.items():
                 if (number := _finite(self.values.get(name))) is not None:
                     state[name] = convert(number)
+            state |= {name: True for name in _FLAGS if self.values.get(name)}
             if gpu_id := self.values.get("gpu_id"):
                 state["gpu_id"] = gpu_id
             state["phase"] = self.phase[:MAX_TEXT_LENGTH]

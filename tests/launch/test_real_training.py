@@ -64,6 +64,45 @@ def test_a_training_restarts(train, fault, tmp_path):
     assert stdout == _uninterrupted[0]
 
 
+WRITING = """
+import os, signal, sys, time
+from pathlib import Path
+import keras, numpy as np
+import hvdtrain
+from hvdtrain.checkpoint import files
+
+hvdtrain.init()
+folder = Path(sys.argv[1])
+is_fresh = not folder.exists()
+sync = files.sync
+files.sync = lambda path: (time.sleep(0.5), sync(path))
+
+class Fault(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2 and hvdtrain.rank() == 1 and is_fresh:
+            while not list(folder.glob(".writing*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hvdtrain.distribute(model)
+callbacks = [Fault(), hvdtrain.Checkpoint(folder, every_steps=2)]
+model.fit(np.ones([32, 4]), np.ones([32, 1]), batch_size=4, verbose=0, callbacks=callbacks)
+"""
+
+
+def test_a_checkpoint_in_progress_is_completed(run_command, tmp_path, forked_python) -> None:
+    """All other ranks end at once, although Checkpoint catches SIGTERM."""
+    (tmp_path / "writing.py").write_text(WRITING)
+    options = ("-np", "2", "--backend", "nccl", "--max-restarts", "1", "--grace-s", "600")
+    program = [*forked_python, str(tmp_path / "writing.py"), str(tmp_path / "runs")]
+    done = run_command([*HVDTRAIN, *options, "--", *program], timeout_s=120)
+    assert done.returncode == 0, done
+    assert "attempt 2 of 2 starts now" in done.stderr
+    assert "resuming from the checkpoint of step 2 " in done.stderr
+
+
 LOST = """
 import os, signal, sys, time
 import tensorflow as tf

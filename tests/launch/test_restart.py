@@ -86,9 +86,25 @@ def test_the_delay_doubles_until_a_checkpoint_is_saved() -> None:
     assert delay(*[LOST] * 50) == LONGEST_DELAY_S
     assert delay(LOST, LOST, chance=1.0) == 2 * (1 - JITTER)
     saved = after("infrastructure", saved=10)
-    assert delay(LOST, LOST, saved) == 1
+    assert delay(LOST, LOST, saved) == 0
     assert delay(LOST, LOST, saved, saved) == 2, "resumed, and saved nothing new"
-    assert delay(saved, after("infrastructure", saved=20)) == 1
+    assert delay(saved, after("infrastructure", saved=20)) == 0
+
+
+def test_the_first_failure_after_progress_needs_no_delay() -> None:
+    def delays(*history: Outcome) -> list[float]:
+        return [
+            decide(history[:count], 99, in_slurm=False, chance=0.0).delay_s
+            for count in range(1, len(history) + 1)
+        ]
+
+    stepped = after("infrastructure", 137, step=3)
+    assert delays(*[stepped] * 8) == [0, 1, 2, 4, 8, 16, 32, LONGEST_DELAY_S]
+    assert delays(LOST, stepped, stepped) == [1, 1, 2]
+    again = after("infrastructure", step=12, resumed=10)
+    assert delays(after("infrastructure", step=12, saved=10), again, again) == [0, 1, 2]
+    idle = after("infrastructure", step=10, resumed=10)
+    assert delays(after("infrastructure", saved=10), idle) == [0, 2], "it made no step"
 
 
 def test_describe_restart() -> None:
@@ -101,6 +117,8 @@ def test_describe_restart() -> None:
         "lost: 37 steps, 12 s, since the checkpoint of step 120"
     )
     assert text(first, LOST).startswith("attempt 3 of 4")
+    now = describe_restart([first], 3, delay_s=0.0, hosts=["node1"], ranks=1)
+    assert now.startswith("attempt 2 of 4 starts now on node1 (1 rank)")
     unsaved = after("infrastructure", step=1, lost_s=3.0)
     assert text(unsaved).endswith("lost: 1 step, 3 s, since the start (no checkpoint is known)")
     unresumed = after("infrastructure", lost_s=5.0)

@@ -214,6 +214,48 @@ def test_a_program_that_does_not_exist(run_command) -> None:
     assert "no-such-program: No such file or directory" in done.stderr
 
 
+def test_the_other_ranks_are_stopped_at_once_unless_they_are_writing(
+    hvdtrain_run, tmp_path: Path
+) -> None:
+    """The grace of ten minutes is for programs with a handler, like that of rank 3."""
+    done = hvdtrain_run(
+        *("-np", "4", "--grace-s", "600"),
+        env={"FOLDER": str(tmp_path)},
+        body="""
+        import pathlib, signal
+        from hvdtrain.monitor import report
+        folder = pathlib.Path(os.environ["FOLDER"])
+        if rank == 1:  # like Checkpoint, in a collective
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            report.saves_on_signal(True)
+        elif rank == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            report.saves_on_signal(True)
+            report.writing(True)
+        elif rank == 3:
+            def end(*_):
+                time.sleep(1)
+                (folder / "handled").touch()
+                sys.exit(3)
+            signal.signal(signal.SIGTERM, end)
+        (folder / str(rank)).touch()
+        while len(os.listdir(folder)) < 4:
+            time.sleep(0.01)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 2:
+            time.sleep(2)
+            (folder / "written").touch()
+            report.writing(False)
+        time.sleep(600)
+        """,
+        timeout_s=60,
+    )
+    assert done.returncode == 137, done
+    assert "rank 0 on" in done.stderr
+    assert {"handled", "written"} < set(os.listdir(tmp_path))
+
+
 def test_a_rank_that_ends_because_another_failed_is_not_named(hvdtrain_run) -> None:
     """Rank 1 raises an exception. Rank 0 waits for rank 1, and ends earlier."""
     done = hvdtrain_run(

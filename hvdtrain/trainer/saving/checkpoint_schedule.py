@@ -151,11 +151,14 @@ class PreemptionSignals:
         self._previous: dict[int, Any] = {}
         self.received = 0
         """The number of the first signal received; 0 before that."""
+        self.replace_default = False
+        """Whether SIGTERM would end the process if it were not caught."""
 
     def catch(self) -> None:
         """Replace the signal handlers by handlers that record signals."""
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
+            self.replace_default = self._previous[signal.SIGTERM] == signal.SIG_DFL
 
     def release(self, *, handled: bool) -> None:
         """Restore the signal handlers. If a recorded signal was not handled, send it again.

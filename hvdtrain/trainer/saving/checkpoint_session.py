@@ -43,8 +43,10 @@ __all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
-# Seconds to wait for the last write after an error in fit, because the job is about to end.
+# Seconds to wait for the last write after an error in fit. mpirun and srun end the job soon, but
+# hvdtrain run waits until the checkpoint is written.
 CLOSE_TIMEOUT_S = 4.0
+LAUNCHER_CLOSE_TIMEOUT_S = 60.0
 
 
 class CheckpointSession:
@@ -87,7 +89,7 @@ class CheckpointSession:
         self._averaging = averaging
         self._join = join
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
-        self.writer = BackgroundWriter(store, report.saved)
+        self.writer = BackgroundWriter(store, report.saved, report.writing)
         self.paused_s: list[float] = []
         """The seconds for which each checkpoint paused training, measured on the chief only."""
         self._warned_after: int | None = None  # number of checkpoints written before the warning
@@ -129,12 +131,14 @@ class CheckpointSession:
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
         self._signals.catch()
+        report.saves_on_signal(self._signals.replace_default)
         try:
             with self._membership.notifying([self._take_over]):
                 yield
         finally:
             set_initial_epoch(self._state.model, None)
-            self.writer.wait(CLOSE_TIMEOUT_S)
+            self.writer.wait(LAUNCHER_CLOSE_TIMEOUT_S if report.is_heard() else CLOSE_TIMEOUT_S)
+            report.saves_on_signal(False)
             self._signals.release(handled=self._preempted)
 
     def on_train_begin(self, epochs: int) -> None:
