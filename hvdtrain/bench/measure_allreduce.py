@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world
@@ -35,8 +34,10 @@ MAX_CALLS = 200
 MAX_TIMES_COPY = 3.0
 MAX_SMALL_S = 200e-6
 SMALL_CALLS = 20
-# Number of consecutive reductions in one graph, so that calling the graph hardly counts.
+# Number of consecutive reductions in one compiled function, so that its call hardly counts.
 SMALL_CHAIN = 25
+# In which function each backend of Keras reduces gradients.
+_FUNCTIONS = {"tensorflow": "a tf.function", "torch": "a function", "jax": "a function of jax.jit"}
 
 
 def measure(options: AllreduceOptions) -> None:
@@ -88,6 +89,8 @@ def _measure_array(collectives: Engine, nbytes: int, repetitions: int) -> dict[s
 def _measure_tensor(
     collectives: Engine, on_devices: DeviceCollectives, nbytes: int, repetitions: int
 ) -> dict[str, Any]:
+    import tensorflow as tf
+
     with tf.device(on_devices.device):
         tensor = tf.ones([nbytes // 4])
 
@@ -176,7 +179,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def _measure_gradients(
     report: BenchReport, collectives: Engine, repetitions: int, max_bytes: int
 ) -> None:
-    """Time two kinds of reductions in a ``tf.function``, and print and record the results.
+    """Time two kinds of reductions in a compiled function, and print and record the results.
 
     The first reduces gradients of at most ``max_bytes`` in total. The second reduces 4 bytes.
     """
@@ -201,46 +204,52 @@ def _measure_gradients(
         ["copy of the same bytes", *_times(copy)],
         ["ratio", *(f"{value / unit:.2f}" for value, unit in pairs)],
         [f"4 bytes, one of {SMALL_CHAIN} consecutive", *_times(small)],
-        ["4 bytes, with the call of the tf.function", *_times(small_call)],
+        ["4 bytes, with the call of the function", *_times(small_call)],
     ]
-    report.print("\ninside a tf.function, including packing")
+    where = _FUNCTIONS[keras.backend.backend()]
+    report.print(f"\ninside {where}, including packing")
     report.print_table(["", "best", "median", "processor"], rows)
     parts = {"gradients": gradients, "copy": copy, "small": small, "small_call": small_call}
     each = {name: dataclasses.asdict(timing) for name, timing in parts.items()}
     report.add(gradients={"count": len(arrays), "nbytes": flat.nbytes, **each})
     ratio = gradients.best_s / copy.best_s
     report.compare(f"{size} / copy, best", ratio, "at most", MAX_TIMES_COPY, "times")
-    what = "allreduce of 4 bytes in a tf.function, best"
+    what = f"allreduce of 4 bytes in {where}, best"
     report.compare(what, small.best_s * 1e6, "at most", MAX_SMALL_S * 1e6, "us")
 
 
 def _averaging(reducer: GradientReducer, arrays: list[np.ndarray]) -> Callable[[], Any]:
     names = [f"gradient {index}" for index in range(len(arrays))]
-    with tf.device("CPU:0"):
-        gradients = [tf.constant(array) for array in arrays]
-
-    @tf.function
-    def average() -> tf.Tensor:
-        averages = reducer.average(gradients, names)
-        # Keep the averages in the graph, as an optimizer does.
-        with tf.control_dependencies(averages):
-            return tf.constant(0)
-
-    return average
+    return _compiled(lambda *gradients: reducer.average(gradients, names), arrays)
 
 
 def _small(reducer: GradientReducer, reductions: int) -> Callable[[], Any]:
-    with tf.device("CPU:0"):
-        start = tf.constant(1.0)
-
-    @tf.function
-    def reduce() -> tf.Tensor:
-        value = start
+    def reduce(value: Any) -> list[Any]:
         for _ in range(reductions):
             value = reducer.reduce(value, "average", "hvdtrain bench")
-        return value
+        return [value]
 
-    return reduce
+    return _compiled(reduce, [np.ones((), np.float32)])
+
+
+def _compiled(function: Callable[..., Any], arrays: list[np.ndarray]) -> Callable[[], Any]:
+    """Return a call of a function with tensors, which is compiled as in Keras' training step.
+
+    The function must return a list of tensors. The call waits for its results.
+    """
+    backend = keras.backend.backend()
+    with keras.device("cpu:0"):
+        tensors = [keras.ops.convert_to_tensor(array) for array in arrays]
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        function = tf.function(function)
+    elif backend == "jax":
+        import jax
+
+        compiled = jax.jit(function)
+        return lambda: jax.block_until_ready(compiled(*tensors))
+    return lambda: function(*tensors)
 
 
 def _shapes_within(max_bytes: int) -> list[tuple[int, ...]]:
