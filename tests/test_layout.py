@@ -91,7 +91,7 @@ THIRD_PARTY = {
     "keras": _OF_TENSORFLOW,
     "mpi4py": {"collectives"},
     "torch": {"frameworks", "compat"},
-    "jax": {"frameworks"},
+    "jax": {"frameworks", "bench"},
 }
 
 
