@@ -130,7 +130,7 @@ def fit(model: keras.Model, arguments: dict[str, Any], batch_size: int) -> dict[
 def weights(model: keras.Model) -> list[np.ndarray]:
     """Return the weights and the optimizer state, without random seeds."""
     variables = [*model.weights, *model.optimizer.variables]
-    return [np.asarray(variable.numpy()) for variable in variables]
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
 def distance(model: keras.Model, other: list[np.ndarray]) -> float:

@@ -1,13 +1,10 @@
 """A small model and data for tests of single features."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from hvdtrain.private_api.tensorflow import function_body
 from tests.trainer.equivalence import alike, distance, from_chief, weights
 
 JOINT_BATCH = 12
@@ -46,49 +43,3 @@ def compare(hvdtrain, make, train) -> keras.Model:
 
 def train_arrays(model: keras.Model, batch_size: int, **options: Any) -> None:
     model.fit(X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options)
-
-
-def operations(graph: Any) -> Iterator[Any]:
-    """Yield the operations that a step runs, one for each cluster."""
-    for operation in graph.get_operations():
-        yield operation
-        if not is_cluster(operation):
-            for value in operation.node_def.attr.values():
-                for function in (value.func, *value.list.func):
-                    body = function_body(graph, function.name) if function.name else ()
-                    if first := next(iter(body), None):
-                        yield from operations(first.graph)
-
-
-def is_cluster(operation: Any) -> bool:
-    return bool(operation.node_def.attr["_XlaMustCompile"].b)
-
-
-def traced(model: keras.Model) -> list[Any]:
-    """Return the operations of a training step."""
-    step = tf.function(model.train_step, autograph=False)
-    return list(operations(step.get_concrete_function((X[:4], Y[:4])).graph))
-
-
-def clusters(model: keras.Model) -> int:
-    """Return the number of parts of a training step that XLA compiles."""
-    return sum(map(is_cluster, traced(model)))
-
-
-class OwnStep(keras.Model):
-    """A subclassed model with a train_step as in Keras' guides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(3)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}

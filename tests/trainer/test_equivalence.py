@@ -6,7 +6,8 @@ import pytest
 
 from hvdtrain import world as job
 from tests.trainer.equivalence import alike, distance, train_both
-from tests.trainer.features import JOINT_BATCH, OwnStep, classifier, train_arrays
+from tests.trainer.features import JOINT_BATCH, classifier, train_arrays
+from tests.trainer.own_steps import OwnStep
 from tests.trainer.patterns.pattern import built, state
 
 

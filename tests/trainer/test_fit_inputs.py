@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvdtrain import world as state
 from tests.trainer.equivalence import alike, distance, from_chief, weights
-from tests.trainer.features import JOINT_BATCH, ROWS, TOLERANCE, OwnStep, X, Y, classifier, compare
+from tests.trainer.features import JOINT_BATCH, ROWS, TOLERANCE, X, Y, classifier, compare
+from tests.trainer.own_steps import OwnStep
 
 
 @pytest.mark.ranks(2)

@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.features import (
-    OwnStep,
-    X,
-    Y,
-    classifier,
-    clusters,
-    compare,
-    is_cluster,
-    operations,
-    traced,
-    train_arrays,
-)
+from tests.trainer.features import X, Y, classifier, compare, train_arrays
+from tests.trainer.graphs import clusters, is_cluster, operations, traced
+from tests.trainer.own_steps import OwnStep
 from tests.trainer.patterns.pattern import built
 
 # Operations that compute nothing.

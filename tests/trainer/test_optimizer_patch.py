@@ -8,15 +8,8 @@ from hvdtrain import world as state
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from tests.trainer.equivalence import alike, distance, weights
-from tests.trainer.features import (
-    ROWS,
-    OwnStep,
-    X,
-    Y,
-    classifier,
-    compare,
-    train_arrays,
-)
+from tests.trainer.features import ROWS, X, Y, classifier, compare, train_arrays
+from tests.trainer.own_steps import OwnStep
 from tests.trainer.patterns.pattern import built
 
 

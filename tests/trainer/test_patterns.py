@@ -5,12 +5,13 @@ import random
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ModelError
+from hvdtrain.frameworks import of_keras
 from tests.trainer.equivalence import from_chief
-from tests.trainer.features import JOINT_BATCH, TOLERANCE, OwnStep, X, Y
+from tests.trainer.features import JOINT_BATCH, TOLERANCE, X, Y
+from tests.trainer.own_steps import OwnStep, minimize, own_steps
 from tests.trainer.patterns import PATTERNS
 from tests.trainer.patterns.pattern import (
     LOSS,
@@ -25,22 +26,28 @@ from tests.trainer.patterns.pattern import (
 from tests.trainer.patterns.steps import make_gan
 from tests.trainer.saving.runs import Stop, StopAfter
 
+on_all_backends = pytest.mark.backends("tensorflow", "torch", "jax")
+
 
 def _marked(name):
     return pytest.param(name, marks=() if PATTERNS[name].often else pytest.mark.more)
 
 
 @pytest.mark.ranks(2)
+@on_all_backends
 @pytest.mark.parametrize("name", [*map(_marked, PATTERNS)])
-def test_a_pattern_of_keras_guides(world, name):
+def test_a_pattern_of_keras_guides(world, keras_backend, name):
     pattern = PATTERNS[name]
+    if keras_backend not in pattern.backends:
+        pytest.skip(f"not supported by Keras on {keras_backend}")
     if pattern.since > tuple(map(int, keras.version().split(".")[:2])):
         pytest.skip(f"not supported by Keras {keras.version()}")
     keras.utils.set_random_seed(3)
     alone = None
     if world.is_chief():
         model = pattern.make()
-        model.run_eagerly = pattern.eager
+        # JAX compiles each operation of an eager step, which takes longer.
+        model.run_eagerly = pattern.eager and keras_backend != "jax"
         alone = outcome(pattern.train(model, JOINT_BATCH)), state(model)
     expected, state_alone = from_chief(alone)
     # Resets the counters in names, which are higher on the chief.
@@ -61,6 +68,7 @@ def test_a_pattern_of_keras_guides(world, name):
 
 @pytest.mark.ranks(2)
 @pytest.mark.more
+@on_all_backends
 def test_stateful_recurrent_layers_have_states_on_each_rank(world):
     class Reset(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -86,20 +94,27 @@ def test_stateful_recurrent_layers_have_states_on_each_rank(world):
     "source",
     [
         "generator of the model",
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("keras.random", "tf.random")),
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("keras.random", "framework")),
     ],
 )
-def test_random_numbers_of_a_step_differ_between_ranks(world, source):
+@on_all_backends
+def test_random_numbers_of_a_step_differ_between_ranks(world, keras_backend, source):
+    if (keras_backend, source) == ("jax", "framework"):
+        pytest.skip("JAX has no random state")
     draws = {
         "generator of the model": lambda shape, seeds: keras.random.normal(shape, seed=seeds),
         "keras.random": lambda shape, seeds: keras.random.normal(shape),
-        "tf.random": lambda shape, seeds: tf.random.normal(shape),
+        "framework": lambda shape, seeds: draw_without_keras(shape),
     }
     seen = []
 
+    def record(array):
+        seen.append(array[0].tolist())
+        return []
+
     def draw(shape, seeds):
         noise = draws[source](shape, seeds)
-        tf.numpy_function(lambda array: seen.append(array[0].tolist()), [noise], [])
+        of_keras().run_on_host(record, [noise], [])
         return noise
 
     _reset_generators()
@@ -116,6 +131,16 @@ def test_random_numbers_of_a_step_differ_between_ranks(world, source):
         assert seen[: len(drawn[0])] == drawn[0], "the chief draws other numbers than one process"
 
 
+def draw_without_keras(shape):
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.randn(tuple(shape))
+    import tensorflow as tf
+
+    return tf.random.normal(shape)
+
+
 def _reset_generators():
     """Reset all generators, including Keras' global one."""
     keras.utils.clear_session(free_memory=False)
@@ -125,6 +150,7 @@ def _reset_generators():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.more)])
+@on_all_backends
 def test_a_resumed_gan_equals_an_uninterrupted_one(world, tmp_path_factory, steps):
     # The optimizers are not built yet when training resumes.
     def train(*callbacks):
@@ -144,6 +170,7 @@ def test_a_resumed_gan_equals_an_uninterrupted_one(world, tmp_path_factory, step
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@on_all_backends
 def test_models_without_trainable_weights(world):
     frozen = stack(keras.layers.Dense(3), metrics=["accuracy"])
     frozen.trainable = False
@@ -164,6 +191,7 @@ def test_models_without_trainable_weights(world):
 
 
 @pytest.mark.ranks(2)
+@on_all_backends
 def test_metrics_added_by_compute_metrics_are_in_the_history(world):
     class Root(keras.Sequential):
         def compute_metrics(self, x, y, y_pred, sample_weight=None):
@@ -180,15 +208,19 @@ def test_metrics_added_by_compute_metrics_are_in_the_history(world):
 
 @pytest.mark.essential
 @pytest.mark.ranks(2)
+@on_all_backends
 def test_a_train_step_that_averages_nothing_is_an_error(world):
     optimizer = keras.optimizers.SGD(0.1)
 
+    @own_steps
     class Apart(OwnStep):
         def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=data[1], y_pred=self(data[0]))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            optimizer.apply(gradients, self.trainable_variables)
+            (loss,) = minimize(
+                self,
+                optimizer,
+                self.trainable_variables,
+                lambda: (self.compute_loss(y=data[1], y_pred=self(data[0])),),
+            )
             return {"loss": loss}
 
     model = built(Apart())
@@ -198,6 +230,7 @@ def test_a_train_step_that_averages_nothing_is_an_error(world):
 
 
 @pytest.mark.ranks(2)
+@on_all_backends
 def test_arguments_of_an_overridden_fit_are_an_error(world):
     class Repeats(keras.Sequential):
         def fit(self, *args, repeat=1, **options):
@@ -217,6 +250,7 @@ class Renamed(keras.optimizers.SGD):
 
 
 @pytest.mark.ranks(2)
+@on_all_backends
 def test_a_user_defined_optimizer_is_saved_by_its_name(world, tmp_path):
     model = stack(keras.layers.Dense(3), optimizer=Renamed(0.1))
     state = random.getstate()
@@ -229,6 +263,7 @@ def test_a_user_defined_optimizer_is_saved_by_its_name(world, tmp_path):
 
 
 @pytest.mark.ranks(2)
+@on_all_backends
 def test_errors_about_optimizers(world):
     gan = make_gan()
     world.distribute(gan)

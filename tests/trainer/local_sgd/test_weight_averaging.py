@@ -13,7 +13,9 @@ from hvdtrain.collectives.engine_core import FinishedOperation
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.trainer.local_sgd.weight_averaging import OuterOptimizer
 from tests.trainer.equivalence import from_chief
-from tests.trainer.features import JOINT_BATCH, OwnStep, X, Y, classifier, clusters
+from tests.trainer.features import JOINT_BATCH, X, Y, classifier
+from tests.trainer.graphs import clusters
+from tests.trainer.own_steps import OwnStep
 
 # Four joint batches and one of five rows.
 ROWS = JOINT_BATCH * 4 + 5

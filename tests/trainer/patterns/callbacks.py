@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world as job
 from tests.trainer.features import JOINT_BATCH, X, Y, classifier
-from tests.trainer.patterns.pattern import LOSS, WEIGHTS, Pattern, fit, validated
+from tests.trainer.patterns.pattern import LOSS, WEIGHTS, Pattern, batches, fit, validated
 
 
 def _loaded(model: keras.Model, size: int) -> Any:
@@ -70,7 +70,7 @@ def _swapped(model: keras.Model, size: int) -> Any:
 
 
 def _pipeline(model: keras.Model, size: int) -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(size)
+    data = batches(size, X, Y, WEIGHTS)
     history = model.fit(data, validation_data=data, epochs=3, validation_freq=2, verbose=0)
     return history.history
 
@@ -93,8 +93,10 @@ def _saved_in(folder: Path, model: keras.Model, size: int) -> Any:
         keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True),
         keras.callbacks.CSVLogger(folder / "log.csv"),
         keras.callbacks.BackupAndRestore(folder / "backup"),
-        keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1, update_freq="batch"),
     ]
+    if keras.backend.backend() == "tensorflow":  # the callback needs TensorFlow
+        logs = folder / "logs"
+        callbacks += [keras.callbacks.TensorBoard(logs, histogram_freq=1, update_freq="batch")]
     before = fit(callbacks=callbacks, **validated)(model, size)
     again = keras.models.load_model(folder / "best.keras")
     if size < JOINT_BATCH:
@@ -139,9 +141,15 @@ def _kept(model: keras.Model, size: int) -> Any:
 
 def _steps(model: keras.Model, size: int) -> Any:
     """Train steps of one endless pass, and validate on a part of the data."""
-    data = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(size)
+    data = batches(size, X[:48], Y[:48])
     options = {"steps_per_epoch": 3, "epochs": 3, "validation_steps": 2, "verbose": 0}
-    return model.fit(data.repeat(), validation_data=data, **options).history
+    return model.fit(_endless(data), validation_data=data, **options).history
+
+
+def _endless(data: Any) -> Any:
+    if hasattr(data, "repeat"):
+        return data.repeat()
+    return (tuple(batch) for _ in itertools.count() for batch in data)
 
 
 def _multi_optimizer() -> keras.Model:

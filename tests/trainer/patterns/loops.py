@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import hvdtrain
 from tests.trainer.features import JOINT_BATCH, X, Y, classifier
+from tests.trainer.own_steps import differentiate, minimize
 from tests.trainer.patterns.layers import Watching
 from tests.trainer.patterns.pattern import LOSS, NOISE, Pattern, stack
 from tests.trainer.patterns.steps import make_gan
@@ -34,18 +35,27 @@ def _new_optimizer(size: int) -> Any:
     return hvdtrain.DistributedOptimizer(optimizer) if size < JOINT_BATCH else optimizer
 
 
+def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function if the backend can compile functions that change variables."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(step)
+    return lambda *arrays: step(*map(keras.ops.convert_to_tensor, arrays))
+
+
 def _compiled_loop(model: keras.Model, size: int) -> Any:
-    """Train in a tf.function with the losses of layers, an optimizer and a metric."""
+    """Train in a compiled function with the losses of layers, an optimizer and a metric."""
     optimizer = _new_optimizer(size)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
 
-    @tf.function
+    @_compiled
     def step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
+        def losses() -> Any:
             logits = model(x, training=True)
-            loss = LOSS(y, logits) + sum(model.losses)
-        gradients = tape.gradient(loss, model.trainable_weights)
-        optimizer.apply(gradients, model.trainable_weights)
+            return LOSS(y, logits) + sum(model.losses), logits
+
+        loss, logits = minimize(model, optimizer, model.trainable_weights, losses)
         accuracy.update_state(y, logits)
         return loss
 
@@ -59,16 +69,15 @@ def _two_loops(model: keras.Model, size: int) -> Any:
     """Train a GAN in a custom loop with ``apply_gradients``."""
     d_optimizer, g_optimizer = _new_optimizer(size), _new_optimizer(size)
 
-    @tf.function
+    @_compiled
     def step(real: Any, noise: Any) -> None:
-        for optimizer, network, number in [
-            (d_optimizer, model.critic, 0),
-            (g_optimizer, model.generator, 1),
+        for optimizer, network, losses in [
+            (d_optimizer, model.critic, lambda: model.both_losses(real, noise)),
+            (g_optimizer, model.generator, lambda: model.both_losses(real, noise)[1:]),
         ]:
-            with tf.GradientTape() as tape:
-                loss = model._both_losses(real, noise)[number]
             weights = network.trainable_weights
-            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            _, gradients = differentiate(model, weights, losses)
+            optimizer.apply_gradients(zip(gradients, weights))
 
     for number in range(4):
         rows = _part(number, size)

@@ -30,6 +30,7 @@ class Pattern(NamedTuple):
         often: Whether ``make test-keras`` runs the pattern. ``make test-all`` runs all patterns.
         since: The first version of Keras that supports it.
         eager: Whether the reference may run eagerly, which is faster than tracing.
+        backends: The backends of Keras with which the pattern works in one process.
     """
 
     make: Callable[[], keras.Model]
@@ -37,12 +38,13 @@ class Pattern(NamedTuple):
     often: bool = False
     since: tuple[int, int] = (3, 14)
     eager: bool = True
+    backends: tuple[str, ...] = ("tensorflow", "torch", "jax")
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
     """Return weights and the state of all optimizers, without random seeds."""
     variables = [*model.weights, *optimizer_variables(model)]
-    return [np.asarray(variable.numpy()) for variable in variables]
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
 def outcome(results: Any) -> dict[str, np.ndarray]:
@@ -62,6 +64,40 @@ def fit(*arrays: Any, **options: Any) -> Train:
         return model.fit(x, y, batch_size=size, **arguments).history
 
     return train
+
+
+class Batches(keras.utils.PyDataset):
+    """Arrays in batches.
+
+    Args:
+        size: Number of rows in a batch.
+        arrays: x, y and sample weights.
+    """
+
+    def __init__(self, size: int, *arrays: Any) -> None:
+        super().__init__()
+        self._size, self._arrays = size, arrays
+
+    def __len__(self) -> int:
+        return -(-len(keras.tree.flatten(self._arrays)[0]) // self._size)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * self._size, (index + 1) * self._size)
+        return tuple(keras.tree.map_structure(lambda array: array[rows], self._arrays))
+
+
+def batches(size: int, *arrays: Any) -> Any:
+    """Return arrays as the pipeline that users of the backend have."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        data = torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays))
+        return torch.utils.data.DataLoader(data, batch_size=size)
+    return Batches(size, *arrays)
 
 
 def built(model: keras.Model, x: Any = X, **options: Any) -> keras.Model:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tests.trainer.features import X, Y
+from tests.trainer.own_steps import differentiate, minimize, own_steps, track_optimizer
 from tests.trainer.patterns.pattern import (
     LOSS,
     NOISE,
@@ -17,6 +17,7 @@ from tests.trainer.patterns.pattern import (
     WEIGHTS,
     Hits,
     Pattern,
+    batches,
     built,
     fit,
     validated,
@@ -25,6 +26,7 @@ from tests.trainer.patterns.pattern import (
 layers = keras.layers
 
 
+@own_steps
 class NestedLogs(keras.Model):
     """Returns all metrics of a step by name. The compiled metrics are in a nested dict."""
 
@@ -38,17 +40,19 @@ class NestedLogs(keras.Model):
     def _update(self, y: Any, y_pred: Any, loss: Any, weight: Any) -> Any:
         for metric in self.metrics:
             if metric.name == "loss":
-                metric.update_state(loss, sample_weight=tf.shape(y)[0])
+                metric.update_state(loss, sample_weight=keras.ops.shape(y)[0])
             else:
                 metric.update_state(y, y_pred, weight)
         return {metric.name: metric.result() for metric in self.metrics}
 
     def train_step(self, data: Any) -> Any:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
+
+        def losses() -> Any:
             y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight), y_pred
+
+        loss, y_pred = minimize(self, self.optimizer, self.trainable_weights, losses)
         return self._update(y, y_pred, loss, weight)
 
     def test_step(self, data: Any) -> Any:
@@ -84,6 +88,7 @@ def _weighted(model: keras.Model, size: int) -> Any:
     return {}
 
 
+@own_steps
 class OwnTrackers(keras.Model):
     """Returns metrics by other names, and values of the batch, as autoencoders do."""
 
@@ -102,12 +107,16 @@ class OwnTrackers(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         x, _ = data
-        with tf.GradientTape() as tape:
+
+        def losses() -> Any:
             difference = keras.ops.square(self(x) - x)
             error = keras.ops.mean(difference)
             loss = error + 0.1 * keras.ops.mean(keras.ops.square(self.encoder(x)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        rows = tf.shape(x)[0]
+            return loss, error, difference
+
+        weights = self.trainable_weights
+        loss, error, difference = minimize(self, self.optimizer, weights, losses)
+        rows = keras.ops.shape(x)[0]
         self.total.update_state(loss, sample_weight=rows)
         self.error.update_state(error, sample_weight=rows)
         return {
@@ -120,6 +129,7 @@ class OwnTrackers(keras.Model):
         }
 
 
+@own_steps
 class Gan(keras.Model):
     """A model with two networks and two optimizers, but without call().
 
@@ -137,6 +147,8 @@ class Gan(keras.Model):
         self.draw = draw
         self.d_loss = keras.metrics.Mean(name="d_loss")
         self.g_loss = keras.metrics.Mean(name="g_loss")
+        # Only TensorFlow accepts a model that can't be called and isn't built.
+        self.built = keras.backend.backend() != "tensorflow"
 
     @property
     def metrics(self) -> list[Any]:
@@ -145,8 +157,10 @@ class Gan(keras.Model):
     def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
         super().compile()
         self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_state = track_optimizer(d_optimizer, self.critic.trainable_weights)
+        self.g_state = track_optimizer(g_optimizer, self.generator.trainable_weights)
 
-    def _both_losses(self, real: Any, noise: Any) -> tuple[Any, Any]:
+    def both_losses(self, real: Any, noise: Any) -> tuple[Any, Any]:
         fake = self.critic(self.generator(noise))
         real = self.critic(real)
         ones, zeros = keras.ops.ones_like(fake), keras.ops.zeros_like(fake)
@@ -162,18 +176,15 @@ class Gan(keras.Model):
         real, noise = data
         if self.draw is not None:
             noise = self.draw(keras.ops.shape(noise), self.seeds)
-        with tf.GradientTape() as tape:
-            d_loss, _ = self._both_losses(real, noise)
         weights = self.critic.trainable_weights
-        self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
-        with tf.GradientTape() as tape:
-            _, g_loss = self._both_losses(real, noise)
+        both = lambda: self.both_losses(real, noise)  # noqa: E731
+        d_loss, _ = minimize(self, self.d_optimizer, weights, both)
         weights = self.generator.trainable_weights
-        gradients = tape.gradient(g_loss, weights)
+        (g_loss,), gradients = differentiate(self, weights, lambda: both()[1:])
         if self.every == 1:
             self.g_optimizer.apply(gradients, weights)
         else:
-            tf.cond(
+            keras.ops.cond(
                 self.d_optimizer.iterations.value % self.every == 0,
                 lambda: self._apply(gradients, weights),
                 lambda: 0,
@@ -186,7 +197,7 @@ class Gan(keras.Model):
 
     def test_step(self, data: Any) -> Any:
         real, noise = data
-        return self._update(*self._both_losses(real, noise), keras.ops.shape(real)[0])
+        return self._update(*self.both_losses(real, noise), keras.ops.shape(real)[0])
 
 
 def make_gan(scaled: bool = False, **options: Any) -> keras.Model:
@@ -232,18 +243,22 @@ def distiller() -> keras.Model:
 def _by_layer() -> keras.Model:
     """A model with an optimizer for each layer, in a dict and a list."""
 
+    @own_steps
     class ByLayer(NestedLogs):
         def train_step(self, data: Any) -> Any:
             x, y = data
-            with tf.GradientTape(persistent=True) as tape:
+
+            def losses() -> Any:
                 y_pred = self(x, training=True)
-                loss = self.compute_loss(y=y, y_pred=y_pred)
-            for layer, optimizer in [
-                (self.hidden, self.those["hidden"]),
-                (self.dense, self.more[0]),
-            ]:
-                weights = layer.trainable_weights
-                optimizer.apply(tape.gradient(loss, weights), weights)
+                return self.compute_loss(y=y, y_pred=y_pred), y_pred
+
+            parts = [(self.hidden, self.those["hidden"]), (self.dense, self.more[0])]
+            weights = [weight for layer, _ in parts for weight in layer.trainable_weights]
+            (loss, y_pred), gradients = differentiate(self, weights, losses)
+            for layer, optimizer in parts:
+                count = len(layer.trainable_weights)
+                optimizer.apply(gradients[:count], layer.trainable_weights)
+                gradients = gradients[count:]
             return self._update(y, y_pred, loss, None)
 
     model = ByLayer()
@@ -252,6 +267,7 @@ def _by_layer() -> keras.Model:
     return built(model, optimizer=None, metrics=["accuracy"])
 
 
+@own_steps
 class OwnTest(keras.Model):
     """Overrides only the evaluation step."""
 
@@ -267,6 +283,7 @@ class OwnTest(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@own_steps
 class OwnPrediction(keras.Model):
     """Predicts probabilities instead of logits."""
 
@@ -277,7 +294,7 @@ class OwnPrediction(keras.Model):
 
 def _predicted(model: keras.Model, size: int) -> Any:
     fit()(model, size)
-    data = tf.data.Dataset.from_tensor_slices(X).batch(size)
+    data = batches(size, X)
     outputs = [model.predict(x, batch_size=n, verbose=0) for x, n in [(X, size), (data, None)]]
     return np.concatenate([entry["label"] for entry in outputs])
 
@@ -289,6 +306,7 @@ def functional(kind: type[keras.Model], **options: Any) -> keras.Model:
     return model
 
 
+@own_steps
 class Images(keras.Model):
     """A step on elements that are one tensor, with a tracker that counts batches."""
 
@@ -302,10 +320,13 @@ class Images(keras.Model):
         return [self.tracker]
 
     def train_step(self, images: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self.network(images) - images))
         weights = self.network.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        (loss,) = minimize(
+            self,
+            self.optimizer,
+            weights,
+            lambda: (keras.ops.mean(keras.ops.square(self.network(images) - images)),),
+        )
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
 
@@ -318,6 +339,8 @@ def _images() -> keras.Model:
 
 def _on_images(model: keras.Model, size: int) -> Any:
     """Train on a pipeline without labels, then on a part of it."""
+    import tensorflow as tf
+
     data = tf.data.Dataset.from_tensor_slices(X[:48]).batch(size)
     history = model.fit(data, epochs=2, verbose=0).history
     more = model.fit(data.take(2 if size == 12 else 4), epochs=1, verbose=0).history
@@ -333,21 +356,20 @@ class Four(NamedTuple):
     d: Any
 
 
+@own_steps
 class AnyStructure(OwnTrackers):
     """Steps that check the structure of their data."""
 
     expected: Callable[[Any], Any]
 
     def _loss(self, data: Any) -> Any:
-        tf.nest.assert_same_structure(data, self.expected(X))
-        scaled = [(n + 1) * leaf for n, leaf in enumerate(tf.nest.flatten(data))]
-        return tf.reduce_mean(tf.square(self(tf.add_n(scaled))))
+        keras.tree.assert_same_structure(data, self.expected(X))
+        scaled = [(n + 1) * leaf for n, leaf in enumerate(keras.tree.flatten(data))]
+        return keras.ops.mean(keras.ops.square(self(sum(scaled))))
 
     def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self._loss(data)
         weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        (loss,) = minimize(self, self.optimizer, weights, lambda: (self._loss(data),))
         self.total.update_state(loss)
         return {"loss": self.total.result()}
 
@@ -356,11 +378,13 @@ class AnyStructure(OwnTrackers):
         return {"loss": self.total.result()}
 
     def predict_step(self, data: Any) -> Any:
-        tf.nest.assert_same_structure(data, self.expected(X))
-        return self(tf.nest.flatten(data)[0])
+        keras.tree.assert_same_structure(data, self.expected(X))
+        return self(keras.tree.flatten(data)[0])
 
 
 def _on_any_structure(model: keras.Model, size: int) -> Any:
+    import tensorflow as tf
+
     results = {}
     structures: dict[str, Callable[[Any], Any]] = {
         "tensor": lambda x: x,
@@ -406,15 +430,18 @@ STEPS: dict[str, Pattern] = {
         fit(X[:48], X[:48, :3], validation_data=(X[:24], X[:24, :3])),
     ),
     "an own prediction step": Pattern(lambda: functional(OwnPrediction, loss=LOSS), _predicted),
-    "elements that are one tensor": Pattern(_images, _on_images),
+    "elements that are one tensor": Pattern(_images, _on_images, backends=("tensorflow",)),
     "batches of any structure": Pattern(
-        lambda: built(AnyStructure(), loss=None), _on_any_structure, often=True
+        lambda: built(AnyStructure(), loss=None),
+        _on_any_structure,
+        often=True,
+        backends=("tensorflow",),
     ),
     "GAN": Pattern(make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True),
     "GAN, the generator every third step": Pattern(
-        lambda: make_gan(every=3), fit(X, NOISE, epochs=3)
+        lambda: make_gan(every=3), fit(X, NOISE, epochs=3), backends=("tensorflow", "torch")
     ),
     "GAN with a LossScaleOptimizer": Pattern(lambda: make_gan(scaled=True), fit(X, NOISE)),
-    "an optimizer for each layer": Pattern(_by_layer, fit()),
+    "an optimizer for each layer": Pattern(_by_layer, fit(), backends=("tensorflow", "torch")),
     "an own compute_loss": Pattern(distiller, fit()),
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 import hvdtrain
 from hvdtrain import world
-from tests.trainer.features import OwnStep
+from tests.trainer.own_steps import OwnStep
 
 JOINT_BATCH = 12
 

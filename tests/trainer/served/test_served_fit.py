@@ -68,7 +68,7 @@ def test_the_model_learns_and_all_ranks_have_the_same_results(launch):
 
 
 INPUTS = program("""
-    from tests.trainer.features import OwnStep
+    from tests.trainer.own_steps import OwnStep
 
 
     class Sequence(keras.utils.PyDataset):

@@ -193,7 +193,7 @@ def test_training_resumes_with_a_different_number_of_devices(launch, tmp_path):
 
 
 REFUSED = program("""
-    from tests.trainer.features import OwnStep
+    from tests.trainer.own_steps import OwnStep
 
 
     class Scalar(keras.layers.Layer):
