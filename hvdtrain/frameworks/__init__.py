@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hvdtrain.frameworks.interface import Framework
 
-__all__ = ["Framework", "of", "of_keras"]
+if TYPE_CHECKING:
+    from hvdtrain.collectives.engine import Engine
+
+__all__ = ["Framework", "of", "of_keras", "stack_ranks"]
 
 
 def of(name: str) -> Framework:
@@ -20,3 +23,25 @@ def of_keras() -> Framework:
     import keras
 
     return of(keras.backend.backend())
+
+
+def stack_ranks(collectives: Engine, tensor: Any, name: str) -> Any:
+    """Stack the tensors of all ranks along a new first axis, in rank order.
+
+    The gradient is summed over all ranks. Suppose that each rank computes a loss from the result,
+    and the losses are averaged over the ranks. The gradient is then the same as if one process had
+    computed the loss from the inputs of all ranks.
+
+    Args:
+        collectives: Engine that connects the ranks.
+        tensor: Tensor of Keras' backend, of the same shape and type on every rank.
+        name: Name for error messages.
+
+    Returns:
+        Tensor of shape ``(ranks, *tensor.shape)``. On TensorFlow, it has a row for each remaining
+        rank. On torch and JAX, it has a row for each rank of the job, with zeros for lost ranks.
+    """
+    import keras
+
+    module = f"hvdtrain.frameworks.{keras.backend.backend()}.differentiable_ops"
+    return importlib.import_module(module).stack_ranks(collectives, tensor, name)

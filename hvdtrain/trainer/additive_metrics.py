@@ -9,22 +9,26 @@ second update must add what the first one added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras import ops
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
+from hvdtrain.frameworks import of_keras
 from hvdtrain.private_api.keras import nested_metrics, set_untracked
 from hvdtrain.trainer.joint_results import reduction_of_metric
+from hvdtrain.trainer.step_variables import HostVariable, step_variable
 
 __all__ = ["AdditiveMetrics", "adds_up"]
 
 _BATCHES = 10  # more than one, because a batch whose values are all zero proves nothing
+# JAX has no float64 by default.
+_WIDE_FLOAT = "float32" if keras.backend.backend() == "jax" else "float64"
 
 
 class AdditiveMetrics:
@@ -43,7 +47,7 @@ class AdditiveMetrics:
         """
         for metric, left in self._left():
             metric.reset_state()
-            if any(_as_float64(variable).numpy().any() for variable in _summed(metric)):
+            if any(np.any(variable.numpy()) for variable in _summed(metric)):
                 left.assign(-1.0)
 
     @contextmanager
@@ -85,9 +89,7 @@ class AdditiveMetrics:
         metrics = {id(metric): metric for metric in _users_metrics(self._model.metrics)}
         for key, metric in metrics.items():
             if key not in self._tested:
-                with tf.init_scope():
-                    left = keras.Variable(_BATCHES, dtype="float32", trainable=False, name="left")
-                self._tested[key] = metric, left
+                self._tested[key] = metric, step_variable(_BATCHES, dtype="float32", name="left")
         return [self._tested[key] for key in metrics]
 
 
@@ -103,47 +105,73 @@ def _users_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
 def _testing(metric: Any, left: Any) -> Any:
     """Return a replacement for ``update_state`` that tests the metric before each update."""
     plain = metric.update_state
+    count = _on_host if isinstance(left, HostVariable) else _in_graph
+    tests, note = count(left)
 
     def update_state(*args: Any, **options: Any) -> Any:
         # The test runs first, so that the actual update sets the metric's other attributes last.
-        def test() -> None:
-            additive = adds_up(metric, plain, args, options)
-            left.assign(tf.where(additive, left.value - 1.0, -1.0))
-
-        tf.cond(left.value > 0, test, lambda: None)
+        ops.cond(tests(), lambda: note(adds_up(metric, plain, args, options)), lambda: None)
         return plain(*args, **options)
 
     return update_state
 
 
-def adds_up(metric: Any, update: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tf.Tensor:
+def _in_graph(left: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return functions of a step that read and update the number of batches left to test."""
+
+    def note(additive: Any) -> None:
+        left.assign(ops.where(additive, left.value - 1.0, -1.0))
+
+    return lambda: left.value > 0, note
+
+
+def _on_host(left: HostVariable) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return the functions of ``_in_graph`` for a number in host memory."""
+    run_on_host = of_keras().run_on_host
+
+    def note(additive: Any) -> None:
+        def update(additive: np.ndarray) -> Sequence[np.ndarray]:
+            left.assign(left.value - 1.0 if additive else -1.0)
+            return []
+
+        run_on_host(update, [additive], [])
+
+    def tests() -> Any:
+        return run_on_host(lambda: [np.asarray(left.value > 0)], [], [()], ["bool"])[0]
+
+    return tests, note
+
+
+def adds_up(metric: Any, update: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Return whether an update of a metric adds values that don't depend on the metric's state.
 
-    The state is restored afterwards. Non-finite values are ignored.
+    The result is a scalar tensor. The state is restored afterwards. Non-finite values are ignored.
     """
     variables = _summed(metric)
-    before = [tf.identity(variable.value) for variable in metric.variables]
+    before = [_snapshot(variable) for variable in metric.variables]
     for variable in metric.variables:
-        variable.assign(tf.zeros_like(variable.value))
+        variable.assign(ops.zeros_like(variable.value))
     sums = []
     for _ in range(2):
         update(*args, **options)
-        sums.append([tf.identity(_as_float64(variable)) for variable in variables])
+        sums.append([ops.cast(_snapshot(variable), _WIDE_FLOAT) for variable in variables])
     for variable, value in zip(metric.variables, before):
         variable.assign(value)
-    differ = [
-        tf.reduce_any(tf.abs(twice - 2 * once) > _tolerance(variable) * tf.abs(twice))
-        for variable, once, twice in zip(variables, *sums)
-    ]
-    return tf.logical_not(tf.reduce_any(tf.stack([tf.constant(False), *differ])))
+    additive = ops.convert_to_tensor(True)
+    for variable, once, twice in zip(variables, *sums):
+        differs = ops.abs(twice - 2 * once) > _tolerance(variable) * ops.abs(twice)
+        additive = ops.logical_and(additive, ops.logical_not(ops.any(differs)))
+    return additive
+
+
+def _snapshot(variable: Any) -> Any:
+    """Return the value of a variable, which later assignments don't change."""
+    # JAX never changes arrays. A copy within a branch of ops.cond must not leave the branch.
+    return variable.value if keras.backend.backend() == "jax" else ops.copy(variable.value)
 
 
 def _summed(metric: Any) -> list[Any]:
     return [v for v in metric.variables if reduction_of_metric(v) == "sum"]
-
-
-def _as_float64(variable: Any) -> tf.Tensor:
-    return tf.cast(variable.value, tf.float64)
 
 
 def _tolerance(variable: Any) -> float:

@@ -5,15 +5,16 @@ Keras itself synchronizes this layer only between the replicas of a tf.distribut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
+from keras import ops
 
 from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.frameworks.tensorflow.differentiable_ops import stack_ranks
+from hvdtrain.frameworks import stack_ranks
 from hvdtrain.frameworks.variable_names import without_counts
 from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
 
@@ -45,7 +46,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             )
         super().__init__(**kwargs)
 
-    def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         own = super()._moments(inputs, mask)
         collectives = world.collectives()
         if collectives.size == 1:
@@ -63,7 +64,7 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 
 
 def synchronize_batch_normalization(
-    layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
+    layer: Any, collectives: Engine, rows: Callable[[], Any]
 ) -> None:
     """Make a ``BatchNormalization`` layer use the mean and variance over the batches of all ranks.
 
@@ -77,7 +78,7 @@ def synchronize_batch_normalization(
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-        def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
             synchronized, layer.synchronized = layer.synchronized, False
             try:
                 own = local_moments(inputs, mask)
@@ -95,11 +96,11 @@ def synchronize_batch_normalization(
 
 def _joint_moments(
     layer: Any,
-    own: tuple[tf.Tensor, tf.Tensor],
-    count: tf.Tensor,
+    own: tuple[Any, Any],
+    count: Any,
     collectives: Engine,
-    counts: tf.Tensor | None = None,
-) -> tuple[tf.Tensor, tf.Tensor]:
+    counts: Any = None,
+) -> tuple[Any, Any]:
     """Combine the means and variances of all ranks.
 
     ``own`` contains the mean and the variance of this rank's ``count`` values. If ``counts`` is
@@ -108,37 +109,36 @@ def _joint_moments(
     """
     mean, variance = own
     elastic = collectives.survives_losses
-    divide = tf.math.divide_no_nan if elastic else tf.math.divide
-    shape = mean.shape
-    channels = shape.num_elements()
-    packed = tf.concat(
-        [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
+    divide = ops.divide_no_nan if elastic else ops.divide
+    shape = tuple(mean.shape)
+    channels = math.prod(shape)
+    packed = ops.concatenate(
+        [ops.reshape(count, [1]), ops.reshape(mean, [channels]), ops.reshape(variance, [channels])]
     )
-    packed.set_shape([1 + 2 * channels])
     if counts is not None:
-        packed = tf.where(counts, packed, tf.zeros_like(packed))
+        packed = ops.where(counts, packed, ops.zeros_like(packed))
     stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
     if counts is not None:
-        stacked = tf.where(counts, stacked, tf.stop_gradient(stacked))
+        stacked = ops.where(counts, stacked, ops.stop_gradient(stacked))
     n = stacked[:, :1]
     means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
-    total = tf.reduce_sum(n)
-    joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
+    total = ops.sum(n)
+    joint_mean = divide(ops.sum(n * means, axis=0), total)
     deviations = variances + (means - joint_mean) ** 2
-    joint_variance = divide(tf.reduce_sum(n * deviations, axis=0), total)
-    mean, variance = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+    joint_variance = divide(ops.sum(n * deviations, axis=0), total)
+    mean, variance = ops.reshape(joint_mean, shape), ops.reshape(joint_variance, shape)
     if not elastic:
         return mean, variance
     # If all ranks with rows are lost in this step, the moving moments don't change.
     return (
-        tf.where(total > 0, mean, tf.cast(layer.moving_mean, mean.dtype)),
-        tf.where(total > 0, variance, tf.cast(layer.moving_variance, variance.dtype)),
+        ops.where(total > 0, mean, ops.cast(layer.moving_mean, mean.dtype)),
+        ops.where(total > 0, variance, ops.cast(layer.moving_variance, variance.dtype)),
     )
 
 
-def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
+def _count(layer: Any, inputs: Any, mask: Any, dtype: Any) -> Any:
     """Return how many values of this rank's batch the layer uses to compute each mean."""
     if mask is not None:
-        return tf.reduce_sum(tf.cast(mask, dtype))
-    sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]
-    return tf.cast(tf.reduce_prod(tf.stack(sizes)), dtype)
+        return ops.sum(ops.cast(mask, dtype))
+    sizes = [ops.shape(inputs)[axis] for axis in reduction_axes(layer)]
+    return ops.cast(ops.prod(ops.stack(sizes)), dtype)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.private_api.keras import (
@@ -136,8 +135,15 @@ def layer_statistics(model: keras.Model) -> list[Any]:
     return unique([*own, *tensorflow_variables(model)])
 
 
-def tensorflow_variables(model: keras.Model) -> list[tf.Variable]:
-    """Return the numeric ``tf.Variable`` attributes of layers, which Keras doesn't track."""
+def tensorflow_variables(model: keras.Model) -> list[Any]:
+    """Return the numeric ``tf.Variable`` attributes of layers, which Keras doesn't track.
+
+    On other backends, the list is empty.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return []
+    import tensorflow as tf
+
     layers = flatten_layers(model)
     variables = [v for layer in layers for v in attributes_of_type(layer, tf.Variable)]
     return unique(

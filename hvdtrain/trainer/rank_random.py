@@ -9,13 +9,12 @@ same random numbers as a single process would.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.private_api.keras import (
@@ -29,7 +28,6 @@ from hvdtrain.private_api.keras import (
 __all__ = [
     "RankGenerator",
     "draw_seed",
-    "draws_of_step",
     "random_by_rank",
     "reseed_by_rank",
     "seed_generators",
@@ -82,8 +80,6 @@ class RankGenerator:
 
     def __init__(self, shared: Any, member: int) -> None:
         self.shared = shared
-        self.draws: list[tuple[Any, bool]] = []
-        """The graph of each draw, and its argument ``ordered``."""
         self._member = member
 
     def next(self, ordered: bool = True) -> Any:
@@ -91,48 +87,24 @@ class RankGenerator:
         if self.shared is None:
             # Created on first use, as Keras does. Python's generator is equal on every rank.
             set_global_generator(None)
-            with tf.init_scope():
-                self.shared = make_global_generator()
+            self.shared = self._create()
             set_global_generator(self)
-        if not tf.executing_eagerly():
-            self.draws.append((tf.compat.v1.get_default_graph(), ordered))
         drawn = self.shared.next(ordered)
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
-    def repeat(self) -> None:
-        """Repeat the draws of the functions that have been traced so far.
-
-        If tracing a function creates the generator, TensorFlow traces the function again. Only the
-        draws of the last trace are repeated then.
-        """
-        last = {graph.name: graph for graph, _ in self.draws}
-        for graph, ordered in list(self.draws):
-            if graph is last[graph.name]:
-                self.next(ordered)
-
-
-def draws_of_step() -> list[tuple[Any, bool]]:
-    """Return the list of seeds that the current step draws: ``RankGenerator.draws``.
-
-    The list is empty outside of a step. A caller that discards a graph must delete its entries.
-    """
-    generator = global_generator()
-    return generator.draws if isinstance(generator, RankGenerator) else []
+    def _create(self) -> Any:
+        return make_global_generator()
 
 
 @contextmanager
-def random_by_rank(member: int) -> Iterator[RankGenerator]:
-    """Make random numbers differ between ranks within the ``with`` block."""
-    own = RankGenerator(global_generator(), member)
+def random_by_rank(member: int, kind: Callable[[Any, int], Any] = RankGenerator) -> Iterator[Any]:
+    """Make random numbers differ between ranks within the ``with`` block.
+
+    The block gets the generator, an object of the class ``kind``.
+    """
+    own = kind(global_generator(), member)
     set_global_generator(own)
-    graph = None if tf.executing_eagerly() or not member else tf.compat.v1.get_default_graph()
-    seed = None if graph is None else graph.seed
-    if graph is not None and seed is not None:
-        bits = np.random.SeedSequence([int(abs(seed)), member])
-        graph.seed = int(bits.generate_state(1)[0]) % (2**31 - 1)
     try:
         yield own
     finally:
         set_global_generator(own.shared)
-        if graph is not None:
-            graph.seed = seed

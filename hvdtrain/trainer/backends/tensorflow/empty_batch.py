@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.frameworks.tensorflow.graph_order import NoShadowError, collectives_of, shadow
-from hvdtrain.trainer.rank_random import RankGenerator
+from hvdtrain.trainer.backends.tensorflow.graph_random import GraphRankGenerator
 
 __all__ = ["if_rows"]
 
@@ -17,7 +17,7 @@ def if_rows(
     rows: tf.Tensor,
     compute: Callable[[], Any],
     otherwise: Callable[[], None],
-    generator: RankGenerator,
+    generator: GraphRankGenerator,
     afterwards: Callable[[], Any],
 ) -> Any:
     """Call ``compute`` if this rank has rows. Otherwise only take part in its collectives.

@@ -22,6 +22,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import compiled_loss
 from hvdtrain.trainer.additive_metrics import AdditiveMetrics
 from hvdtrain.trainer.backends.tensorflow.empty_batch import if_rows
+from hvdtrain.trainer.backends.tensorflow.graph_random import GraphRankGenerator, random_of_step
 from hvdtrain.trainer.backends.tensorflow.one_device import BatchWeight, OneDevice, rows_of
 from hvdtrain.trainer.backends.tensorflow.towers import Towers
 from hvdtrain.trainer.data import Share
@@ -29,7 +30,6 @@ from hvdtrain.trainer.loss_weights import LossWeights, are_sums, has_vector_loss
 from hvdtrain.trainer.model_parts import optimizers_of, overrides
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_patch import weighting
-from hvdtrain.trainer.rank_random import RankGenerator, random_by_rank
 
 __all__ = ["Compute", "ModelSteps"]
 
@@ -134,7 +134,7 @@ class ModelSteps:
         self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
         try:
-            with self.additive.trying(), random_by_rank(self._member) as generator:
+            with self.additive.trying(), random_of_step(self._member) as generator:
                 if overrides(self._model, "train_step"):
                     with self._weighting_rows(share.rows, row_weight):
                         return self._train_own(share, counts)
@@ -174,7 +174,11 @@ class ModelSteps:
             yield
 
     def _train_plain(
-        self, share: Share, counts: BatchWeight, row_weight: tf.Tensor, generator: RankGenerator
+        self,
+        share: Share,
+        counts: BatchWeight,
+        row_weight: tf.Tensor,
+        generator: GraphRankGenerator,
     ) -> Any:
         """Train like ``keras.Model.train_step``, with a loss weighted by this rank's rows."""
         model = self._model

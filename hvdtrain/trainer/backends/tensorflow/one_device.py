@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.frameworks.tensorflow.graph_order import collectives_of
 from hvdtrain.private_api.keras import compute_loss, has_training_argument, loss_tracker
+from hvdtrain.trainer.backends.tensorflow.graph_random import draws_of_step
 from hvdtrain.trainer.loss_weights import Term, ratio
-from hvdtrain.trainer.rank_random import draws_of_step
 
 __all__ = ["BatchWeight", "OneDevice", "Within", "call", "rows_of", "scaled_loss"]
 
