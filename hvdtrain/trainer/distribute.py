@@ -12,16 +12,18 @@ import keras
 import numpy as np
 
 from hvdtrain import world
+from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.private_api import keras as private_keras
 from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
 from hvdtrain.private_api.keras_data import is_tf_dataset
+from hvdtrain.trainer.allreduce import Allreduce
 from hvdtrain.trainer.data.batch_stream import stream_kind
 from hvdtrain.trainer.data.batch_structure import is_absent
 from hvdtrain.trainer.model_parts import optimizers_of, overrides, plain_optimizers_of
-from hvdtrain.trainer.model_patch import ModelPatch
+from hvdtrain.trainer.model_patch import ModelPatch, Strategy
 from hvdtrain.trainer.model_sync import check_same_model
 from hvdtrain.trainer.optimizer_patch import distribute_optimizer
 
@@ -138,23 +140,26 @@ def _distribute(model: keras.Model, presharded: bool, sparse_as_dense: bool) -> 
             "sparse_as_dense=True needs a mode in which ranks average gradients, got --mode "
             f"{settings.mode}; leave sparse_as_dense out."
         )
-    if settings.has_servers:
-        from hvdtrain.trainer.served.served_patch import ServedModelPatch
-
-        roles = world.roles()
-        patch: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
-    elif settings.is_local_sgd:
-        from hvdtrain.trainer.local_sgd.local_patch import LocalModelPatch
-
-        patch = LocalModelPatch(model, collectives, presharded, settings)
-    else:
-        patch = ModelPatch(model, collectives, presharded, settings, sparse_as_dense)
+    strategy = _choose_strategy(settings, sparse_as_dense)
+    patch = ModelPatch(model, collectives, settings, strategy, presharded=presharded)
     # The outer optimizer of local SGD changes weights even on one rank.
     if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)
         patch.install()
     else:
         patch.install_with_checkpoint()
+
+
+def _choose_strategy(settings: Settings, sparse_as_dense: bool) -> Strategy:
+    if settings.has_servers:
+        from hvdtrain.trainer.served.served_strategy import ParameterServers
+
+        return ParameterServers(world.roles())
+    if settings.is_local_sgd:
+        from hvdtrain.trainer.local_sgd.local_strategy import LocalSgd
+
+        return LocalSgd()
+    return Allreduce(sparse_as_dense=sparse_as_dense)
 
 
 def _check_compiled(model: Any) -> None:

@@ -1,67 +1,73 @@
-"""The methods that ``distribute`` replaces on a model."""
+"""``ModelPatch``, the methods that ``distribute`` replaces on a model."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Protocol
 
 import keras
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.monitor import report
-from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD, set_untracked
+from hvdtrain.private_api.keras import set_untracked
 from hvdtrain.trainer import backends
-from hvdtrain.trainer.backends.interface import Steps
-from hvdtrain.trainer.batch_normalization import (
-    synchronize_batch_normalization,
-    synchronized_layers,
-)
 from hvdtrain.trainer.callback_list import list_callbacks
 from hvdtrain.trainer.fit_inputs import FitInputs
-from hvdtrain.trainer.fit_loop import FitLoop, reset_functions
-from hvdtrain.trainer.learning_rate import prepare_rescaling, rescale_rate
+from hvdtrain.trainer.fit_loop import reset_functions
 from hvdtrain.trainer.membership import Change, Membership
-from hvdtrain.trainer.model_parts import optimizers_of
-from hvdtrain.trainer.model_sync import broadcast_model
-from hvdtrain.trainer.optimizer_patch import distribute_optimizer
 from hvdtrain.trainer.rank_random import draw_seed, reseed_by_rank
 from hvdtrain.trainer.saving.checkpoint_callback import find_checkpoint_callback
 
-if TYPE_CHECKING:
-    from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
-
-__all__ = ["ModelPatch"]
+__all__ = ["ModelPatch", "Strategy"]
 
 logger = logging.getLogger(__package__)
 
 _MARK = "_hvdtrain_methods"
 
 
+class Strategy(Protocol):
+    """What a mode of training changes on a model. Each model has its own strategy."""
+
+    def install(self, patch: ModelPatch) -> None:
+        """Replace the model's methods, and synchronize its weights. All ranks must call this."""
+
+    def on_change(self, model: keras.Model, change: Change) -> None:
+        """Adapt the model after an elastic job has lost ranks."""
+
+
 class ModelPatch:
-    """Replaces methods of one model object. The model's class is not changed."""
+    """Replaces methods of one model object. The model's class is not changed.
+
+    Args:
+        model: A compiled and built model.
+        collectives: The connection between the ranks.
+        settings: The settings of the job.
+        strategy: Determines which methods are replaced, and by what.
+        presharded: Whether each rank has its own data.
+    """
 
     def __init__(
         self,
         model: keras.Model,
         collectives: Engine,
-        presharded: bool,
         settings: Settings,
-        sparse_as_dense: bool = False,
+        strategy: Strategy,
+        *,
+        presharded: bool,
     ) -> None:
-        self._model = model
-        self._collectives = collectives
-        self._membership = Membership(collectives, settings.min_np, [self._on_change])
-        self._presharded = presharded
-        self._reducer = GradientReducer.of_job(sparse_as_dense=sparse_as_dense)
-        self._settings = settings
-        self._backend = backends.of_keras()
+        self.model = model
+        self.collectives = collectives
+        self.settings = settings
+        self.presharded = presharded
+        on_change = partial(strategy.on_change, model)
+        self.membership = Membership(collectives, settings.min_np, [on_change])
+        self._strategy = strategy
+        self._seed = 0
         self._warned: set[str] = set()
-        self._averaging: WeightAveraging | None = None
 
     def install(self) -> None:
         """Make the model train on all ranks together. All ranks must call this.
@@ -69,79 +75,55 @@ class ModelPatch:
         Raises:
             ModelError: If Keras already distributes the model over devices.
         """
-        model, collectives = self._model, self._collectives
         self._remove_earlier()
         self._check_model()
-        seed = draw_seed(collectives)
-        for optimizer in optimizers_of(model):
-            self._distribute(optimizer)
-            if self._membership.elastic:
-                prepare_rescaling(optimizer)
-        steps = self._make_steps()
-        for layer in self._synchronized_layers():
-            synchronize_batch_normalization(layer, collectives, lambda: steps.step_rows)
-        inputs = FitInputs(
-            collectives,
-            self._membership,
-            seed=seed,
-            presharded=self._presharded,
-            warn=self._warn_once,
-        )
-        loops = FitLoop(
-            model,
-            collectives,
-            membership=self._membership,
-            inputs=inputs,
-            reducer=self._reducer,
-            steps=steps,
-            averaging=self._averaging,
-        )
-        hooks: dict[str, Callable[..., Any]] = {
-            RESULTS: loops.joint_results,
-            SYMBOLIC_BUILD: loops.symbolic_build,
-        }
-        self._replace(
-            fit=loops.fit,
-            evaluate=loops.evaluate,
-            predict=loops.predict,
-            **steps.methods(),
-            **hooks,
-        )
-        report.watch(
-            lambda: collectives.waiting_in,
-            lambda: collectives.waited_s,
-            lambda: collectives.reduced_bytes,
-        )
-        reset_functions(model)
-        broadcast_model(model, collectives)
-        reseed_by_rank(model, collectives)
+        self._seed = draw_seed(self.collectives)
+        self._strategy.install(self)
+        reset_functions(self.model)
+        reseed_by_rank(self.model, self.collectives)
 
     def install_with_checkpoint(self) -> None:
         """Wait until ``fit`` receives a ``Checkpoint`` callback, then call ``install``."""
         self._remove_earlier()
-        plain_fit = self._model.fit
+        plain_fit = self.model.fit
 
         def fit(*args: Any, **options: Any) -> Any:
             arguments = inspect.signature(plain_fit).bind(*args, **options).arguments
             if find_checkpoint_callback(list_callbacks(arguments.get("callbacks"))) is None:
                 return plain_fit(*args, **options)
             self.install()
-            return self._model.fit(*args, **options)
+            return self.model.fit(*args, **options)
 
-        self._replace(fit=fit)
+        self.replace(fit=fit)
 
-    def _distribute(self, optimizer: Any) -> None:
-        """Make an optimizer apply the same updates on all ranks."""
-        distribute_optimizer(optimizer, self._reducer)
+    def replace(self, **methods: Callable[..., Any]) -> None:
+        """Replace methods of the model until the next ``distribute``."""
+        for name, method in methods.items():
+            set_untracked(self.model, name, method)
+        set_untracked(self.model, _MARK, [*methods])
 
-    def _make_steps(self) -> Steps:
-        return self._backend.make_steps(
-            self._model,
-            self._reducer,
-            self._settings,
-            synchronized=self._synchronized_layers(),
-            warn=self._warn_once,
+    def inputs(
+        self, collectives: Engine, membership: Membership, *, ignore_rows: bool = False
+    ) -> FitInputs:
+        """Return the object that divides the data of ``fit`` among the ranks of ``membership``."""
+        return FitInputs(
+            collectives,
+            membership,
+            seed=self._seed,
+            presharded=self.presharded,
+            warn=self.warn_once,
+            ignore_rows=ignore_rows,
         )
+
+    def warn_once(self, text: str | None) -> None:
+        """Log a warning on the chief, unless it was logged before."""
+        if text and self.membership.is_chief and text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
+
+    def _remove_earlier(self) -> None:
+        for name in vars(self.model).pop(_MARK, []):
+            vars(self.model).pop(name, None)
 
     def _check_model(self) -> None:
         """Raise ``ModelError`` if Keras itself would combine gradients over devices."""
@@ -151,34 +133,4 @@ class ModelPatch:
                 "time. Leave out keras.distribution.set_distribution(…), because hvdtrain starts a "
                 "process per GPU (hvdtrain run -np N)."
             )
-        self._backend.check_model(self._model)
-
-    def _replace(self, **methods: Callable[..., Any]) -> None:
-        """Replace methods of the model. ``_remove_earlier`` restores the original methods."""
-        for name, method in methods.items():
-            set_untracked(self._model, name, method)
-        set_untracked(self._model, _MARK, [*methods])
-
-    def _remove_earlier(self) -> None:
-        for name in vars(self._model).pop(_MARK, []):
-            vars(self._model).pop(name, None)
-
-    def _on_change(self, change: Change) -> None:
-        for optimizer in optimizers_of(self._model):
-            rescale_rate(optimizer, len(change.before), len(change.now))
-
-    def _synchronized_layers(self) -> list[Any]:
-        """Return the layers that compute mean and variance over the samples of all ranks."""
-        layers = synchronized_layers(self._model)
-        if layers and self._settings.towers > 1:
-            self._warn_once(
-                "BatchNormalization(synchronized=True) normalizes the part of each tower "
-                "separately, because the towers compute one after another."
-            )
-            return []
-        return layers
-
-    def _warn_once(self, text: str | None) -> None:
-        if text and self._membership.is_chief and text not in self._warned:
-            self._warned.add(text)
-            logger.warning(text)
+        backends.of_keras().check_model(self.model)

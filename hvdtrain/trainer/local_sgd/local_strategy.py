@@ -1,4 +1,4 @@
-"""The methods that are replaced on a model if ranks average weights instead of gradients."""
+"""``LocalSgd``, the strategy in which ranks average weights instead of gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.engine import Engine
-from hvdtrain.config import Settings
 from hvdtrain.frameworks.tensorflow.xla import compiled_if_possible
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer.allreduce import install_loops, rescale_rates
 from hvdtrain.trainer.backends.tensorflow import choose_compute
 from hvdtrain.trainer.backends.tensorflow.model_steps import Compute, ModelSteps
 from hvdtrain.trainer.batch_normalization import synchronized_layers
 from hvdtrain.trainer.local_sgd.weight_averaging import OuterOptimizer, WeightAveraging
 from hvdtrain.trainer.loss_weights import IndependentLossWeights, ratio
 from hvdtrain.trainer.membership import Change
-from hvdtrain.trainer.model_parts import check_can_be_averaged
+from hvdtrain.trainer.model_parts import check_can_be_averaged, optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch
 from hvdtrain.trainer.optimizer_patch import (
     LocalUpdateMixin,
@@ -29,49 +28,46 @@ from hvdtrain.trainer.optimizer_patch import (
     plain_optimizers,
 )
 
-__all__ = ["LocalModelPatch"]
+__all__ = ["LocalSgd"]
 
 
-class LocalModelPatch(ModelPatch):
-    """Replaces methods of a model, if the job uses ``--mode local-sgd``."""
+class LocalSgd:
+    """The strategy in which each rank trains its own weights, and ranks average them at times."""
 
-    def __init__(
-        self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
-    ) -> None:
-        super().__init__(model, collectives, presharded, settings)
-        check_can_be_averaged(model, settings.mode)
+    def __init__(self) -> None:
         self._reducer = GradientReducer.of_job("weight")
-        self._loss_weights = _LocalLossWeights(self._reducer)
-        self._averaging = self._rounds = WeightAveraging(
-            model,
-            self._reducer,
-            sync_every=settings.sync_every,
-            outer=OuterOptimizer(
-                learning_rate=settings.outer_learning_rate, momentum=settings.outer_momentum
-            ),
-        )
+        self._weights = _LocalLossWeights(self._reducer)
 
-    def _distribute(self, optimizer: Any) -> None:
-        check_inner_optimizers(optimizer)
-        for leaf in plain_optimizers(optimizer):
-            mix_in_weighted_steps(leaf, LocalUpdateMixin, self._reducer)
-        mark_distributed(optimizer, self._reducer)
+    def install(self, patch: ModelPatch) -> None:
+        """Replace the model's methods. All ranks must call this.
 
-    def _make_steps(self) -> ModelSteps:
-        compute = choose_compute(self._model, self._settings, self._warn_once)
-        return _LocalSteps(self._loss_weights, self._rounds, self._model, self._reducer, compute)
-
-    def _on_change(self, change: Change) -> None:
-        super()._on_change(change)
-        self._loss_weights.ranks.assign(len(change.now))
-
-    def _synchronized_layers(self) -> list[Any]:
-        if synchronized_layers(self._model):
-            self._warn_once(
+        Raises:
+            ModelError: If the model's weights can't be averaged.
+        """
+        model, reducer, settings = patch.model, self._reducer, patch.settings
+        check_can_be_averaged(model, settings.mode)
+        if synchronized_layers(model):
+            patch.warn_once(
                 "BatchNormalization(synchronized=True) normalizes each rank's batch separately "
                 "with --mode local-sgd."
             )
-        return []
+        outer = OuterOptimizer(
+            learning_rate=settings.outer_learning_rate, momentum=settings.outer_momentum
+        )
+        rounds = WeightAveraging(model, reducer, sync_every=settings.sync_every, outer=outer)
+        for optimizer in optimizers_of(model):
+            check_inner_optimizers(optimizer)
+            for leaf in plain_optimizers(optimizer):
+                mix_in_weighted_steps(leaf, LocalUpdateMixin, reducer)
+            mark_distributed(optimizer, reducer)
+        compute = choose_compute(model, settings, patch.warn_once)
+        steps = _LocalSteps(self._weights, rounds, model, reducer, compute)
+        install_loops(patch, reducer, steps, averaging=rounds)
+
+    def on_change(self, model: keras.Model, change: Change) -> None:
+        """Adapt the learning rates and the weights of losses to the number of ranks."""
+        rescale_rates(model, change)
+        self._weights.ranks.assign(len(change.now))
 
 
 class _LocalSteps(ModelSteps):
