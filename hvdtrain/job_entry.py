@@ -62,7 +62,7 @@ def enter_job(framework: Framework = "tensorflow") -> World:
     timed = settings.log_with_timestamp
     # hvdtrain run puts the rank before each line itself.
     tag = f"[{topology.rank}] " if timed and LAUNCHER not in os.environ else ""
-    configure_log(settings.log_level, tag=tag, with_time=timed)
+    configure_log(settings.log_level, tag=tag, with_time=timed, is_chief=topology.is_chief)
     LOGGER.debug("%s", topology)
     if rank_process is not None:
         LOGGER.warning(

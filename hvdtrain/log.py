@@ -11,9 +11,11 @@ import logging
 import sys
 from collections.abc import Callable
 
-__all__ = ["LOGGER", "configure_log"]
+__all__ = ["COMMON", "LOGGER", "configure_log"]
 
 LOGGER = logging.getLogger("hvdtrain")
+# For messages that all ranks would print alike. Only the chief prints them.
+COMMON = logging.getLogger("hvdtrain.common")
 
 
 def configure_log(
@@ -22,6 +24,7 @@ def configure_log(
     prefix: str = "hvdtrain: ",
     tag: str = "",
     with_time: bool = False,
+    is_chief: bool = True,
     write: Callable[[str], object] | None = None,
 ) -> None:
     """Print log messages from now on, unless the program has its own handler.
@@ -31,8 +34,10 @@ def configure_log(
         prefix: Text before each message.
         tag: Text before the prefix, such as the rank.
         with_time: Whether lines start with the local time.
+        is_chief: Whether this process prints the messages of ``COMMON``.
         write: Function that is called with each message. By default, messages go to standard error.
     """
+    COMMON.disabled = not is_chief
     others = [handler for handler in LOGGER.handlers if not isinstance(handler, _Handler)]
     if others and others == LOGGER.handlers:
         return

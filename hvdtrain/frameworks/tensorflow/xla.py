@@ -6,7 +6,6 @@ XLA can't compile collectives, so the parts between the collectives are compiled
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.frameworks.tensorflow.graph_order import operation_types
+from hvdtrain.log import COMMON
 from hvdtrain.private_api.tensorflow import xla_can_compile
 
 __all__ = ["compiled_if_possible"]
-
-logger = logging.getLogger(__name__)
 
 
 def compiled_if_possible(what: str, function: Callable[..., Any], *gradients: Any) -> Any:
@@ -48,7 +46,7 @@ def compiled_if_possible(what: str, function: Callable[..., Any], *gradients: An
 
 @functools.cache  # a step is traced several times
 def _log_once(what: str, unsupported: str) -> None:
-    logger.info("jit_compile is ignored for %s, because XLA does not support %s", what, unsupported)
+    COMMON.info("jit_compile is ignored for %s, because XLA does not support %s", what, unsupported)
 
 
 def _pad_rows(gradient: Any) -> Any:
