@@ -80,6 +80,8 @@ def shutdown() -> None:
     with _lock:
         if _world is not None:
             stop_timeline()
+            if _world.device_collectives is not None:
+                _world.device_collectives.close()
             _world.collectives.close()
             _world = None
 

@@ -84,8 +84,14 @@ class DeviceCollectives:
         self._bucket_bytes = bucket_bytes
         self._first_keys: dict[Any, int] = {}
         self._running = threading.Event()
+        self._closed = False
         self._error: HvdtrainError | None = None
         threading.Thread(target=self._watch, name="hvdtrain devices", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread. Call this before the engine is closed."""
+        self._closed = True
+        self._running.set()
 
     def supports(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Return whether tensors can be reduced on devices.
@@ -254,6 +260,8 @@ class DeviceCollectives:
         while True:
             self._running.wait()
             time.sleep(CHECK_INTERVAL_S)
+            if self._closed:
+                return
             try:
                 self._collectives.check_external()
             except HvdtrainError as error:

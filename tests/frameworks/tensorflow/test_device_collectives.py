@@ -18,7 +18,7 @@ NCCL = {"HVDTRAIN_BACKEND": "nccl", "TF_NUM_INTEROP_THREADS": "2"}
 TIMEOUT_S = "12"
 
 START = """
-import sys, time
+import sys, threading, time
 import numpy as np
 import tensorflow as tf
 import hvdtrain
@@ -28,6 +28,7 @@ from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.frameworks.tensorflow import device_collectives
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.log import COMMON
 
 hvdtrain.init()
 rank, size = hvdtrain.rank(), hvdtrain.size()
@@ -98,7 +99,12 @@ tape = hvdtrain.DistributedGradientTape(tf.GradientTape())
 with tape:
     loss = tf.reduce_sum(part[0] * (rank + 1.0))
 assert tape.gradient(loss, part)[1] is None
+COMMON.info("the same on all ranks")
 hvdtrain.shutdown()
+deadline = time.monotonic() + 30
+while [thread for thread in threading.enumerate() if thread.name == "hvdtrain devices"]:
+    assert time.monotonic() < deadline, "the thread outlives shutdown()"
+    time.sleep(0.01)
 hvdtrain.init()
 again = world.device_collectives().allreduce([tf.ones(3)], "sum", name="again")
 np.testing.assert_array_equal(again[0], [size] * 3)
@@ -113,6 +119,7 @@ def test_results_equal_those_of_the_engine(launch) -> None:
     assert done.stdout.count("passed") == 3
     message = r"NCCL combines gradients: --backend nccl \(with TensorFlow's ring on CPUs"
     assert len(re.findall(message, done.stderr)) == 2, "by the chief, for each init()"
+    assert done.stderr.count("hvdtrain: the same on all ranks") == 1, "by the chief"
 
 
 COMPRESSED = """
