@@ -32,9 +32,7 @@ class GpuProblem(NamedTuple):
 
 def gpu_problems(state: GpuState, own_pids: Collection[int] = ()) -> Iterator[GpuProblem]:
     """Yield the problems of a GPU. ``own_pids`` are the IDs of processes that may use the GPU."""
-    name = f"GPU {state.number}"
-    if details := ", ".join(filter(None, (state.model, state.id))):
-        name += f" ({details})"
+    name = f"GPU {state.number}{_details(state.model, state.id)}"
     leave_out = "leave it out with CUDA_VISIBLE_DEVICES"
     if state.faults:
         yield GpuProblem(
@@ -45,7 +43,7 @@ def gpu_problems(state: GpuState, own_pids: Collection[int] = ()) -> Iterator[Gp
             "errors return, replace it",
         )
     others = {
-        pid: f"process {pid} ({process + ', ' if process else ''}{_gib(size)} GiB)"
+        pid: f"process {pid}{_details(process, f'{_gib(size)} GiB' if size else '')}"
         for pid, process, size in state.processes
         if pid not in own_pids and not process.startswith(_MPS)
     }
@@ -91,6 +89,12 @@ def different_models(gpus: Iterable[tuple[str, str, int]]) -> str:
         f"{model} ({_gib(memory)} GiB) on {format_list(hosts, 'hosts')}"
         for (model, memory), hosts in groups.items()
     )
+
+
+def _details(*known: str) -> str:
+    """Return known details in parentheses, or "" if nothing is known."""
+    text = ", ".join(filter(None, known))
+    return f" ({text})" if text else ""
 
 
 def _gib(size: int) -> str:

@@ -140,7 +140,7 @@ def test_suspect_gpus_of_ranks() -> None:
         "out with CUDA_VISIBLE_DEVICES; if errors return, replace it."
     )
     # Process 5 is rank 0. Process 7 of host a isn't rank 2, which is on host b.
-    assert use.startswith("on a, GPU 1 (GPU-a1) is in use by process 7 (0 GiB). To fix")
+    assert use.startswith("on a, GPU 1 (GPU-a1) is in use by process 7. To fix")
     assert "ps -fp 7" in use
     # No rank uses the second GPU of the host.
     (fault,) = warnings(ranks[0])

@@ -30,6 +30,8 @@ def test_a_gpu_in_use() -> None:
     full = 40 << 30
     both = "process 4 (python, 3 GiB), process 5 (0.5 GiB)"
     assert summaries(processes=processes) == [f"{use} by {both}"]
+    hidden = summaries([], processes=[(4, "python", 0), (5, "", 0)])
+    assert hidden == [f"{use} by process 4 (python), process 5"], "the driver hides their memory"
     assert summaries([4], processes=processes, used_bytes=full) == [f"{use} by process 5 (0.5 GiB)"]
     assert summaries([4, 5], processes=processes, used_bytes=full) == []
     assert summaries(used_bytes=full) == [
