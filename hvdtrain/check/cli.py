@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.check.host_checks import find_problems
-from hvdtrain.check.report_file import check_writable, write_report
+from hvdtrain.check.report_file import reserve, write_report
 from hvdtrain.check.software_checks import MPI, versions_for
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place, visible_entries
@@ -91,18 +92,19 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.on or arguments.pod_words:
         return _check_namespace(arguments)
-    if arguments.report is not None:
-        check_writable(arguments.report)
-    method, hosts = _hosts(arguments, os.environ)
-    # Hosts without ranks are also checked.
-    ranks = dict.fromkeys((host.name for host in hosts), 0)
-    ranks |= Counter(entry.host for entry in place(hosts, arguments.num_proc))
-    user = ssh_user(host for host in hosts if not is_this_host(host.name))
-    try:
-        return _check_hosts(arguments, method, ranks, ["-l", user] if user else [])
-    except KeyboardInterrupt:
-        logger.warning("interrupted")
-        return 128 + signal.SIGINT
+    with contextlib.ExitStack() as stack:
+        if arguments.report is not None:
+            stack.enter_context(reserve(arguments.report))
+        method, hosts = _hosts(arguments, os.environ)
+        # Hosts without ranks are also checked.
+        ranks = dict.fromkeys((host.name for host in hosts), 0)
+        ranks |= Counter(entry.host for entry in place(hosts, arguments.num_proc))
+        user = ssh_user(host for host in hosts if not is_this_host(host.name))
+        try:
+            return _check_hosts(arguments, method, ranks, ["-l", user] if user else [])
+        except KeyboardInterrupt:
+            logger.warning("interrupted")
+            return 128 + signal.SIGINT
 
 
 def _check_namespace(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ it to anybody.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import sys
 import time
@@ -17,15 +19,17 @@ from hvdtrain.errors import ConfigurationError
 from hvdtrain.remote.remote_probe import Answer
 from hvdtrain.text import plural
 
-__all__ = ["check_writable", "format_report_file", "write_report"]
+__all__ = ["format_report_file", "reserve", "write_report"]
 
 
-def check_writable(path: str) -> None:
-    """Create the file, unless it exists, to find out whether it can be written.
+@contextlib.contextmanager
+def reserve(path: str) -> Iterator[None]:
+    """Create the file unless it exists, and remove it after the block if it is still empty.
 
     Raises:
         ConfigurationError: If the file can't be written.
     """
+    is_new = not os.path.lexists(path)
     try:
         with open(path, "a"):
             pass
@@ -34,6 +38,11 @@ def check_writable(path: str) -> None:
             f"--report can't write its file, got {path} ({error.strerror}); name a file in a "
             "directory that exists and that you can write to"
         ) from None
+    try:
+        yield
+    finally:
+        if is_new and os.path.getsize(path) == 0:
+            os.unlink(path)
 
 
 def write_report(path: str, shown: str, launcher: Answer, answers: Sequence[Answer]) -> None:

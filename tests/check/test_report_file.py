@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.check.report_file import format_report_file
+from hvdtrain.check.report_file import format_report_file, reserve
 from hvdtrain.cli import main
 from tests.check.answers import GPU, answer, lost
 
@@ -65,6 +65,20 @@ def test_the_report_of_this_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert shown.partition("\n\n")[0] in text
     assert f"\n{conclusion}\n\n== localhost: MPI ==\n" in text
     assert "\n== localhost: environment ==\n" in text
+
+
+def test_an_empty_report_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.txt"
+    assert main(["check", "-H", "a:no", "--report", str(path)]) == 2
+    assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), reserve(str(path)):
+        assert path.exists()
+        raise KeyboardInterrupt
+    assert not path.exists()
+    path.touch()
+    with reserve(str(path)):
+        pass
+    assert path.exists(), "it is not new"
 
 
 def test_a_report_without_the_facts_of_this_host(
