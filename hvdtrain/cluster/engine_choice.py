@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from hvdtrain.cluster.gpus import Gpu
+from hvdtrain.cluster.nccl_advice import SAME_VERSIONS
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
@@ -46,12 +47,14 @@ class DeviceCapabilities(NamedTuple):
         has_nccl: Whether the rank's TensorFlow contains NCCL.
         obstacle: Why TensorFlow in this rank can't be connected to the other ranks; empty if it can
             be connected.
+        nccl: Version of NCCL as an integer, such as 22705 for 2.27.5; 0 if unknown.
     """
 
     host: int
     gpu: Gpu | None
     has_nccl: bool
     obstacle: str = ""
+    nccl: int = 0
 
 
 def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False) -> EngineChoice:
@@ -167,6 +170,10 @@ def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -
         lacking = [rank for rank, one in enumerate(capabilities) if not one.has_nccl]
         if lacking:
             return f"TensorFlow has no NCCL on {_ranks(lacking)}"
+        versions = {one.nccl: rank for rank, one in enumerate(capabilities) if one.nccl}
+        if len(versions) > 1:
+            texts = (f"{_version(nccl)} on rank {rank}" for nccl, rank in versions.items())
+            return f"NCCL differs: {', '.join(texts)}; {SAME_VERSIONS}"
     obstacle = next((one.obstacle for one in capabilities if one.obstacle), "")
     if not obstacle:
         return ""
@@ -179,6 +186,11 @@ def _sharing(users: Iterable[Hashable]) -> list[int]:
     entries = list(users)
     counts = Counter(entries)
     return [rank for rank, entry in enumerate(entries) if entry and counts[entry] > 1]
+
+
+def _version(nccl: int) -> str:
+    """Return a version of NCCL since 2.9 as text: 22705 becomes 2.27.5."""
+    return f"{nccl // 10_000}.{nccl // 100 % 100}.{nccl % 100}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

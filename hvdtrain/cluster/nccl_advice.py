@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["ProbeReport", "explain", "remedy_for", "socket_problem"]
+__all__ = ["SAME_VERSIONS", "ProbeReport", "explain", "remedy_for", "socket_problem"]
 
 _NETWORK = (
     "all hosts must reach each other on all TCP ports of one network; select it with "
@@ -15,15 +15,15 @@ _SHARED_MEMORY = (
     "/dev/shm is too small; start the container with --shm-size=1g or --ipc=host (Kubernetes: "
     "mount an emptyDir with medium Memory)"
 )
-_VERSIONS = "install the same TensorFlow and nvidia-nccl-cu12 on all hosts"
+SAME_VERSIONS = "install the same TensorFlow and nvidia-nccl-cu12 on all hosts"
 _DETAILS = "set NCCL_DEBUG=INFO to see details"
 
 # Part of an error text, and the remedy. The texts are in NCCL's init.cc, bootstrap.cc, socket.cc,
 # shmutils.cc and ibvwrap.cc, and in TensorFlow's nccl_stub.cc. The first match counts.
 _REMEDIES = (
     ("Duplicate GPU detected", "give each rank a GPU of its own, not a part of one (MIG)"),
-    ("Mismatched NCCL version", _VERSIONS),
-    ("Message truncated", _VERSIONS),
+    ("Mismatched NCCL version", SAME_VERSIONS),
+    ("Message truncated", SAME_VERSIONS),
     ("no socket interface found", "set NCCL_SOCKET_IFNAME to an interface with an IP address"),
     ("No usable listening interface", "set NCCL_SOCKET_IFNAME to an interface with an IP address"),
     ("shared memory segment", _SHARED_MEMORY),
@@ -51,13 +51,11 @@ class ProbeReport(NamedTuple):
         host: Name of the rank's host.
         problem: Why the test failed on this rank; empty if another rank failed.
         detail: NCCL's last error; empty if unknown.
-        version: Version of NCCL as an integer; 0 if unknown.
     """
 
     host: str
     problem: str
     detail: str = ""
-    version: int = 0
 
 
 def explain(reports: Sequence[ProbeReport]) -> str:
@@ -66,26 +64,14 @@ def explain(reports: Sequence[ProbeReport]) -> str:
     Args:
         reports: The reports of all ranks. At least one has a problem.
     """
-    versions = {report.version: rank for rank, report in enumerate(reports) if report.version}
-    if len(versions) > 1:
-        texts = (
-            f"{_version(version)} on rank {rank} ({reports[rank].host})"
-            for version, rank in versions.items()
-        )
-        return f"NCCL differs: {', '.join(texts)}; {_VERSIONS}"
     ranks: dict[str, list[int]] = {}
-    for rank, (_, problem, detail, _) in enumerate(reports):
+    for rank, (_, problem, detail) in enumerate(reports):
         if problem:
             ranks.setdefault(f"{problem} ({detail})" if detail else problem, []).append(rank)
     text = min(ranks, key=lambda text: (remedy_for(text) == _DETAILS, ranks[text]))
     hosts = dict.fromkeys(reports[rank].host for rank in ranks[text])
     who = f"rank{'s' * (len(ranks[text]) > 1)} {', '.join(map(str, ranks[text]))}"
     return f"{who} ({', '.join(hosts)}): {text.rstrip('.')}; {remedy_for(text)}"
-
-
-def _version(number: int) -> str:
-    """Return a version of NCCL since 2.9 as text: 22705 becomes 2.27.5."""
-    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 def remedy_for(problem: str) -> str:

@@ -49,6 +49,7 @@ LATE = GPU1._replace(obstacle="TensorFlow's devices were used before hvdtrain.in
 PART = GPU1._replace(gpu=Gpu("GPU-1", "0000:0b:00.0"))
 UNKNOWN = GPU0._replace(gpu=Gpu("a GPU 0")), GPU1._replace(gpu=Gpu("a GPU 1"))
 OTHER = GPU1._replace(has_nccl=False)
+OLD = DeviceCapabilities(0, Gpu("GPU-2", "0000:2b:00.0"), True, nccl=22103)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,12 @@ OTHER = GPU1._replace(has_nccl=False)
         ("auto", [GPU0, GPU1], "nccl", "every rank has a GPU"),
         ("auto", [CPU, CPU], "mpi", "no rank has a GPU"),
         ("auto", [GPU0, CPU, CPU], "mpi", "only some ranks have a GPU, not ranks 1, 2"),
+        (
+            *("auto", [OLD, GPU0._replace(nccl=22705), GPU1], "mpi"),
+            "NCCL differs: 2.21.3 on rank 0, 2.27.5 on rank 1; install the same TensorFlow and "
+            "nvidia-nccl-cu12 on all hosts",
+        ),
+        ("auto", [OLD, GPU0], "nccl", "every rank has a GPU"),
         ("auto", [GPU0, GPU0], "mpi", "ranks 0, 1 share a GPU, which NCCL does not allow"),
         (
             *("auto", [GPU0, PART], "mpi"),

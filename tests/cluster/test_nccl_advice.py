@@ -86,16 +86,12 @@ SMALL_SHM = "Error while creating shared memory segment /dev/shm/nccl-cjY8K5 (si
     ("reports", "text"),
     [
         (
-            [ProbeReport("a", ""), ProbeReport("b", FAILED, SMALL_SHM, 22705)],
+            [ProbeReport("a", ""), ProbeReport("b", FAILED, SMALL_SHM)],
             f"rank 1 (b): {FAILED} ({SMALL_SHM}); /dev/shm is too small; ",
         ),
         (
             [ProbeReport("a", "NCCL: invalid usage", DUPLICATE)] * 2 + [ProbeReport("b", "")],
             f"ranks 0, 1 (a): NCCL: invalid usage ({DUPLICATE}); give each rank a GPU of its own",
-        ),
-        (
-            [ProbeReport("a", FAILED, "", 22705), ProbeReport("b", "", "", 22103)],
-            "NCCL differs: 2.27.5 on rank 0 (a), 2.21.3 on rank 1 (b); install the same",
         ),
         (
             # The error with a known remedy is the cause of the other.

@@ -13,26 +13,24 @@ from hvdtrain.cluster.nccl_advice import socket_problem
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import LaunchError
 from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
-from hvdtrain.frameworks.tensorflow.device_probe import probe
+from hvdtrain.frameworks.tensorflow.device_probe import nccl_version, probe
 from hvdtrain.private_api import tensorflow as private_tensorflow
 
 __all__ = ["capabilities", "connect"]
 
 
-def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
-    """Return whether TensorFlow has NCCL, and why it can't be connected to other ranks.
-
-    The second value is empty if TensorFlow can be connected. The values are ``has_nccl`` and
-    ``obstacle`` of ``DeviceCapabilities``.
-    """
+def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str, int]:
+    """Return the values ``has_nccl``, ``obstacle`` and ``nccl`` of ``DeviceCapabilities``."""
     has_nccl = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
+    has_gpus = bool(tf.config.list_physical_devices("GPU"))
+    obstacle = ""
     if private_tensorflow.has_failed():
-        return has_nccl, "TensorFlow's collectives failed before"
-    if private_tensorflow.in_use() and not private_tensorflow.is_connected():
-        return has_nccl, "TensorFlow's devices were used before hvdtrain.init()"
-    if "NCCL_SOCKET_IFNAME" not in environ or not tf.config.list_physical_devices("GPU"):
-        return has_nccl, ""
-    return has_nccl, socket_problem(environ, _interfaces(), several_hosts=several_hosts)
+        obstacle = "TensorFlow's collectives failed before"
+    elif private_tensorflow.in_use() and not private_tensorflow.is_connected():
+        obstacle = "TensorFlow's devices were used before hvdtrain.init()"
+    elif "NCCL_SOCKET_IFNAME" in environ and has_gpus:
+        obstacle = socket_problem(environ, _interfaces(), several_hosts=several_hosts)
+    return has_nccl, obstacle, nccl_version() if has_nccl and has_gpus else 0
 
 
 def connect(

@@ -6,7 +6,9 @@ test comes before training, when the ranks can still decide together to use MPI 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
 import os
 import re
 import socket
@@ -22,7 +24,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.frameworks.tensorflow.device_collectives import GROUP_KEY
 from hvdtrain.private_api import tensorflow as private_tensorflow
 
-__all__ = ["probe"]
+__all__ = ["nccl_version", "probe"]
 
 # NCCL connects all ranks within this time, even in large jobs.
 TIMEOUT_S = 60.0
@@ -30,6 +32,7 @@ CONNECT_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 5.0
 POLL_S = 0.05
 
+_LIBRARY = "libnccl.so.2"
 # DeviceCollectives uses larger keys.
 _INSTANCE_KEY = 0
 # Names of graph nodes, which TensorFlow puts before messages.
@@ -60,7 +63,6 @@ def probe(collectives: Engine, addresses: Sequence[str], device: str, hint: str)
         host=socket.gethostname(),
         problem=problem,
         detail=_nccl_error() if problem and hint == "nccl" else "",
-        version=_nccl_version() if hint == "nccl" else 0,
     )
     reports = collectives.allgather_object(report._asdict(), name="failed test of devices")
     raise LaunchError(explain([ProbeReport(**entry) for entry in reports]))
@@ -164,7 +166,7 @@ class _Attempt:
 def _nccl() -> ctypes.CDLL | None:
     """Return the NCCL library that TensorFlow has loaded, or None."""
     try:
-        return ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
 
@@ -178,10 +180,20 @@ def _nccl_error() -> str:
     return (function(None) or b"").decode(errors="replace").strip()
 
 
-def _nccl_version() -> int:
-    """Return the version of NCCL, such as 22705 for 2.27.5; 0 if NCCL is not loaded."""
+def nccl_version() -> int:
+    """Return the version of NCCL, such as 22705 for 2.27.5; 0 if there is no NCCL.
+
+    TensorFlow loads NCCL at the first reduction. If it is not loaded yet, this function loads it
+    from the same place: pip's package, or the folders of the dynamic linker.
+    """
+    library = _nccl()
+    spec = importlib.util.find_spec("nvidia") if library is None else None
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    for path in (*(f"{folder}/nccl/lib/{_LIBRARY}" for folder in folders), _LIBRARY):
+        with contextlib.suppress(OSError):
+            library = library or ctypes.CDLL(path)
     version = ctypes.c_int(0)
-    function = getattr(_nccl(), "ncclGetVersion", None)
+    function = getattr(library, "ncclGetVersion", None)
     if function is not None:
         function(ctypes.byref(version))
     return version.value

@@ -52,7 +52,7 @@ def _obstacle() -> str:
     return "TensorFlow can't use them: TF_CPP_MIN_LOG_LEVEL=0 shows why"
 
 
-def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str]:
+def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> tuple[bool, str, int]:
     """Return, as ``DeviceCapabilities``, how TensorFlow can combine gradients on devices."""
     return device_connection.capabilities(environ, several_hosts=several_hosts)
 

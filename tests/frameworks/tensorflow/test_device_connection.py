@@ -34,7 +34,7 @@ def test_a_missing_network_interface_is_an_obstacle(monkeypatch, interface, prob
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
     monkeypatch.setattr(private_tensorflow, "in_use", lambda: False)
     environ = {"NCCL_SOCKET_IFNAME": interface}
-    _, obstacle = device_connection.capabilities(environ, several_hosts=False)
+    _, obstacle, _ = device_connection.capabilities(environ, several_hosts=False)
     assert obstacle[: len(problem) or None] == problem
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import subprocess
@@ -31,7 +30,7 @@ capabilities, list_devices = job_entry.DeviceCapabilities, tf.config.list_logica
 
 gpus = itertools.count()
 
-def claim(host, gpu, has_nccl, obstacle):
+def claim(host, gpu, has_nccl, obstacle, nccl):
     # With --backend auto, only GPUs are connected. So each CPU claims to be a GPU.
     return capabilities(host, Gpu(f"GPU-{next(gpus)}"), True, obstacle)
 
@@ -140,11 +139,14 @@ int ncclGetVersion(int *version) { *version = 22705; return 0; }
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_error_and_version_of_the_loaded_nccl(tmp_path: Path) -> None:
-    assert (device_probe._nccl_error(), device_probe._nccl_version()) == ("", 0)
+def test_version_and_error_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (device_probe._nccl_error(), device_probe.nccl_version()) == ("", 0)
     (tmp_path / "nccl.c").write_text(NCCL)
-    argv = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o", "loaded.so"]
-    subprocess.run(argv, cwd=tmp_path, check=True, timeout=60)
-    ctypes.CDLL(str(tmp_path / "loaded.so"))  # as TensorFlow loads it, from another folder
-    error = device_probe._nccl_error()
-    assert (error, device_probe._nccl_version()) == ("Bootstrap : no socket interface found", 22705)
+    folder = tmp_path / "nvidia/nccl/lib"  # where pip installs it
+    folder.mkdir(parents=True)
+    argv = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o"]
+    subprocess.run([*argv, str(folder / "libnccl.so.2")], cwd=tmp_path, check=True, timeout=60)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert device_probe.nccl_version() == 22705
+    # From now on it is loaded, as TensorFlow does at the first reduction.
+    assert device_probe._nccl_error() == "Bootstrap : no socket interface found"
