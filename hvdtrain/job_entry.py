@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Framework", "World", "enter_job"]
 
-Framework = Literal["tensorflow", "torch"]
+Framework = Literal["tensorflow", "torch", "jax"]
+
+# The name of each framework in messages, its Python package, and how to install it.
+_FRAMEWORKS = {
+    "tensorflow": ("TensorFlow", "tensorflow", '"hvdtrain[cpu]" (or "hvdtrain[gpu]")'),
+    "torch": ("PyTorch", "torch", '"hvdtrain[torch]"'),
+    "jax": ("JAX", "jax", '"hvdtrain[jax]"'),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +54,19 @@ class World:
     collectives: Engine
     device_collectives: DeviceCollectives | None
     hosts: tuple[int, ...]
+    framework: str
 
 
-def enter_job(framework: Framework = "tensorflow") -> World:
+def enter_job(framework: str = "tensorflow") -> World:
     """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this.
 
-    ``framework`` is the framework in which the program computes. The other framework is not
-    imported.
+    ``framework`` is the framework in which the program computes. No other framework is imported.
     """
+    if framework not in _FRAMEWORKS:
+        raise ConfigurationError(
+            f"hvdtrain can't train with the framework {framework!r}; set KERAS_BACKEND to one of "
+            f"{', '.join(_FRAMEWORKS)}."
+        )
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
     settings = read_settings(os.environ)
@@ -74,6 +87,7 @@ def enter_job(framework: Framework = "tensorflow") -> World:
         claim_rank(os.environ)
     roles = assign_roles(topology.size, settings)
     choice = choose_engine(topology, settings.backend, has_servers=settings.has_servers)
+    _check_framework(framework, settings, choice)
     with report.during("starting MPI"):
         collectives = _create_engine(choice, topology, settings)
     if topology.size > 1:
@@ -83,25 +97,74 @@ def enter_job(framework: Framework = "tensorflow") -> World:
         exit_hooks.install(collectives, report.failed)
     report.phase("started")
     uses_gpus = topology.rank not in roles.servers and rank_process is None
-    devices = _import_devices(framework)
+    _check_same_framework(collectives.allgather_object(framework, name="frameworks"))
     return _set_up_devices(
-        devices, choice, topology, settings, roles, collectives, uses_gpus=uses_gpus
+        framework, choice, topology, settings, roles, collectives, uses_gpus=uses_gpus
     )
 
 
-def _import_devices(framework: Framework) -> Any:
-    """Import the module that finds and binds the devices of a framework."""
-    if framework == "torch":
-        from hvdtrain.frameworks.torch import devices as torch_devices
+def _check_framework(framework: str, settings: Settings, choice: EngineChoice) -> None:
+    """Check that the settings support the framework.
 
-        return torch_devices
-    from hvdtrain.frameworks.tensorflow import devices
+    Raises:
+        ConfigurationError: If the mode or the library that combines gradients needs TensorFlow.
+    """
+    if framework == "tensorflow":
+        return
+    uses = f"the program uses {_FRAMEWORKS[framework][0]}"
+    if settings.mode != "allreduce":
+        raise ConfigurationError(
+            f"--mode {settings.mode} needs Keras on TensorFlow, but {uses}; omit it, or set "
+            "KERAS_BACKEND=tensorflow."
+        )
+    if settings.backend == "nccl":
+        raise ConfigurationError(
+            f"--backend nccl (HVDTRAIN_BACKEND) needs TensorFlow, but {uses}, and gradients are "
+            "combined in host memory; omit it."
+        )
+    if choice.engine == "horovod":
+        raise ConfigurationError(
+            f"Horovod combines gradients ({choice.reason}), which needs TensorFlow, but {uses}; "
+            "start with hvdtrain run, mpirun or srun, and omit --backend."
+        )
 
-    return devices
+
+def _check_same_framework(frameworks: Sequence[str]) -> None:
+    """Check that all ranks use the same framework.
+
+    Raises:
+        ConfigurationError: If frameworks differ. All ranks raise this error.
+    """
+    for rank, framework in enumerate(frameworks):
+        if framework != frameworks[0]:
+            raise ConfigurationError(
+                f"All ranks must use the same framework, got {_FRAMEWORKS[frameworks[0]][0]} on "
+                f"rank 0 and {_FRAMEWORKS[framework][0]} on rank {rank}; set the same "
+                "KERAS_BACKEND on all ranks, and compare ~/.keras/keras.json on their hosts."
+            )
+
+
+def _import_devices(framework: str) -> Any:
+    """Import the module that finds and binds the devices of a framework.
+
+    Raises:
+        LaunchError: If the framework is not installed.
+    """
+    title, package, extra = _FRAMEWORKS[framework]
+    try:
+        return importlib.import_module(f"hvdtrain.frameworks.{framework}.devices")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise LaunchError(
+            f"The framework of this program is {framework} (KERAS_BACKEND), but {title} is not "
+            f"installed; install it: python -m pip install {extra}, or choose another backend "
+            "with KERAS_BACKEND."
+        ) from None
 
 
 def _set_up_devices(
-    devices: Any,
+    framework: str,
     choice: EngineChoice,
     topology: Topology,
     settings: Settings,
@@ -111,6 +174,7 @@ def _set_up_devices(
     uses_gpus: bool,
 ) -> World:
     """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
+    devices = _import_devices(framework)
     devices.set_up(settings)
     own: dict[str, Any] = {
         "host": host_id(),
@@ -152,6 +216,7 @@ def _set_up_devices(
         collectives=collectives,
         device_collectives=device_collectives,
         hosts=hosts,
+        framework=framework,
     )
 
 

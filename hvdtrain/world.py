@@ -11,6 +11,7 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
+from hvdtrain.config.keras_backend import configured_backend
 from hvdtrain.errors import ConfigurationError, NotInitializedError
 from hvdtrain.job_entry import Framework, World, enter_job
 from hvdtrain.monitor.timeline import Timeline, timeline_file
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "collectives",
     "device_collectives",
+    "framework",
     "hosts",
     "init",
     "is_chief",
@@ -47,15 +49,17 @@ _timeline: Timeline | None = None
 def init(framework: Framework | None = None) -> None:
     """Enter the job: find this process's rank, connect to the other ranks, and bind its GPUs.
 
-    Call ``init`` at the start of the program, before anything uses TensorFlow's devices. Further
+    Call ``init`` at the start of the program, before anything uses the framework's devices. Further
     calls have no effect. All ranks must call ``init``.
 
     If TensorFlow's global seed is not set, ``init`` sets the same seed on all ranks. Therefore
     ``shuffle`` of ``tf.data`` gives the same order on all ranks, even if you pass it no seed.
 
     Args:
-        framework: ``"tensorflow"`` or ``"torch"``: the framework whose devices are bound. Defaults
-            to TensorFlow, unless the program has imported ``hvdtrain.torch`` and not TensorFlow.
+        framework: ``"tensorflow"``, ``"torch"`` or ``"jax"``: the framework in which the program
+            computes, and whose devices are bound. Defaults to the backend of Keras, whether Keras
+            is imported already or not. It defaults to ``"torch"`` if the program has imported
+            ``hvdtrain.torch``, and neither Keras nor TensorFlow.
 
     Raises:
         LaunchError: If the launcher, MPI and GPUs contradict each other.
@@ -64,10 +68,19 @@ def init(framework: Framework | None = None) -> None:
     global _world
     with _lock:
         if _world is None:
-            on_torch = f"{__package__}.torch" in sys.modules and "tensorflow" not in sys.modules
-            _world = enter_job(framework or ("torch" if on_torch else "tensorflow"))
+            _world = enter_job(framework or _find_framework())
             if _world.settings.timeline_filename is not None:
                 start_timeline(_world.settings.timeline_filename)
+
+
+def _find_framework() -> str:
+    """Return the framework in which the program probably computes."""
+    modules = sys.modules
+    if "keras" in modules:
+        return str(modules["keras"].backend.backend())
+    if f"{__package__}.torch" in modules and "tensorflow" not in modules:
+        return "torch"
+    return configured_backend(os.environ)
 
 
 def shutdown() -> None:
@@ -109,6 +122,11 @@ def settings() -> Settings:
 def collectives() -> Engine:
     """Return the collectives on NumPy arrays between all ranks."""
     return _entered().collectives
+
+
+def framework() -> str:
+    """Return the framework for which ``init()`` bound devices: the name of a Keras backend."""
+    return _entered().framework
 
 
 def device_collectives() -> DeviceCollectives | None:

@@ -11,7 +11,6 @@ from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
-from hvdtrain.errors import ConfigurationError
 
 __all__ = [
     "bind",
@@ -24,21 +23,7 @@ __all__ = [
 
 
 def set_up(settings: Settings) -> None:
-    """Check that the settings support PyTorch.
-
-    Raises:
-        ConfigurationError: If the mode or the backend needs TensorFlow.
-    """
-    if settings.mode != "allreduce":
-        raise ConfigurationError(
-            f"--mode {settings.mode} needs Keras on TensorFlow, but the program uses PyTorch; omit "
-            "it."
-        )
-    if settings.backend == "nccl":
-        raise ConfigurationError(
-            "--backend nccl (HVDTRAIN_BACKEND) needs TensorFlow, but the program uses PyTorch, "
-            "whose gradients are combined in host memory; omit it."
-        )
+    """Do nothing, because PyTorch needs no settings."""
 
 
 def find_gpus(

@@ -1,0 +1,70 @@
+"""The framework that ``hvdtrain.init()`` chooses, and errors about frameworks."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.harness.jobs import mpirun_argv
+
+# On each rank, the value of the variable RANKS gives the backend of Keras.
+_PROGRAM = """
+import os, sys
+sys.modules.update({name: None for name in os.environ.get("WITHOUT", "").split()})
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+os.environ["KERAS_BACKEND"] = os.environ["RANKS"].split()[rank]
+if "keras" in sys.argv:
+    import keras
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+import hvdtrain
+from hvdtrain.errors import HvdtrainError
+try:
+    hvdtrain.init()
+except HvdtrainError as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.exit()
+print(hvdtrain.world.framework())
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["keras"]], ids=["init first", "Keras first"])
+def test_init_binds_the_devices_of_keras_backend(environment, run_command, arguments) -> None:
+    argv = [environment("jax"), "-c", _PROGRAM, *arguments]
+    done = run_command(mpirun_argv(2, argv), env={"RANKS": "jax jax", "WITHOUT": "tensorflow"})
+    assert done.stdout.splitlines() == ["jax"] * 2, done
+
+
+def test_keras_json_names_the_backend(environment, run_command, tmp_path) -> None:
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": "jax"}))
+    program = (
+        "import os; os.environ.pop('KERAS_BACKEND', None); import hvdtrain; hvdtrain.init(); "
+        "print(hvdtrain.world.framework())"
+    )
+    done = run_command([environment("jax"), "-c", program], env={"KERAS_HOME": str(tmp_path)})
+    assert done.stdout == "jax\n", done
+
+
+def test_errors_about_frameworks_are_raised_on_every_rank(environment, run_command) -> None:
+    argv = mpirun_argv(2, [environment("jax"), "-c", _PROGRAM])
+
+    def errors(**variables: str) -> list[str]:
+        done = run_command(argv, env={"RANKS": "jax jax", **variables})
+        lines = done.stdout.splitlines()
+        assert len(lines) == 2, done
+        assert lines[0] == lines[1]
+        return lines
+
+    assert "got JAX on rank 0 and PyTorch on rank 1" in errors(RANKS="jax torch")[0]
+    assert "--mode local-sgd needs Keras on TensorFlow" in errors(HVDTRAIN_MODE="local-sgd")[0]
+    assert "--backend nccl (HVDTRAIN_BACKEND) needs" in errors(HVDTRAIN_BACKEND="nccl")[0]
+    assert "Horovod combines gradients (--backend" in errors(HVDTRAIN_BACKEND="horovod")[0]
+    assert "can't train with the framework 'mxnet'" in errors(RANKS="mxnet mxnet")[0]
+    assert 'install "hvdtrain[jax]", or choose' in errors(WITHOUT="jax")[0]
+
+
+def test_a_missing_tensorflow_is_a_launch_error(run_command) -> None:
+    variables = {"RANKS": "tensorflow", "WITHOUT": "tensorflow"}
+    done = run_command([sys.executable, "-c", _PROGRAM], env=variables)
+    assert done.stdout.startswith("LaunchError: The framework of this program is tensorflow"), done
