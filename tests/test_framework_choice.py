@@ -68,3 +68,20 @@ def test_a_missing_tensorflow_is_a_launch_error(run_command) -> None:
     variables = {"RANKS": "tensorflow", "WITHOUT": "tensorflow"}
     done = run_command([sys.executable, "-c", _PROGRAM], env=variables)
     assert done.stdout.startswith("LaunchError: The framework of this program is tensorflow"), done
+
+
+def test_distribute_needs_the_framework_of_init(environment, run_command) -> None:
+    program = """
+import hvdtrain
+hvdtrain.init("torch")
+import keras
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+try:
+    hvdtrain.distribute(model)
+except hvdtrain.errors.ModelError as error:
+    print(error)
+"""
+    argv = mpirun_argv(2, [environment("torch"), "-c", program])
+    done = run_command(argv)
+    assert done.stdout.count("prepared devices for torch, but the Keras backend is tensorflow") == 2

@@ -6,6 +6,7 @@ import importlib
 
 import keras
 
+from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.trainer.backends.interface import Backend
 
@@ -18,13 +19,18 @@ def of_keras() -> Backend:
     """Return the module for the backend that Keras uses.
 
     Raises:
-        ModelError: If hvdtrain does not support this backend.
+        ModelError: If hvdtrain does not support this backend, or ``init()`` prepared another one.
     """
     name = keras.backend.backend()
     if name not in _BACKENDS:
         raise ModelError(
             f"hvdtrain can't train with the Keras backend {name!r}; set KERAS_BACKEND to one of "
             f"{', '.join(_BACKENDS)}."
+        )
+    if name != world.framework():
+        raise ModelError(
+            f"hvdtrain.init() prepared devices for {world.framework()}, but the Keras backend is "
+            f"{name}; import keras before hvdtrain.init(), or call hvdtrain.init({name!r})."
         )
     backend: Backend = importlib.import_module(f"hvdtrain.trainer.backends.{name}")
     return backend
