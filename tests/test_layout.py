@@ -90,8 +90,8 @@ THIRD_PARTY = {
     "tensorflow": _OF_TENSORFLOW,
     "keras": _OF_TENSORFLOW,
     "mpi4py": {"collectives"},
-    "torch": {"frameworks", "compat"},
-    "jax": {"frameworks", "bench"},
+    "torch": {"frameworks", "trainer", "compat"},
+    "jax": {"private_api", "frameworks", "trainer", "bench"},
 }
 
 

@@ -42,7 +42,7 @@ def find_gpus(
 ) -> RankGpus:
     """Return the GPUs that JAX would use, as ``search_gpus`` describes.
 
-    They are those of CUDA. JAX itself would reserve memory on all of them to count them.
+    CUDA counts the GPUs, because JAX would reserve memory on all of them to count them.
     """
     platforms = jax.config.jax_platforms or ""
     uses_cuda = not platforms or "cuda" in platforms or "gpu" in platforms
@@ -116,4 +116,4 @@ def reserve_thread_for_buckets() -> None:
 
 
 def set_seed_unless_set(seed: int) -> None:
-    """Do nothing, because JAX has no global seed."""
+    """Do nothing, because every random function of JAX takes a seed."""
