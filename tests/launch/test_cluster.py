@@ -35,11 +35,13 @@ def command(way: str, *options: str, body: str, python: Sequence[str] = ("python
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_run_where_planned(cluster: Cluster, way: str) -> None:
-    body = "import socket; print(rank, socket.gethostname(), sep=':')"
-    plan = cluster.run(command(way, "--dry-run", body=body), env=ON_CLUSTER, timeout_s=60)
+    """All ranks get the launcher's backend of Keras."""
+    body = "import socket; print(rank, socket.gethostname(), os.environ['KERAS_BACKEND'], sep=':')"
+    env = {**ON_CLUSTER, "KERAS_BACKEND": "jax"}
+    plan = cluster.run(command(way, "--dry-run", body=body), env=env, timeout_s=60)
     assert plan.returncode == 0, plan
-    table = [line.split()[:2] for line in plan.stdout.splitlines()[1 : RANKS + 1]]
-    done = cluster.run(command(way, body=body), env=ON_CLUSTER, timeout_s=60)
+    table = [[*line.split()[:2], "jax"] for line in plan.stdout.splitlines()[1 : RANKS + 1]]
+    done = cluster.run(command(way, body=body), env=env, timeout_s=60)
     assert done.returncode == 0, done
     seen = [line.partition("] ")[2].split(":") for line in done.stdout.splitlines()]
     assert sorted(seen) == table

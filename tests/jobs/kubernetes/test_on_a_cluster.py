@@ -52,7 +52,9 @@ class Commands:
         """Run a command to its end."""
         argv = [sys.executable, "-m", "hvdtrain", *words]
         done = self.cluster.run(
-            argv, timeout_s=timeout_s, env={"HVDTRAIN_JOBS_DIR": str(self.jobs)}
+            argv,
+            timeout_s=timeout_s,
+            env={"HVDTRAIN_JOBS_DIR": str(self.jobs), "KERAS_BACKEND": "tensorflow"},
         )
         assert done.returncode == code, done
         return done
@@ -406,7 +408,7 @@ import hvdtrain
 from mpi4py import MPI
 
 hvdtrain.init()
-print("sum", MPI.COMM_WORLD.allreduce(1), "of user", os.getuid())
+print("sum", MPI.COMM_WORLD.allreduce(1), "of user", os.getuid(), os.environ["KERAS_BACKEND"])
 """
 
 
@@ -420,7 +422,7 @@ def test_pods_of_a_user_other_than_root(commands: Commands, tmp_path: Path) -> N
     name = outside.submit(sys.executable, "-c", _SUM, ranks=2, pods=pods)
     outside.run("logs", "-f", name, timeout_s=FOLLOWED_S)
     for rank in ("0", "1"):
-        assert f"sum 2 of user {USER_ID}" in outside.run("logs", "--rank", rank, name).stdout
+        assert f"sum 2 of user {USER_ID} tensorflow" in outside.run("logs", "--rank", rank, name).stdout
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "intel-mpi"])
@@ -430,5 +432,5 @@ def test_other_mpis(commands: Commands, mpi: str) -> None:
     python = str(folder_of(mpi) / "bin" / "python")
     name = commands.submit(python, "-c", _SUM, ranks=2, pods=("--pod-python", python))
     log = commands.run("logs", "-f", name, timeout_s=FOLLOWED_S).stdout
-    assert log.count("sum 2 of user 0") == 2, log
+    assert log.count("sum 2 of user 0 tensorflow") == 2, log
     assert commands.view(name)["mpi"].startswith(("MPICH", "Intel"))
