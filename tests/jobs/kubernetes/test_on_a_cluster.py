@@ -422,7 +422,10 @@ def test_pods_of_a_user_other_than_root(commands: Commands, tmp_path: Path) -> N
     name = outside.submit(sys.executable, "-c", _SUM, ranks=2, pods=pods)
     outside.run("logs", "-f", name, timeout_s=FOLLOWED_S)
     for rank in ("0", "1"):
-        assert f"sum 2 of user {USER_ID} tensorflow" in outside.run("logs", "--rank", rank, name).stdout
+        assert (
+            f"sum 2 of user {USER_ID} tensorflow"
+            in outside.run("logs", "--rank", rank, name).stdout
+        )
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "intel-mpi"])
