@@ -54,7 +54,7 @@ def test_a_pattern_of_keras_guides(world, keras_backend, name):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     together = pattern.make()
-    world.distribute(together)
+    world.distribute(together, presharded=pattern.presharded)
     results = outcome(pattern.train(together, JOINT_BATCH // world.size()))
     for one, other in zip(state(together), state_alone, strict=True):
         scale = max(np.max(np.abs(other), initial=0.0), 1e-30)

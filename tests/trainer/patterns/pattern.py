@@ -31,6 +31,7 @@ class Pattern(NamedTuple):
         since: The first version of Keras that supports it.
         eager: Whether the reference may run eagerly, which is faster than tracing.
         backends: The backends of Keras with which the pattern works in one process.
+        presharded: Whether ``train`` passes each rank its own part of the data.
     """
 
     make: Callable[[], keras.Model]
@@ -39,6 +40,7 @@ class Pattern(NamedTuple):
     since: tuple[int, int] = (3, 14)
     eager: bool = True
     backends: tuple[str, ...] = ("tensorflow", "torch", "jax")
+    presharded: bool = False
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
