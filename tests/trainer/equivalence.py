@@ -30,7 +30,9 @@ def branches(case: str) -> tuple[str, ...]:
     return ("dense", "embedding") if case == "jit" else ("dense", "embedding", "conv")
 
 
-def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
+def build(
+    optimizer: str, case: str, dtype: str = "float32", *, synchronized: bool = False
+) -> keras.Model:
     """Return the compiled model. It has the same weights in each call."""
     # Resets the counters in layer names. Collecting garbage would take long.
     keras.utils.clear_session(free_memory=False)
@@ -40,6 +42,9 @@ def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
         {name: start for name, (start, _) in ends.items()},
         {name: end for name, (_, end) in ends.items()},
     )
+    # The model was built without it, because Keras supports it on TensorFlow only.
+    if synchronized and "conv" in ends:
+        model.get_layer("normalization").synchronized = True
     model.compile(
         optimizer=_optimizer(optimizer, 2 if case == "accumulation" else None),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype),
@@ -49,7 +54,7 @@ def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
             )
         },
         steps_per_execution=4 if case == "steps_per_execution" else 1,
-        jit_compile=case == "jit",
+        jit_compile=case == "jit" or keras.backend.backend() == "jax",
     )
     _create_variables(model, case)
     return model
@@ -82,7 +87,7 @@ def _branch(name: str, dtype: str) -> tuple[Any, Any]:
     start = keras.Input((6, 6, 2), name=name)
     # No bias before BatchNorm: its gradient is zero up to rounding, which Adam would amplify.
     x = layers.Conv2D(4, 3, use_bias=False, dtype=dtype, name="kernel")(start)
-    x = layers.BatchNormalization(synchronized=True, momentum=0.9, dtype=dtype)(x)
+    x = layers.BatchNormalization(momentum=0.9, dtype=dtype, name="normalization")(x)
     x = layers.GlobalAveragePooling2D(dtype=dtype)(layers.ReLU(dtype=dtype)(x))
     return start, head(x)
 
@@ -159,7 +164,9 @@ def train_alone(
 
     The results are stored for the rest of the test run, because they don't depend on the ranks.
     """
-    path = Path(os.environ[REFERENCES]) / f"{optimizer}-{case}-{dtype}.npz"
+    path = (
+        Path(os.environ[REFERENCES]) / f"{keras.backend.backend()}-{optimizer}-{case}-{dtype}.npz"
+    )
     if not path.exists():
         model = build(optimizer, case, dtype)
         history = fit(model, data(case), JOINT_BATCH)
@@ -180,7 +187,7 @@ def train_both(
     reference, alone = from_chief(
         train_alone(optimizer, case, dtype) if hvdtrain.is_chief() else None
     )
-    together = build(optimizer, case, dtype)
+    together = build(optimizer, case, dtype, synchronized=True)
     hvdtrain.distribute(together)
     joint = fit(together, data(case), JOINT_BATCH // hvdtrain.size())
     return together, reference, joint, alone
