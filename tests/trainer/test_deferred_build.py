@@ -3,13 +3,13 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from tests.trainer.equivalence import alike, distance, weights
 from tests.trainer.features import X, Y
-from tests.trainer.patterns.pattern import LOSS
-from tests.trainer.test_fit_inputs import Batches
+from tests.trainer.patterns.pattern import LOSS, Batches, batches
+
+every_backend = pytest.mark.backends("tensorflow", "torch", "jax")
 
 
 def bare(seed=3):
@@ -19,13 +19,13 @@ def bare(seed=3):
     return model
 
 
-def pipeline(size):
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(size)
-
-
 FIRST = {
-    "fit on a pipeline": lambda model, size: model.fit(pipeline(size), verbose=0),
-    "fit on a PyDataset": lambda model, size: model.fit(Batches(size), shuffle=False, verbose=0),
+    "fit on a pipeline": lambda model, size: model.fit(
+        batches(size, X, Y), shuffle=False, verbose=0
+    ),
+    "fit on a PyDataset": lambda model, size: model.fit(
+        Batches(size, X, Y), shuffle=False, verbose=0
+    ),
     "fit on a generator": lambda model, size: model.fit(
         ((X[i : i + size], Y[i : i + size]) for i in range(0, len(X), size)),
         steps_per_epoch=4,  # if unknown, Keras counts one update too many
@@ -37,9 +37,19 @@ FIRST = {
 }
 
 
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", FIRST)
 def test_the_model_is_distributed_before_the_first_step(world, first):
+    check_distributed(world, first)
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_builds_the_model(world):
+    check_distributed(world, "fit on a pipeline")
+
+
+def check_distributed(world, first):
     alone, together = bare(), bare(3 + world.rank())
     world.distribute(together)
     each = first == "train_on_batch"  # the same batch on both ranks
@@ -52,7 +62,8 @@ def test_the_model_is_distributed_before_the_first_step(world, first):
         assert distance(together, weights(alone)) <= 1e-5
 
 
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 def test_data_that_do_not_fit_the_model_are_an_error(world):
     model = keras.Sequential([keras.layers.Conv2D(2, 3), keras.layers.Dense(3)])
     model.compile("sgd", LOSS)
@@ -61,7 +72,8 @@ def test_data_that_do_not_fit_the_model_are_an_error(world):
         model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 def test_applying_gradients_to_an_unbuilt_model_is_an_error(world):
     model = bare()
     world.distribute(model)
@@ -76,7 +88,8 @@ def test_applying_gradients_to_an_unbuilt_model_is_an_error(world):
     assert alike(model)
 
 
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 def test_layers_that_are_never_built_are_an_error(world):
     class Holder(keras.Model):
         def __init__(self):

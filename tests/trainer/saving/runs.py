@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.trainer.rank_random import seed_generators
+from hvdtrain.trainer.variables import array_of
 
 ROWS = 67
 X = np.random.default_rng(2).normal(size=(ROWS, 6)).astype("float32")
@@ -39,7 +39,15 @@ class Draws(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         noise = random.random() + random.gauss(0, 1) + np.random.normal() + np.random.rand()
-        noise += float(tf.random.uniform([])) + float(keras.random.uniform([]))
+        noise += float(keras.ops.convert_to_numpy(keras.random.uniform([])))
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            noise += float(tf.random.uniform([]))
+        elif keras.backend.backend() == "torch":
+            import torch
+
+            noise += float(torch.rand([]))
         self.model.optimizer.learning_rate = 0.01 + 0.001 * noise
 
 
@@ -58,11 +66,11 @@ def outcome(model: keras.Model, history: Any) -> dict[str, Any]:
     seeds = {id(generator.state) for generator in seed_generators(model)}
     return {
         "variables": [
-            np.asarray(variable.numpy()).tobytes().hex()
+            array_of(variable).tobytes().hex()
             for variable in [*model.variables, *model.optimizer.variables]
             if id(variable) not in seeds
         ],
-        "seeds": [np.asarray(g.state.numpy()).tolist() for g in seed_generators(model)],
+        "seeds": [array_of(g.state).tolist() for g in seed_generators(model)],
         "epochs": history.epoch,
         "logs": {name: [float(v) for v in values] for name, values in history.history.items()},
         "drawn": [random.random(), float(np.random.rand())],

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.checkpoint import Store
@@ -19,6 +18,7 @@ from tests.checkpoint.samples import saved_steps
 from tests.trainer.saving.runs import ROWS, Draws, Stop, StopAfter, X, Y, model_of, outcome, run
 
 EPOCHS = 3
+every_backend = pytest.mark.backends("tensorflow", "torch", "jax")
 
 
 def plain(callbacks: list[Any], **options: Any) -> Any:
@@ -105,28 +105,29 @@ def test_resuming_is_exact_with_stateful_layers(world, tmp_path):
     check_exact(world, make, fit, tmp_path, 8)
 
 
-class Untracked(keras.layers.Dense):
-    """Has random and changing TensorFlow variables, which Keras doesn't track."""
-
-    def __init__(self, units: int) -> None:
-        super().__init__(units)
-        self.scale = tf.Variable(np.random.random(units), dtype=tf.float32)
-        self.followed = {"mean": tf.Variable(0.0), "calls": [tf.Variable(0)]}
-
-    def call(self, x: Any) -> Any:
-        self.followed["mean"].assign(0.9 * self.followed["mean"] + tf.reduce_mean(x))
-        self.followed["calls"][0].assign_add(1)
-        return super().call(x) * (self.scale + 0.1 * self.followed["mean"])
-
-    @property
-    def own(self) -> list[Any]:
-        mean, (calls,) = self.followed.values()
-        return [variable.numpy().tolist() for variable in (self.scale, mean, calls)]
-
-
 @pytest.mark.more
 @pytest.mark.ranks(2)
 def test_tensorflow_variables_in_layers_are_restored(world, tmp_path):
+    import tensorflow as tf
+
+    class Untracked(keras.layers.Dense):
+        """Has random and changing TensorFlow variables, which Keras doesn't track."""
+
+        def __init__(self, units: int) -> None:
+            super().__init__(units)
+            self.scale = tf.Variable(np.random.random(units), dtype=tf.float32)
+            self.followed = {"mean": tf.Variable(0.0), "calls": [tf.Variable(0)]}
+
+        def call(self, x: Any) -> Any:
+            self.followed["mean"].assign(0.9 * self.followed["mean"] + tf.reduce_mean(x))
+            self.followed["calls"][0].assign_add(1)
+            return super().call(x) * (self.scale + 0.1 * self.followed["mean"])
+
+        @property
+        def own(self) -> list[Any]:
+            mean, (calls,) = self.followed.values()
+            return [variable.numpy().tolist() for variable in (self.scale, mean, calls)]
+
     def make() -> keras.Model:
         np.random.seed(20 + world.rank())
         return model_of([Untracked(4)])
@@ -160,6 +161,8 @@ def test_resuming_twice_is_exact(world, tmp_path):
 
 def shuffled_pipeline(callbacks: list[Any], *, seed: int = 5) -> Any:
     def fit(model: keras.Model) -> Any:
+        import tensorflow as tf
+
         tf.random.set_seed(seed)
         data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=4).batch(6)
         return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -204,6 +207,22 @@ class Shrinking(Batches):
         self.length -= 2
 
 
+def generated(callbacks: list[Any]) -> Any:
+    def batches() -> Any:
+        rng = np.random.default_rng(4)
+        while True:
+            order = rng.permutation(ROWS)
+            for start in range(0, ROWS, 6):
+                yield X[order[start : start + 6]], Y[order[start : start + 6]]
+
+    def fit(model: keras.Model) -> Any:
+        return model.fit(
+            batches(), steps_per_epoch=6, epochs=EPOCHS, verbose=0, callbacks=callbacks
+        )
+
+    return fit
+
+
 def shrinking_batches(callbacks: list[Any]) -> Any:
     return lambda model: model.fit(Shrinking(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
 
@@ -214,6 +233,8 @@ def long_passes(callbacks: list[Any]) -> Any:
 
 def of_unknown_length(callbacks: list[Any], **options: Any) -> Any:
     def fit(model: keras.Model) -> Any:
+        import tensorflow as tf
+
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6).filter(lambda x, y: True)
         return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
 
@@ -226,6 +247,7 @@ def validated(callbacks: list[Any]) -> Any:
 
 # Models and inputs are independent, so each is tested once. tests/trainer/data/test_begin.py tests
 # passes over other kinds of data.
+@every_backend
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("make", "fit", "stop"),
@@ -233,22 +255,37 @@ def validated(callbacks: list[Any]) -> Any:
         (accumulating, arrays, 8),
         pytest.param(averaged, validated, 3, marks=pytest.mark.essential),
         (scaled_loss, long_passes, 9),
-        (several_steps, shuffled_pipeline, 3),
-        (dropout, of_unknown_length, 9),
+        (several_steps, batches, 3),
         (dropout, shrinking_batches, 6),
+        (dropout, generated, 8),
     ],
 )
 def test_resuming_is_exact(world, make, fit, stop, tmp_path):
     check_exact(world, make, fit, tmp_path, stop)
+    # A pass of nine steps ends within the third epoch of four.
+    counts = {
+        long_passes: (9, ROWS),
+        validated: (15, 3 * 53),
+        shrinking_batches: (4 + 3 + 2, (8 + 6 + 4) * 6),
+    }
+    check_complete(world, tmp_path, *counts.get(fit, (18, 3 * ROWS)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("make", "fit", "stop"),
+    [(several_steps, shuffled_pipeline, 3), (dropout, of_unknown_length, 9)],
+)
+def test_resuming_is_exact_within_a_pipeline(world, make, fit, stop, tmp_path):
+    check_exact(world, make, fit, tmp_path, stop)
+    check_complete(world, tmp_path, 18, 3 * ROWS)
+
+
+def check_complete(world: Any, tmp_path: Any, step: int, samples: int) -> None:
+    """Check the last checkpoints of the uninterrupted and of the resumed run."""
     for folder in (tmp_path / "whole", tmp_path) if world.is_chief() else ():
         state = Store(folder).newest().state
-        # A pass of nine steps ends within the third epoch of four.
-        counts = {
-            long_passes: (9, ROWS),
-            validated: (15, 3 * 53),
-            shrinking_batches: (4 + 3 + 2, (8 + 6 + 4) * 6),
-        }
-        assert (state["step"], state["samples"]) == counts.get(fit, (18, 3 * ROWS))
+        assert (state["step"], state["samples"]) == (step, samples)
         assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
 
 
@@ -303,6 +340,7 @@ def setting() -> list[Any]:
 
 
 @pytest.mark.more
+@every_backend
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("own", "first"),
@@ -369,7 +407,8 @@ def test_the_model_is_exported(world, tmp_path):
             path.unlink()
 
 
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
     class Kill(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -397,7 +436,8 @@ def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.ranks(1, 2)
+@every_backend
+@pytest.mark.ranks(2)
 def test_a_validation_is_repeated_after_a_signal(world, tmp_path):
     class Kill(keras.callbacks.Callback):
         begun = ended = 0
