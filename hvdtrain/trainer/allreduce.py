@@ -22,6 +22,7 @@ from hvdtrain.trainer.model_parts import optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch
 from hvdtrain.trainer.model_sync import broadcast_model
 from hvdtrain.trainer.optimizer_patch import distribute_optimizer
+from hvdtrain.trainer.variables import attach_state
 
 if TYPE_CHECKING:
     from hvdtrain.trainer.local_sgd.weight_averaging import WeightAveraging
@@ -102,6 +103,7 @@ def install_loops(
 
 def rescale_rates(model: keras.Model, change: Change) -> None:
     """Rescale the learning rates of a model to the number of ranks after a change."""
+    attach_state(model)
     for optimizer in optimizers_of(model):
         rescale_rate(optimizer, len(change.before), len(change.now))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.frameworks import of_keras
 
-__all__ = ["array_of", "assign", "dtype_of"]
+__all__ = ["array_of", "assign", "attach_state", "dtype_of"]
 
 
 def array_of(variable: Any) -> np.ndarray:
@@ -36,6 +36,16 @@ def assign(variable: Any, array: np.ndarray) -> None:
     """Set a variable to a copy of an array, cast to the variable's dtype."""
     # JAX uses the memory of some arrays without a copy.
     variable.assign(np.array(array, dtype_of(variable)))
+
+
+def attach_state(model: keras.Model) -> None:
+    """Set the variables of a model and its optimizer to their current values.
+
+    Within an epoch, JAX's steps pass these values on without the variables. Call this before you
+    read or assign variables between two steps.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
 
 
 def dtype_of(variable: Any) -> np.dtype:

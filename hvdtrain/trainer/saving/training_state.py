@@ -39,7 +39,7 @@ from hvdtrain.trainer.moving_statistics import row_weights_of, steps_with_rows_o
 from hvdtrain.trainer.optimizer_patch import accumulator_variables
 from hvdtrain.trainer.rank_random import seed_generators, seed_of_rank
 from hvdtrain.trainer.saving.random_state import random_state, restore_random_state
-from hvdtrain.trainer.variables import array_of, assign, dtype_of
+from hvdtrain.trainer.variables import array_of, assign, attach_state, dtype_of
 
 __all__ = ["TrainingState", "ignored_random_states", "unsent_of"]
 
@@ -233,6 +233,7 @@ class TrainingState:
     @property
     def accumulates(self) -> bool:
         """Whether gradients have been accumulated since the last update."""
+        attach_state(self.model)
         return any(
             (steps := optimizer.gradient_accumulation_steps)
             and int(array_of(iterations_of(optimizer))) % steps
@@ -251,6 +252,7 @@ class TrainingState:
 
         The keys contain numbers instead of names, because the names of variables may change.
         """
+        attach_state(self.model)
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = optimizer_variables(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
@@ -275,6 +277,7 @@ class TrainingState:
                 weights, they also include the variables of the optimizers.
         """
         model = self.model
+        attach_state(model)
         kinds: dict[str, Sequence[Any]] = {
             "seeds": [generator.state for generator in seed_generators(model)],
             "statistics": [*layer_statistics(model), *row_weights_of(model)],
