@@ -51,7 +51,7 @@ def run_on_host(
     if _tracing(inputs):
         like = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in zip(shapes, types)]
         return list(io_callback(host, like, *inputs, ordered=True))
-    return [jnp.asarray(result) for result in host(*inputs)]
+    return [jnp.array(result) for result in host(*inputs)]
 
 
 def _tracing(inputs: Sequence[Any]) -> bool:
