@@ -39,8 +39,9 @@ from hvdtrain.lazy import lazy_names
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.gradients.tape import DistributedGradientTape, broadcast_variables
-    from hvdtrain.trainer.distribute import DistributedOptimizer, distribute
+    from hvdtrain.trainer.custom_loop import DistributedOptimizer, broadcast_variables
+    from hvdtrain.trainer.distribute import distribute
+    from hvdtrain.trainer.gradient_tape import DistributedGradientTape
     from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
     from hvdtrain.trainer.progress import StepLog
     from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
@@ -96,8 +97,9 @@ __all__ = [
 __getattr__, *_ = lazy_names(
     __name__,
     {
-        "hvdtrain.gradients.tape": ("DistributedGradientTape", "broadcast_variables"),
-        "hvdtrain.trainer.distribute": ("DistributedOptimizer", "distribute"),
+        "hvdtrain.trainer.custom_loop": ("DistributedOptimizer", "broadcast_variables"),
+        "hvdtrain.trainer.distribute": ("distribute",),
+        "hvdtrain.trainer.gradient_tape": ("DistributedGradientTape",),
         "hvdtrain.trainer.learning_rate": ("WarmUp", "scale_learning_rate"),
         "hvdtrain.trainer.saving.checkpoint_callback": ("Checkpoint",),
         "hvdtrain.trainer.progress": ("StepLog",),

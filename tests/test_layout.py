@@ -80,7 +80,6 @@ FACES = {
 _OF_TENSORFLOW = {
     "private_api",
     "frameworks",
-    "gradients",
     "trainer",
     "compat",
     "parameter_server",

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Arrays", "Framework", "SparseRows"]
+from hvdtrain.collectives.kernels import ReduceOp
+from hvdtrain.errors import HvdtrainError
+
+__all__ = ["Arrays", "DeviceReductions", "Framework", "SparseRows"]
 
 Arrays = Sequence[np.ndarray]
 Tensor = Any  # a tensor of TensorFlow, PyTorch or JAX: they have no common type
@@ -32,6 +35,28 @@ class SparseRows(Protocol):
 
     def join(self, rows: Tensor, indices: Tensor, like: Any) -> Any:
         """Return a sparse gradient of the same variable as the gradient ``like``."""
+
+
+class DeviceReductions(Protocol):
+    """Reductions on devices, as ``hvdtrain.frameworks.tensorflow.device_collectives`` offers."""
+
+    def supports(self, tensors: Any) -> bool:
+        """Return whether tensors can be reduced on devices."""
+
+    def allreduce(
+        self,
+        tensors: Any,
+        op: ReduceOp,
+        *,
+        name: str,
+        sent_as: Any = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[bool, np.ndarray], None] | None = None,
+    ) -> list[Tensor]:
+        """Reduce tensors of one type over all ranks."""
+
+    def cause_of(self, error: Any) -> HvdtrainError | None:
+        """Return the communication error that caused an error of the framework, or None."""
 
 
 class Framework(Protocol):

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp, is_floating, widen
 
-__all__ = ["TensorOp", "adasum", "by_type", "gradient_share", "reduce_arrays", "scale"]
+__all__ = [
+    "TensorOp",
+    "adasum",
+    "by_type",
+    "gradient_share",
+    "reduce_arrays",
+    "scale",
+    "weight_correction",
+    "without_mean_weight",
+]
 
 TensorOp = ReduceOp | Literal["adasum"]
 """The operations of the engine, and Adasum."""
@@ -128,3 +138,27 @@ def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     ab, aa, bb = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
     # The factor of a zero vector does not matter.
     return (1 - ab / (2 * aa or 1)) * a + (1 - ab / (2 * bb or 1)) * b
+
+
+def without_mean_weight(
+    averages: Sequence[np.ndarray], mean_weight: float, dtype: np.dtype | None = None
+) -> list[np.ndarray]:
+    """Divide averages of weighted arrays by the mean weight, which was computed in ``dtype``.
+
+    The mean weight is 1 unless a rank was lost. ``dtype`` defaults to the dtype of the averages.
+    """
+    factor = weight_correction(mean_weight, dtype or averages[0].dtype)
+    if factor == 1.0:
+        return list(averages)
+    return [average * average.dtype.type(factor) for average in averages]
+
+
+def weight_correction(mean_weight: float, dtype: np.dtype) -> float:
+    """Return the factor by which averages are multiplied to make the mean weight 1.
+
+    The factor is exactly 1 if the mean weight differs from 1 only by a rounding error.
+    """
+    epsilon = float(ml_dtypes.finfo(dtype).eps)
+    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
+        return 1.0
+    return 1.0 / mean_weight

@@ -14,12 +14,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.collectives.kernels import ReduceOp
+from hvdtrain.collectives.kernels import ReduceOp, is_floating
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.gradients.powersgd import PowerSGD
 
@@ -62,18 +60,16 @@ class ErrorFeedback:
         # The key is the variable's id. An entry is removed when its variable is deleted.
         self._kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}
 
-    def takes(self, variable: Any, gradient: Any) -> bool:
-        """Return whether the gradient of a variable is compressed.
+    def takes(self, variable: Any, dtype: np.dtype) -> bool:
+        """Return whether dense gradients of a variable with this dtype are compressed.
 
-        Sparse gradients are not compressed.
+        ``variable`` may also be a tensor or a name, whose gradients are not compressed.
         """
-        return (
-            isinstance(variable, (tf.Variable, keras.Variable))
-            and isinstance(gradient, tf.Tensor)
-            and gradient.dtype.is_floating
-            and tf.TensorShape(variable.shape).is_fully_defined()
-            and self._compressor.takes(tuple(variable.shape))
-        )
+        if not hasattr(variable, "assign") or not is_floating(dtype):
+            return False
+        shape = variable.shape
+        known = shape.rank is not None if hasattr(shape, "rank") else True
+        return known and None not in tuple(shape) and self._compressor.takes(tuple(shape))
 
     def keep(self, variable: Any) -> Kept:
         """Return the arrays that are kept for a variable. They are initially zeros."""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.frameworks.interface import Framework
 
 __all__ = [
     "NO_GRADIENT",
     "Signature",
     "Signatures",
     "describe_non_finite",
+    "is_sparse",
+    "kind",
+    "known_bytes",
     "name_non_finite",
     "raise_non_finite",
 ]
@@ -104,6 +109,31 @@ def _mismatch_text(first: dict[str, str], rank: int, other: dict[str, str]) -> s
         f"The gradients of rank 0 and rank {rank} differ: {shown}. All ranks must train the same "
         "variables with the same loss."
     )
+
+
+def is_sparse(gradient: Any, framework: Framework) -> bool:
+    """Return whether a gradient contains only some rows."""
+    return framework.SPARSE_ROWS is not None and framework.SPARSE_ROWS.is_sparse(gradient)
+
+
+def kind(gradient: Any, framework: Framework) -> str:
+    """Describe a gradient, which may be sparse or None, for a ``Signature``."""
+    if gradient is None:
+        return NO_GRADIENT
+    if framework.SPARSE_ROWS is not None and framework.SPARSE_ROWS.is_sparse(gradient):
+        rows, _ = framework.SPARSE_ROWS.split(gradient)
+        return f"rows {framework.numpy_type(rows).name} {tuple(rows.shape[1:])}"
+    return f"dense {framework.numpy_type(gradient).name} {framework.static_shape(gradient)}"
+
+
+def known_bytes(gradient: Any, framework: Framework) -> int:
+    """Return the size of a dense gradient in bytes. 0 if the size is unknown."""
+    if gradient is None or is_sparse(gradient, framework):
+        return 0
+    shape = framework.static_shape(gradient)
+    if shape is None or None in shape:
+        return 0
+    return math.prod(size or 0 for size in shape) * framework.numpy_type(gradient).itemsize
 
 
 def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:

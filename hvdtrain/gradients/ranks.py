@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.frameworks.interface import DeviceReductions
 
 __all__ = ["Contributions", "EngineRanks", "Ranks"]
 
@@ -32,7 +32,7 @@ class Ranks(Protocol):
     def collectives(self) -> Engine:
         """Return the engine that runs the collectives of the set at the moment."""
 
-    def device_collectives(self) -> DeviceCollectives | None:
+    def device_collectives(self) -> DeviceReductions | None:
         """Return the object that reduces tensors on devices, or None."""
 
 
@@ -46,7 +46,7 @@ class EngineRanks:
     """
 
     engine: Engine
-    on_devices: DeviceCollectives | None = None
+    on_devices: DeviceReductions | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -66,7 +66,7 @@ class EngineRanks:
         """Return the engine, which runs the collectives of these ranks."""
         return self.engine
 
-    def device_collectives(self) -> DeviceCollectives | None:
+    def device_collectives(self) -> DeviceReductions | None:
         """Return the object that reduces tensors on devices, or None."""
         return self.on_devices
 

@@ -1,6 +1,6 @@
-"""``GradientReducer``, which averages gradients over all ranks, eagerly or in a tf.function.
+"""``GradientReducer``, which averages gradients over all ranks, also in compiled code.
 
-All ranks create the same graph, so they don't have to negotiate the order of reductions. When ranks
+All ranks run the same program, so they don't have to negotiate the order of reductions. When ranks
 reduce a set of gradients for the first time, they compare names, shapes and dtypes. Later steps
 only compare a digest of the shapes, which takes no extra time.
 """
@@ -13,34 +13,37 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import tensorflow as tf
 
-from hvdtrain import world
+from hvdtrain import frameworks, world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
-from hvdtrain.frameworks.tensorflow.tensors import Arrays, run_on_host
+from hvdtrain.frameworks.interface import Arrays, Framework
 from hvdtrain.frameworks.variable_names import renumbered, variable_name
-from hvdtrain.gradients.allreduce import allreduce, exchange
-from hvdtrain.gradients.array_reduction import by_type
-from hvdtrain.gradients.compression import Compression
+from hvdtrain.gradients.array_reduction import by_type, weight_correction, without_mean_weight
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.gradient_checks import (
-    NO_GRADIENT,
     Signature,
     Signatures,
     describe_non_finite,
+    is_sparse,
+    kind,
+    known_bytes,
     name_non_finite,
     raise_non_finite,
 )
-from hvdtrain.gradients.indexed_slices import pack_rows, unique_rows, unpack_rows
 from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import Contributions, EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
+from hvdtrain.gradients.sparse_rows import pack_rows, unpack_rows
 
 __all__ = ["GradientReducer"]
 
-Gradient = Any  # tf.Tensor, tf.IndexedSlices or None: TensorFlow has no common type
+Tensor = Any  # frameworks have no common type
+Gradient = Any  # a tensor, tf.IndexedSlices or None
+
+# Types in which devices send compressed gradients.
+_SENT_AS = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 class GradientReducer:
@@ -49,12 +52,24 @@ class GradientReducer:
     Attributes:
         feedback: Keeps the unsent parts of gradients. None without PowerSGD.
         contributions: Records which ranks contributed to each step.
-        error: The latest communication error. If such an error is raised in a graph, TensorFlow
-            raises a different exception, and ``take_error`` returns the original error.
+        framework: The framework of the gradients.
+        error: The latest communication error. If such an error is raised in compiled code, the
+            framework raises a different exception, and ``take_error`` returns the original error.
+
+    Args:
+        ranks: The ranks that combine gradients.
+        options: How they combine gradients.
+        framework: The framework of the gradients. Defaults to the framework on which Keras runs.
     """
 
-    def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        options: ReduceOptions | None = None,
+        framework: Framework | None = None,
+    ) -> None:
         self._ranks = ranks
+        self.framework = framework or frameworks.of_keras()
         self._options = options or ReduceOptions()
         rank = self._options.powersgd_rank
         self.feedback = ErrorFeedback(PowerSGD(rank)) if rank else None
@@ -65,7 +80,13 @@ class GradientReducer:
         self.error: HvdtrainError | None = None
 
     @classmethod
-    def of_job(cls, what: str = "gradient", *, sparse_as_dense: bool = False) -> GradientReducer:
+    def of_job(
+        cls,
+        what: str = "gradient",
+        *,
+        sparse_as_dense: bool = False,
+        framework: Framework | None = None,
+    ) -> GradientReducer:
         """Create the reducer for all ranks of the job, with the job's settings."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
@@ -79,7 +100,7 @@ class GradientReducer:
             sparse_as_dense=sparse_as_dense,
             what=what,
         )
-        return cls(ranks, options)
+        return cls(ranks, options, framework)
 
     @property
     def collectives(self) -> Engine:
@@ -98,7 +119,7 @@ class GradientReducer:
         self,
         gradients: Sequence[Gradient],
         variables: Sequence[Any],
-        weight: tf.Tensor | None = None,
+        weight: Tensor | None = None,
         op: Literal["average", "sum"] = "average",
         *,
         add_rows: bool = False,
@@ -110,11 +131,12 @@ class GradientReducer:
                 only its rows are sent. If a gradient is None, it must be None on every rank, and
                 the average is None.
             variables: The variable of each gradient, or a name for error messages.
-            weight: The scalar by which this rank has multiplied its gradients, or None if all ranks
-                have the same weight. The mean of all ranks' weights must be 1. If a rank is lost,
-                the averages are divided by the mean weight of the remaining ranks.
+            weight: The number or scalar by which this rank has multiplied its gradients, or None if
+                all ranks have the same weight. The mean of all ranks' weights must be 1. If a rank
+                is lost, the averages are divided by the mean weight of the remaining ranks.
             op: ``"average"``, or ``"sum"`` to add the gradients up, which requires ``weight=None``.
-            add_rows: Whether to apply ``unique_rows`` to ``tf.IndexedSlices`` before they are sent.
+            add_rows: Whether to add up the rows of ``tf.IndexedSlices`` that have the same index
+                before they are sent.
 
         Raises:
             MismatchError: If names, shapes or dtypes differ between ranks, or if a gradient is None
@@ -124,31 +146,35 @@ class GradientReducer:
         """
         if not self._ranks.included():
             return list(gradients)
-        results = list(map(_tensor, gradients))
+        results = list(map(self._tensor, gradients))
         shared = self._prepare_shared(results, variables)
         if self._ranks.alone:
             return results
-        sizes = [_known_bytes(gradient) for gradient in results]
+        sizes = [known_bytes(gradient, self.framework) for gradient in results]
         groups = self._options.divide(shared, variables, sizes, self._bucket_bytes())
         unchecked = self._options.unchecked
         if unchecked is not None:
             for group in groups:
-                combined = exchange([results[n] for n in group], unchecked, self._ranks)
+                combined = unchecked([results[n] for n in group], self._ranks)
                 _put(results, group, combined)
             return results
         names = [variable_name(variable) for variable in variables]
-        signature = Signature(tuple(renumbered(names)), tuple(map(_kind, results)))
+        kinds = [kind(gradient, self.framework) for gradient in results]
+        signature = Signature(tuple(renumbered(names)), tuple(kinds))
         if results and not shared:
             # Check that the other ranks have no gradients either.
-            run_on_host(lambda: self._agree(signature), [], [])
+            self.framework.run_on_host(lambda: self._agree(signature), [], [])
         for group in groups:
-            dense = [n for n in group if not isinstance(results[n], tf.IndexedSlices)]
+            dense = [n for n in group if not self._is_sparse(results[n])]
             for n in sorted(set(group).difference(dense)):
                 name = signature.names[n]
-                rows = unique_rows(results[n]) if add_rows else results[n]
-                results[n] = self._average_rows(rows, name, signature, weight, op)
+                results[n] = self._average_rows(results[n], name, signature, weight, op, add_rows)
             feedback = self.feedback
-            low_rank = [n for n in dense if feedback and feedback.takes(variables[n], results[n])]
+            low_rank = [
+                n
+                for n in dense
+                if feedback and feedback.takes(variables[n], self.framework.numpy_type(results[n]))
+            ]
             exact = [n for n in dense if n not in low_rank]
             for indices in by_type([results[n] for n in exact]):
                 same = [exact[index] for index in indices]
@@ -168,7 +194,7 @@ class GradientReducer:
                 _put(results, low_rank, averages)
         return results
 
-    def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
+    def reduce(self, value: Tensor, op: ReduceOp, name: str) -> Tensor:
         """Reduce a small tensor over the ranks, such as a flag or a count."""
         if self._ranks.alone:
             return value
@@ -177,7 +203,8 @@ class GradientReducer:
             with self.remember_error():
                 return [self.collectives.allreduce(array, op, name=name)]
 
-        return run_on_host(run, [value], [value.shape])[0]
+        tensor = self.framework.to_tensor(value)
+        return self.framework.run_on_host(run, [tensor], [tensor.shape])[0]
 
     @contextmanager
     def tolerate_lost_ranks(self) -> Iterator[None]:
@@ -200,8 +227,8 @@ class GradientReducer:
         finally:
             self._options = before
 
-    def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """Return the communication error that caused a TensorFlow error, or None.
+    def take_error(self, error: Exception) -> HvdtrainError | None:
+        """Return the communication error that caused an error of the framework, or None.
 
         The attribute ``error`` is reset to None.
         """
@@ -233,24 +260,36 @@ class GradientReducer:
             if not self.is_local(variable):
                 shared.append(n)
                 if self._options.sparse_as_dense:
-                    results[n] = tf.convert_to_tensor(gradient)
+                    results[n] = self.framework.to_tensor(gradient)
             elif self._options.scale_local:
-                results[n] = tf.math.scalar_mul(1.0 / len(self._ranks.ranks), gradient)
+                results[n] = self.framework.scaled(gradient, 1.0 / len(self._ranks.ranks))
         return shared
+
+    def _is_sparse(self, gradient: Gradient) -> bool:
+        return is_sparse(gradient, self.framework)
+
+    def _tensor(self, gradient: Gradient) -> Gradient:
+        """Convert a gradient that is an array to a tensor.
+
+        A custom training loop may pass arrays.
+        """
+        if gradient is None or self._is_sparse(gradient):
+            return gradient
+        return self.framework.to_tensor(gradient)
 
     def _bucket_bytes(self) -> int:
         """Return the size of a bucket in bytes, or 0 to average all gradients together."""
         on_devices = self._ranks.device_collectives() is not None
-        # In eager mode, all gradients are already available. With PowerSGD, there is little
-        # communication to overlap.
-        if on_devices or self.feedback is not None or tf.executing_eagerly():
+        # Only graphs reduce some gradients while they compute others. With PowerSGD, there is
+        # little communication to overlap.
+        if on_devices or self.feedback is not None or not self.framework.runs_later():
             return 0
         return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
         """Check that all ranks have the same gradients.
 
-        The function runs as a TensorFlow operation, so it returns an empty list of arrays.
+        The function runs on the host, so it returns an empty list of arrays.
         """
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
@@ -258,16 +297,16 @@ class GradientReducer:
 
     def _average_dense(
         self,
-        tensors: Sequence[tf.Tensor],
+        tensors: Sequence[Tensor],
         names: Sequence[str],
         signature: Signature,
-        weight: tf.Tensor | None,
+        weight: Tensor | None,
         op: ReduceOp,
-    ) -> list[tf.Tensor]:
+    ) -> list[Tensor]:
         """Average tensors of one dtype."""
         what = self._options.what
-        dtype, name = tensors[0].dtype, signature.call_name(what)
-        weights = [] if weight is None else [tf.cast(weight, dtype)]
+        name = signature.call_name(what)
+        weights = [] if weight is None else [self.framework.scalar(weight, tensors[0])]
         require_finite = self._options.non_finite == "error"
 
         def on_host(*arrays: np.ndarray) -> Arrays:
@@ -279,40 +318,43 @@ class GradientReducer:
                     require_finite=require_finite,
                     wire=self._options.wire,
                 )
-            return _rescale(averages, float(averages[-1]), dtype) if weights else averages
+            return without_mean_weight(averages, float(averages[-1])) if weights else averages
 
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
                 if not finite:
                     raise_non_finite(self.collectives, describe_non_finite(names, *which), what)
 
-        # On devices no ranks are lost, so the mean weight remains 1.
-        averages = allreduce(
-            [*tensors, *weights],
-            op,
-            on_devices=self._ranks.device_collectives(),
-            on_host=on_host,
-            name=name,
-            sent_as=getattr(Compression, self._options.wire, Compression.none).dtype,
-            before=lambda: self._agree(signature),
-            after=after if require_finite else None,
-        )
+        sent, on_devices = [*tensors, *weights], self._ranks.device_collectives()
+        if on_devices is None or not on_devices.supports(sent):
+            averages = self.framework.run_on_host(on_host, sent, [tensor.shape for tensor in sent])
+        else:
+            # On devices no ranks are lost, so the mean weight remains 1.
+            averages = on_devices.allreduce(
+                sent,
+                op,
+                name=name,
+                sent_as=_SENT_AS.get(self._options.wire),
+                before=lambda: self._agree(signature),
+                after=after if require_finite else None,
+            )
         return averages[: len(tensors)]
 
     def _average_low_rank(
         self,
         feedback: ErrorFeedback,
-        tensors: Sequence[tf.Tensor],
+        tensors: Sequence[Tensor],
         variables: Sequence[Any],
         signature: Signature,
-        weight: tf.Tensor | None,
+        weight: Tensor | None,
         op: ReduceOp,
-    ) -> list[tf.Tensor]:
+    ) -> list[Tensor]:
         """Average tensors with PowerSGD. The tensors may have different floating dtypes."""
         name = signature.call_name(self._options.what)
         kept = [feedback.keep(variable) for variable in variables]
         names = [variable_name(variable) for variable in variables]
-        one = tf.ones([]) if weight is None else tf.cast(weight, tf.float32)
+        like = self.framework.to_tensor(np.ones((), np.float32))
+        one = like if weight is None else self.framework.scalar(weight, like)
 
         def on_host(*arrays: np.ndarray) -> Arrays:
             *gradients, weight = arrays
@@ -326,20 +368,24 @@ class GradientReducer:
                     require_finite=self._options.non_finite == "error",
                     name=name,
                 )
-            return _rescale(averages, mean_weight, tf.float32)
+            return without_mean_weight(averages, mean_weight, np.dtype(np.float32))
 
-        return run_on_host(on_host, [*tensors, one], [tensor.shape for tensor in tensors])
+        shapes = [tensor.shape for tensor in tensors]
+        return self.framework.run_on_host(on_host, [*tensors, one], shapes)
 
     def _average_rows(
         self,
-        gradient: tf.IndexedSlices,
+        gradient: Gradient,
         name: str,
         signature: Signature,
-        weight: tf.Tensor | None,
+        weight: Tensor | None,
         op: ReduceOp,
-    ) -> tf.IndexedSlices:
-        dtype = gradient.dtype
-        one = tf.ones([], dtype) if weight is None else tf.cast(weight, dtype)
+        add_rows: bool,
+    ) -> Gradient:
+        sparse = self.framework.SPARSE_ROWS
+        assert sparse is not None
+        values, indices = sparse.split(sparse.add_duplicates(gradient) if add_rows else gradient)
+        one = self.framework.scalar(1.0 if weight is None else weight, values)
 
         def run(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> Arrays:
             with self.remember_error():
@@ -351,16 +397,14 @@ class GradientReducer:
                 if self._options.non_finite == "error" and not np.isfinite(rows).all():
                     raise_non_finite(collectives, [] if np.isfinite(values).all() else [name])
                 if op == "average":
-                    scale = _weight_correction(float(np.mean(weights)), dtype) / len(weights)
+                    correction = weight_correction(float(np.mean(weights)), rows.dtype)
+                    scale = correction / len(weights)
                     rows = rows * rows.dtype.type(scale)
                 return [rows, row_indices]
 
-        values, indices = run_on_host(
-            run,
-            [gradient.values, gradient.indices, one],
-            [[None, *gradient.values.shape[1:]], [None]],
-        )
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        shapes = [[None, *values.shape[1:]], [None]]
+        rows = self.framework.run_on_host(run, [values, indices, one], shapes)
+        return sparse.join(rows[0], rows[1], gradient)
 
     @contextmanager
     def _combining(
@@ -392,52 +436,6 @@ class GradientReducer:
         return collectives
 
 
-def _tensor(gradient: Any) -> Gradient:
-    """Convert a gradient that is an array, as a custom training loop may pass it, to a tensor."""
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    return tf.convert_to_tensor(gradient)
-
-
-def _known_bytes(gradient: Gradient) -> int:
-    """Return the size of a dense gradient in bytes. 0 if the size is unknown."""
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        return 0
-    return int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
-
-
 def _put(results: list[Gradient], indices: Sequence[int], gradients: Sequence[Gradient]) -> None:
     for index, gradient in zip(indices, gradients):
         results[index] = gradient
-
-
-def _rescale(
-    averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
-) -> list[np.ndarray]:
-    """Divide averages of weighted gradients by the mean weight.
-
-    The mean weight is 1 unless a rank was lost.
-    """
-    scale = _weight_correction(mean_weight, dtype)
-    if scale == 1.0:
-        return list(averages)
-    return [average * average.dtype.type(scale) for average in averages]
-
-
-def _weight_correction(mean_weight: float, dtype: tf.DType) -> float:
-    """Return the factor by which averages are multiplied to make the mean weight 1.
-
-    The factor is exactly 1 if the mean weight differs from 1 only by a rounding error.
-    """
-    epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
-    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
-        return 1.0
-    return 1.0 / mean_weight
-
-
-def _kind(gradient: Gradient) -> str:
-    if gradient is None:
-        return NO_GRADIENT
-    if isinstance(gradient, tf.IndexedSlices):
-        return f"rows {gradient.dtype.name} {gradient.values.shape[1:]}"
-    return f"dense {gradient.dtype.name} {gradient.shape}"

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.gradients.array_reduction import TensorOp
 from hvdtrain.gradients.buckets import Groups, check_groups, divide
-from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.ranks import Ranks
 
-__all__ = ["ExchangeOptions", "ReduceOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeOptions:
-    """Options of ``gradients.allreduce.exchange``.
-
-    Attributes:
-        op: The reduction, such as ``"average"``.
-        compression: Class that converts tensors to the dtype in which they are sent.
-        prescale: Factor by which the inputs are multiplied.
-        postscale: Factor by which the results are multiplied.
-        device_dense: Device on which tensors are combined. "" stands for TensorFlow's default.
-        device_sparse: Device on which ``tf.IndexedSlices`` are combined. "" stands for TensorFlow's
-            default.
-    """
-
-    op: TensorOp = "average"
-    compression: type[Compressor] = Compression.none
-    prescale: float = 1.0
-    postscale: float = 1.0
-    device_dense: str = ""
-    device_sparse: str = ""
+__all__ = ["ReduceOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +23,8 @@ class ReduceOptions:
             accepts.
         powersgd_rank: Rank (number of columns) of the matrices that PowerSGD sends. 0 means no
             compression.
-        unchecked: If set, gradients are combined by ``exchange``, as in Horovod. The result is then
-            differentiable, but names and values are not checked.
+        unchecked: Function that combines gradients instead, with the arguments gradients and ranks.
+            Names and values are then not checked.
         sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors before they are reduced.
         groups: Number of groups, or lists of variables to combine together.
         scale_local: Whether to divide the gradients of local variables by the number of ranks.
@@ -60,7 +37,7 @@ class ReduceOptions:
     non_finite: str = "error"
     wire: str = "none"
     powersgd_rank: int = 0
-    unchecked: ExchangeOptions | None = None
+    unchecked: Callable[[Sequence[Any], Ranks], list[Any]] | None = None
     sparse_as_dense: bool = False
     groups: Groups = None
     scale_local: bool = True

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hvdtrain.lazy import names_of
 
-__getattr__, __dir__ = names_of("hvdtrain.gradients.compression")
+__getattr__, __dir__ = names_of("hvdtrain.compat.horovod.compression")

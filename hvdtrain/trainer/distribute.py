@@ -14,8 +14,6 @@ import numpy as np
 from hvdtrain import world
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_mode
 from hvdtrain.private_api import keras as private_keras
 from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
 from hvdtrain.private_api.keras_data import is_tf_dataset
@@ -25,9 +23,8 @@ from hvdtrain.trainer.data.batch_structure import is_absent
 from hvdtrain.trainer.model_parts import optimizers_of, overrides, plain_optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch, Strategy
 from hvdtrain.trainer.model_sync import check_same_model
-from hvdtrain.trainer.optimizer_patch import distribute_optimizer
 
-__all__ = ["DistributedOptimizer", "distribute"]
+__all__ = ["distribute"]
 
 # Methods that build a model from their data.
 _BUILDING = ("fit", "evaluate", "predict", "train_on_batch")
@@ -89,28 +86,6 @@ def distribute(
         else:
             _distribute(model, presharded, sparse_as_dense)
     return model
-
-
-def DistributedOptimizer(optimizer: Any) -> Any:
-    """Make an optimizer average gradients over all ranks before it applies them.
-
-    Use it in custom training loops that call ``optimizer.apply``. If you train with ``fit``, use
-    ``distribute`` instead.
-
-    Args:
-        optimizer: A Keras 3 optimizer.
-
-    Returns:
-        The same optimizer. It is saved and loaded as a plain Keras optimizer.
-
-    Raises:
-        ModelError: If ``optimizer`` is not a Keras 3 optimizer, or if some ranks are parameter
-            servers.
-    """
-    check_mode("DistributedOptimizer")
-    if world.collectives().size == 1:
-        return optimizer
-    return distribute_optimizer(optimizer, GradientReducer.of_job())
 
 
 def _distribute(model: keras.Model, presharded: bool, sparse_as_dense: bool) -> None:

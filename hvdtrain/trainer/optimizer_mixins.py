@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.frameworks.tensorflow.tensors import scaled
 from hvdtrain.frameworks.tensorflow.xla import compiled_if_possible
 from hvdtrain.frameworks.variable_names import variable_label
-from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import accumulators_of, iterations_of, set_untracked
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.indexed_slices import scaled
+from hvdtrain.frameworks.tensorflow.tensors import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import (
     accumulated_gradients,

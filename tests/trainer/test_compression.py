@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.collectives.engine import single_engine
-from hvdtrain.gradients import tape
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.powersgd import PowerSGD
+from hvdtrain.trainer import gradient_tape
 from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
 from hvdtrain.trainer.saving.training_state import TrainingState, unsent_of
 from tests.trainer.equivalence import alike
@@ -33,7 +33,7 @@ def compressed(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], A
         settings = dataclasses.replace(job.settings(), compression=form)
         changed = {"settings": settings, "hosts": tuple(range(job.size()))}
         monkeypatch.setattr(job, "_world", dataclasses.replace(job._world, **changed))
-        monkeypatch.setattr(tape, "_reducers", {})
+        monkeypatch.setattr(gradient_tape, "_reducers", {})
         return world
 
     return turn

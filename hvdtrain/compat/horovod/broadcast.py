@@ -12,7 +12,7 @@ from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.errors import ModelError
 from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
 from hvdtrain.frameworks.variable_names import variable_label
-from hvdtrain.gradients.tape import check_mode
+from hvdtrain.gradients.mode import check_mode
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

@@ -20,17 +20,16 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.kernels import ReduceOp as EngineOp
+from hvdtrain.compat.horovod.compression import Compression, Compressor
+from hvdtrain.compat.horovod.exchange import ExchangeOptions, exchange
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum, choose_op
 from hvdtrain.frameworks.tensorflow import differentiable_ops
 from hvdtrain.frameworks.tensorflow.differentiable_ops import any_rows, differentiable
 from hvdtrain.frameworks.tensorflow.tensors import Arrays, operation_label, run_on_host
 from hvdtrain.frameworks.variable_names import member_name
-from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
-from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.reduction_options import ExchangeOptions
-from hvdtrain.gradients.tape import check_mode
+from hvdtrain.gradients.mode import check_mode
 
 __all__ = [
     "allgather",

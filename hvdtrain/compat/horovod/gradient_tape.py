@@ -11,19 +11,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.compat.horovod.compression import Compression, Compressor
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
-from hvdtrain.gradients import tape
 from hvdtrain.gradients.buckets import Groups
-from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.mode import check_mode
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_mode
+from hvdtrain.trainer import gradient_tape
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
-class _HorovodTape(tape.DistributedGradientTape):
+class _HorovodTape(gradient_tape.DistributedGradientTape):
     """A distributed gradient tape whose methods have the same arguments as in Horovod."""
 
     def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:

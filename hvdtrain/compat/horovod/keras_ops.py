@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.compat.horovod import collective_ops
+from hvdtrain.compat.horovod.compression import Compression, Compressor
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
-from hvdtrain.gradients.compression import Compression, Compressor
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import keras
 
+from hvdtrain.compat.horovod.compression import Compression, Compressor
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reducer_arguments import make_reducer, trainable_weights
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.buckets import Groups
-from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.tape import check_mode
+from hvdtrain.gradients.mode import check_mode
 from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
 from hvdtrain.trainer.optimizer_patch import (
     check_inner_optimizers,

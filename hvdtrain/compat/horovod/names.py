@@ -46,7 +46,7 @@ _COMMON = {
         "init",
         "remove_process_set",
     ),
-    "hvdtrain.gradients.compression": ("Compression",),
+    "hvdtrain.compat.horovod.compression": ("Compression",),
 }
 
 TENSORFLOW: Mapping[str, Sequence[str]] = {

@@ -7,9 +7,11 @@ from typing import Any
 
 import keras
 
+from hvdtrain import frameworks
+from hvdtrain.compat.horovod.exchange import ExchangeOptions, exchange
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, choose_op
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.reduction_options import ExchangeOptions, ReduceOptions
+from hvdtrain.gradients.reduction_options import ReduceOptions
 
 __all__ = ["make_reducer", "trainable_weights"]
 
@@ -33,7 +35,7 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
             f"gradient_predivide_factor={factor} requires op=Average, got op={op.name}."
         )
     groups = arguments["groups"]
-    exchange = ExchangeOptions(
+    how = ExchangeOptions(
         op=op.tensor_op,
         compression=arguments["compression"],
         prescale=1.0 / factor,
@@ -42,12 +44,12 @@ def make_reducer(arguments: Mapping[str, Any], ops: Sequence[ReduceOp] = ()) -> 
         device_sparse=arguments["device_sparse"],
     )
     options = ReduceOptions(
-        unchecked=exchange,
+        unchecked=lambda tensors, ranks: exchange(tensors, how, ranks),
         sparse_as_dense=arguments["sparse_as_dense"],
         groups=groups if groups is not None else arguments["num_groups"] or None,
         scale_local=arguments["scale_local_gradients"],
     )
-    return GradientReducer(arguments["process_set"], options)
+    return GradientReducer(arguments["process_set"], options, frameworks.of("tensorflow"))
 
 
 def trainable_weights(layers: Any) -> list[Any]:

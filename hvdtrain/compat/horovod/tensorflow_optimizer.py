@@ -11,14 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.compat.horovod import keras_optimizer
+from hvdtrain.compat.horovod.compression import Compression, Compressor
 from hvdtrain.compat.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.compat.horovod.reducer_arguments import make_reducer
 from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp, Sum
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.buckets import Groups
-from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.mode import check_mode
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_mode
 from hvdtrain.trainer.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]

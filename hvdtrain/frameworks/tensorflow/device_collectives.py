@@ -109,7 +109,7 @@ class DeviceCollectives:
         op: ReduceOp,
         *,
         name: str,
-        sent_as: tf.DType | None = None,
+        sent_as: Any = None,
         before: Before | None = None,
         after: After | None = None,
     ) -> list[tf.Tensor]:
@@ -119,11 +119,11 @@ class DeviceCollectives:
             tensors: Tensors that ``supports`` accepts, with the same shapes on all ranks.
             op: Reduction.
             name: Name for error messages, which must be the same on all ranks.
-            sent_as: Type in which the tensors are sent and reduced. With None, float64 tensors are
-                sent as float64, and all others as float32. For averages in float16 and bfloat16,
-                the tensors are divided by the number of ranks before they are summed, so that the
-                sum does not overflow. NCCL sends bfloat16 as float32, because TensorFlow's NCCL
-                operations don't support bfloat16.
+            sent_as: Type in which the tensors are sent and reduced, or its name. With None, float64
+                tensors are sent as float64, and all others as float32. For averages in float16 and
+                bfloat16, the tensors are divided by the number of ranks before they are summed, so
+                that the sum does not overflow. NCCL sends bfloat16 as float32, because TensorFlow's
+                NCCL operations don't support bfloat16.
             before: Function that is called on the host before the reduction.
             after: Function that is called on the host after the reduction, and may raise an error.
                 Its first argument says whether all results are finite. If they are not, the second
@@ -371,11 +371,11 @@ def divide_into_buckets(
     return fill_buckets(indices, sizes, bucket_bytes or total_bytes)
 
 
-def _wire_type(dtype: tf.DType, sent_as: tf.DType | None, hint: str) -> tf.DType:
+def _wire_type(dtype: tf.DType, sent_as: Any, hint: str) -> tf.DType:
     """Return the type in which tensors are sent and reduced."""
     if sent_as is None or (sent_as == tf.bfloat16 and hint == "nccl"):
         return _REDUCED_AS[dtype]
-    return sent_as
+    return tf.as_dtype(sent_as)
 
 
 def _first_value(flat: tf.Tensor) -> tf.Tensor:

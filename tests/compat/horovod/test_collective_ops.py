@@ -23,9 +23,9 @@ from hvdtrain.compat.horovod.collective_ops import (
     grouped_reducescatter,
     reducescatter,
 )
+from hvdtrain.compat.horovod.compression import Compression
 from hvdtrain.compat.horovod.reduction_arguments import Average, Max, Min, Product, Sum
 from hvdtrain.errors import ConfigurationError, MismatchError
-from hvdtrain.gradients.compression import Compression
 from tests.collectives.engines import DTYPES, expected, values
 
 OPS = [Average, Sum, Min, Max, Product]

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
+from hvdtrain.compat.horovod.compression import Compression
 from hvdtrain.compat.horovod.keras_optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -16,7 +17,6 @@ from hvdtrain.compat.horovod.keras_optimizer import (
 from hvdtrain.compat.horovod.process_sets import add_process_set, remove_process_set
 from hvdtrain.compat.horovod.reduction_arguments import Max, Sum
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.compression import Compression
 
 several = pytest.mark.ranks(1, 3)
 ROWS = 24

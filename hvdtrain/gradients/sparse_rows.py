@@ -1,4 +1,4 @@
-"""Functions that scale and serialize sparse gradients, and add up rows with the same index.
+"""Functions that serialize the rows of sparse gradients.
 
 Values, indices and the weight of a rank are exchanged in one operation. With two operations, a rank
 could be lost after sending its values, but before sending the indices of these values.
@@ -7,39 +7,13 @@ could be lost after sending its values, but before sending the indices of these 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-__all__ = ["pack_rows", "scaled", "unique_rows", "unpack_rows"]
+__all__ = ["pack_rows", "unpack_rows"]
 
 # Index that marks the row with the rank's weight.
 _WEIGHT = -1
-
-
-def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Multiply a gradient by a scalar. Sparse gradients stay sparse.
-
-    A factor of 0 gives zeros, even for NaN and infinity. Sparse gradients are not converted,
-    because optimizers treat them differently.
-    """
-    factor = tf.cast(factor, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.math.multiply_no_nan(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.math.multiply_no_nan(gradient, factor)
-
-
-def unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add up the rows that have the same index, so that each row is sent only once.
-
-    This changes the update of most Keras optimizers. For example, if a row occurs twice, Adam would
-    square the two gradients separately.
-    """
-    indices, positions = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -1,14 +1,17 @@
-"""Reduction of tensors over all ranks, either on their devices or on the host."""
+"""Reduction of tensors over all ranks in the same way as Horovod, with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.collectives.kernels import ReduceOp
+from hvdtrain.compat.horovod.compression import Compression, Compressor
+from hvdtrain.frameworks.interface import DeviceReductions
 from hvdtrain.frameworks.tensorflow.differentiable_ops import allgather
 from hvdtrain.frameworks.tensorflow.tensors import Arrays, operation_label, run_on_host
 from hvdtrain.frameworks.variable_names import member_name
@@ -20,47 +23,30 @@ from hvdtrain.gradients.array_reduction import (
     scale,
 )
 from hvdtrain.gradients.ranks import Ranks
-from hvdtrain.gradients.reduction_options import ExchangeOptions
 
-__all__ = ["allreduce", "exchange"]
+__all__ = ["ExchangeOptions", "exchange"]
 
 
-def allreduce(
-    tensors: Sequence[tf.Tensor],
-    op: TensorOp,
-    *,
-    on_devices: DeviceCollectives | None,
-    on_host: Callable[..., Arrays],
-    name: str,
-    sent_as: tf.DType | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    before: Callable[[], object] | None = None,
-    after: Callable[[bool, np.ndarray], None] | None = None,
-) -> list[tf.Tensor]:
-    """Reduce tensors over all ranks, on devices if possible, otherwise on the host.
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """Options of ``exchange``.
 
-    ``on_host`` is a function that reduces arrays on the host, and applies the scale factors itself.
-    ``sent_as``, ``before`` and ``after`` are passed to ``DeviceCollectives.allreduce``.
+    Attributes:
+        op: The reduction, such as ``"average"``.
+        compression: Class that converts tensors to the dtype in which they are sent.
+        prescale: Factor by which the inputs are multiplied.
+        postscale: Factor by which the results are multiplied.
+        device_dense: Device on which tensors are combined. "" stands for TensorFlow's default.
+        device_sparse: Device on which ``tf.IndexedSlices`` are combined. "" stands for TensorFlow's
+            default.
     """
-    if on_devices is None or op == "adasum" or not on_devices.supports(tensors):
-        return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
-    results: list[Any] = list(tensors)
-    for indices in by_type(tensors):
-        scaled = [_scale(tensors[index], prescale) for index in indices]
-        reduced = on_devices.allreduce(
-            scaled, op, name=name, sent_as=sent_as, before=before, after=after
-        )
-        for index, tensor in zip(indices, reduced):
-            results[index] = _scale(tensor, postscale)
-    return results
 
-
-def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    if factor == 1.0:
-        return tensor
-    wide = tensor.dtype if tensor.dtype.size > 2 else tf.float32
-    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
+    op: TensorOp = "average"
+    compression: type[Compressor] = Compression.none
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device_dense: str = ""
+    device_sparse: str = ""
 
 
 def exchange(
@@ -119,19 +105,34 @@ def _differentiable_allreduce(
             engine = ranks.collectives()
             return [gradient_share(how.op, upstream, scaled, gradient_name, engine)]
 
-        results = allreduce(
-            values,
-            how.op,
-            on_devices=ranks.device_collectives(),
-            on_host=on_host,
-            name=name,
-            sent_as=how.compression.dtype,
-            prescale=how.prescale,
-            postscale=how.postscale,
-        )
+        on_devices = ranks.device_collectives()
+        if on_devices is None or how.op == "adasum" or not on_devices.supports(values):
+            results = run_on_host(on_host, values, [value.shape for value in values])
+        else:
+            results = _reduce_on_devices(on_devices, values, how, name)
         return results, backward
 
     return list(cast("Any", reduced(*tensors)))
+
+
+def _reduce_on_devices(
+    on_devices: DeviceReductions, tensors: Sequence[tf.Tensor], how: ExchangeOptions, name: str
+) -> list[tf.Tensor]:
+    results: list[Any] = list(tensors)
+    for indices in by_type(tensors):
+        scaled = [_scale(tensors[index], how.prescale) for index in indices]
+        sent_as = how.compression.dtype
+        reduced = on_devices.allreduce(scaled, cast(ReduceOp, how.op), name=name, sent_as=sent_as)
+        for index, tensor in zip(indices, reduced):
+            results[index] = _scale(tensor, how.postscale)
+    return results
+
+
+def _scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    if factor == 1.0:
+        return tensor
+    wide = tensor.dtype if tensor.dtype.size > 2 else tf.float32
+    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
 
 
 def _exchange_rows(
