@@ -26,20 +26,22 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
+from keras import ops
 
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import flat_losses, scaling_losses
 from hvdtrain.trainer.optimizer_mixins import Weighting
 
 __all__ = [
-    "IndependentLossWeights",
     "LossWeights",
     "Term",
     "are_sums",
     "has_vector_losses",
     "ratio",
 ]
+
+
+Scalar = Any  # a number, or a scalar tensor of Keras' backend
 
 
 class Term(NamedTuple):
@@ -51,8 +53,8 @@ class Term(NamedTuple):
         factor: The factor f_r of the loss.
     """
 
-    count: tf.Tensor
-    factor: tf.Tensor
+    count: Scalar
+    factor: Scalar
 
 
 def are_sums(model: keras.Model) -> bool:
@@ -71,9 +73,9 @@ def _reductions(model: keras.Model) -> set[str | None]:
     return {getattr(loss, "reduction", "sum_over_batch_size") for loss in losses}
 
 
-def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+def ratio(a: Scalar, b: Scalar) -> Scalar:
     """Return a / b as a float32 scalar, or 0 if b is 0."""
-    return tf.math.divide_no_nan(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
+    return ops.divide_no_nan(ops.cast(a, "float32"), ops.cast(b, "float32"))
 
 
 class LossWeights:
@@ -87,14 +89,14 @@ class LossWeights:
         self._size = reducer.collectives.size
         self._elastic = reducer.collectives.survives_losses
 
-    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+    def joint_rows(self, rows: Scalar, known: Scalar | None, sums: bool) -> Scalar:
         """Return the total number of rows of all ranks.
 
         If ``known`` is None, ranks exchange their numbers of rows. Otherwise ``known`` is returned.
         """
         return self._sum_over_ranks(rows) if known is None else known
 
-    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+    def weight(self, rows: Scalar, joint_rows: Scalar, sums: bool) -> Scalar:
         """Return the weight w_r of this rank's loss as a float32 scalar.
 
         ``sums`` is the result of ``are_sums``.
@@ -103,7 +105,7 @@ class LossWeights:
         return scale * ratio(rows, joint_rows)
 
     def weighting(
-        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+        self, sums: bool, weight: Scalar, factor: Scalar | None, only: Term | None
     ) -> Weighting:
         """Return the arguments with which an optimizer combines the gradients of a loss over ranks.
 
@@ -118,7 +120,7 @@ class LossWeights:
 
     @contextmanager
     def joint_loss(
-        self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
+        self, rows: Scalar | None, joint_rows: Scalar | None, step: str
     ) -> Iterator[list[Term | None]]:
         """Multiply each loss that is computed within the block by its factor f_r.
 
@@ -140,7 +142,7 @@ class LossWeights:
             return
         known = [] if joint_rows is None else [joint_rows]
 
-        def factor(reduction: str | None, counted: Any) -> tf.Tensor | None:
+        def factor(reduction: str | None, counted: Any) -> Scalar | None:
             is_sum = reduction == "sum"
             if reduction in ("none", None) or not (is_sum or counted is not None):
                 terms.append(None)
@@ -148,53 +150,18 @@ class LossWeights:
             exchanges = step in self.exchanges
             if not known and exchanges:
                 known.append(self._sum_over_ranks(rows))
-            by_rows = ratio(known[0], rows) if known else tf.ones([])
+            by_rows = ratio(known[0], rows) if known else ops.ones(())
             if is_sum:
                 terms.append(None)
                 return by_rows
-            count = tf.where(rows > 0, tf.reduce_sum(tf.cast(counted, tf.float32)), 0.0)
-            by = ratio(count, self._sum_over_ranks(count)) * by_rows if exchanges else tf.ones([])
+            total = ops.sum(ops.cast(counted, "float32"))
+            count = ops.where(ops.greater(rows, 0), total, ops.zeros_like(total))
+            by = ratio(count, self._sum_over_ranks(count)) * by_rows if exchanges else ops.ones(())
             terms.append(Term(count, by))
             return by
 
         with scaling_losses(factor):
             yield terms
 
-    def _sum_over_ranks(self, count: tf.Tensor) -> tf.Tensor:
-        return self._reducer.reduce(tf.cast(count, tf.float32), "sum", "counts of all ranks")
-
-
-class IndependentLossWeights(LossWeights):
-    """Weights of losses in ``--mode local-sgd``, where each rank trains its own weights.
-
-    The loss itself has weight 1. ``contribution`` is the weight of the step when the ranks later
-    average their model weights.
-    """
-
-    exchanges: tuple[str, ...] = ()  # ranks may be at different steps
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        super().__init__(reducer)
-        self.contribution = tf.constant(0.0, tf.float64)
-        """The weight of the current step in an average over ranks: its number of rows or values."""
-        self._joint_rows = self.contribution
-
-    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
-        """Return the number of rows of all ranks if it is known, otherwise this rank's rows."""
-        # Contributions are divided by the number of joint rows, so that all accumulated steps have
-        # the same weight. If the joint rows are unknown, steps are weighted by this rank's rows.
-        self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
-        return rows if known is None else known
-
-    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
-        """Return 1, or 0 if this rank has no rows."""
-        self.contribution = tf.cast(rows, tf.float64)
-        return tf.where(rows > 0, 1.0, 0.0)
-
-    def weighting(
-        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
-    ) -> Weighting:
-        """Return the weight of this step among the steps whose gradients are accumulated."""
-        if only is not None:
-            self.contribution = tf.cast(only.count, tf.float64)
-        return Weighting(factor=factor, weight=self.contribution / self._joint_rows)
+    def _sum_over_ranks(self, count: Scalar) -> Scalar:
+        return self._reducer.reduce(ops.cast(count, "float32"), "sum", "counts of all ranks")

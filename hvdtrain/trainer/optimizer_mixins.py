@@ -5,26 +5,26 @@ after gradient accumulation, and before clipping, weight decay and the update. K
 therefore need only one reduction, and clipping applies to the average instead of each rank's
 gradients.
 
-XLA can't compile the reduction. With ``jit_compile``, the reduction therefore runs before Keras'
-``apply``. ``apply`` is compiled as a whole, and its call of ``_clip_gradients`` returns the
-averages.
+On JAX, Keras calls the method in every step, and discards what it returns until K steps have been
+accumulated. There, a branch in the compiled step skips the reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
-import tensorflow as tf
+import numpy as np
 
-from hvdtrain.frameworks.tensorflow.tensors import scaled
-from hvdtrain.frameworks.tensorflow.xla import compiled_if_possible
 from hvdtrain.frameworks.variable_names import variable_label
+from hvdtrain.gradients.error_feedback import KeptArray
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import accumulators_of, iterations_of, set_untracked
+from hvdtrain.private_api.keras import iterations_of, set_untracked
 
 __all__ = ["FiniteCheckMixin", "GradientAveragingMixin", "GradientWeightMixin", "Weighting"]
+
+Scalar = Any  # a number, or a scalar tensor of Keras' backend
 
 
 class Weighting(NamedTuple):
@@ -38,28 +38,43 @@ class Weighting(NamedTuple):
         op: How gradients are combined over the ranks: ``"average"`` or ``"sum"``.
     """
 
-    factor: tf.Tensor | None = None
-    weight: tf.Tensor | None = None
+    factor: Scalar | None = None
+    weight: Scalar | None = None
     op: Literal["average", "sum"] = "average"
 
 
 class GradientWeightMixin:
     """Mixin with which an optimizer knows the weight of its gradients.
 
-    If the optimizer accumulates gradients, ``_track_weights`` must be called on it.
+    If the optimizer accumulates gradients, ``track_weights`` must be called on it.
     """
 
+    _hvdtrain_reducer: Any
     _hvdtrain_weighting = Weighting()
-    _hvdtrain_jit = False
-    _hvdtrain_weight_sum: keras.Variable | None = None  # of the accumulated gradients
+    # The sum of the weights of the accumulated gradients. A compiled step of JAX can't assign
+    # variables that aren't part of the model's state, so the sum is an array on the host there.
+    _hvdtrain_weight_sum: keras.Variable | KeptArray | None = None
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_weight_sum is not None and weight is not None:
-            self._hvdtrain_weight_sum.assign_add(weight)
+        self._hvdtrain_add_weight()
         super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
 
-    def _hvdtrain_take_weight(self) -> tf.Tensor | None:
+    def _hvdtrain_add_weight(self) -> None:
+        """Add the weight of this step to the weight of the accumulated gradients."""
+        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
+        if weight_sum is None or weight is None:
+            return
+        if isinstance(weight_sum, KeptArray):
+
+            def add(weight: np.ndarray) -> list[np.ndarray]:
+                weight_sum.assign(weight_sum.value + weight)
+                return []
+
+            self._hvdtrain_reducer.framework.run_on_host(add, [weight], [])
+        else:
+            weight_sum.assign_add(weight)
+
+    def _hvdtrain_take_weight(self) -> Scalar | None:
         """Return the mean weight of the gradients accumulated since the last update.
 
         The weights for the next update start from zero. Without gradient accumulation, this returns
@@ -68,9 +83,18 @@ class GradientWeightMixin:
         weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
         if weight is None or weight_sum is None:
             return weight
-        total = tf.convert_to_tensor(weight_sum) + weight
-        weight_sum.assign(tf.zeros_like(total))
-        return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        steps = float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        if isinstance(weight_sum, KeptArray):
+
+            def take(weight: np.ndarray) -> list[np.ndarray]:
+                total = weight_sum.value + weight
+                weight_sum.assign(np.zeros_like(total))
+                return [total / steps]
+
+            return self._hvdtrain_reducer.framework.run_on_host(take, [weight], [()])[0]
+        total = keras.ops.convert_to_tensor(weight_sum) + weight
+        weight_sum.assign(keras.ops.zeros_like(total))
+        return total / steps
 
 
 class GradientAveragingMixin(GradientWeightMixin):
@@ -82,73 +106,14 @@ class GradientAveragingMixin(GradientWeightMixin):
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
     _hvdtrain_applied: Sequence[Any]
-    _hvdtrain_averages: Sequence[Any] | None = None  # set while XLA compiles their application
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Average gradients over all ranks, then apply the averages.
-
-        If the model uses ``jit_compile``, the computations before and after the average are
-        compiled with XLA.
-        """
-        plain = super().apply  # type: ignore[misc]
-        if not self._hvdtrain_jit or not len(grads):
-            plain(grads, trainable_variables)
-            return
-        variables = trainable_variables
-        if not self.built:  # type: ignore[has-type]
-            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
-                self.build(variables)  # type: ignore[attr-defined]
-            self.built = True
-        if variables is None:
-            variables = self._trainable_variables  # type: ignore[attr-defined]
-        grads, variables = self._filter_empty_gradients(grads, variables)
-        grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
-        accumulates = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-
-        def update(*averages: Any) -> None:
-            set_untracked(self, "_hvdtrain_averages", averages)
-            try:
-                plain(grads if accumulates else averages, variables)
-            finally:
-                set_untracked(self, "_hvdtrain_averages", None)
-
-        averages = self._hvdtrain_averages_of(grads, variables)
-        compiled_if_possible("the optimizer's update", update, *averages)
-
-    def _hvdtrain_averages_of(self, grads: Any, variables: Sequence[Any]) -> Any:
-        """Return the averaged gradients to apply.
-
-        In a step that only accumulates gradients, return tensors of the same shapes, which are not
-        used.
-        """
-        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        scale = self.loss_scale_factor  # type: ignore[attr-defined]
-        if not steps:
-            if scale is not None:
-                grads = compiled_if_possible("loss scaling", lambda: [g / scale for g in grads])
-            return self._hvdtrain_average(grads)
-        sums = accumulators_of(self, variables)
-
-        def means() -> list[tf.Tensor]:
-            unscaled = grads if scale is None else [g / scale for g in grads]
-            return [(g + a) / steps for g, a in zip(unscaled, sums)]
-
-        def average() -> Any:
-            return self._hvdtrain_average(compiled_if_possible("gradient accumulation", means))
-
-        applies = tf.equal((iterations_of(self) + 1) % steps, 0)
-        return tf.cond(applies, average, lambda: [tf.convert_to_tensor(g) for g in grads])
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
-        factor = self._hvdtrain_weighting.factor
-        if self._hvdtrain_averages is None and factor is not None:
-            plain = grads
-
-            def weighted() -> list[Any]:
-                return [g if g is None else scaled(g, factor) for g in plain]
-
-            jit = self._hvdtrain_jit
-            grads = compiled_if_possible("weights of losses", weighted) if jit else weighted()
+        factor, plain = self._hvdtrain_weighting.factor, grads
+        if factor is not None:
+            scaled = self._hvdtrain_reducer.framework.scaled
+            grads = self._hvdtrain_compute(
+                "weights of losses", lambda: [g if g is None else scaled(g, factor) for g in plain]
+            )
         # Ranks must agree on the variables without gradients as well.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
         set_untracked(self, "_hvdtrain_missing", missing)
@@ -167,8 +132,16 @@ class GradientAveragingMixin(GradientWeightMixin):
         return left
 
     def _clip_gradients(self, grads: Any) -> Any:
-        averages = self._hvdtrain_averages
-        if averages is None:
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if steps and keras.backend.backend() == "jax":
+
+            def accumulate() -> list[Any]:
+                self._hvdtrain_add_weight()
+                return list(grads)
+
+            applies = keras.ops.equal((iterations_of(self) + 1) % steps, 0)
+            averages = keras.ops.cond(applies, lambda: self._hvdtrain_average(grads), accumulate)
+        else:
             averages = self._hvdtrain_average(grads)
         return super()._clip_gradients(averages)  # type: ignore[misc]
 
@@ -183,6 +156,10 @@ class GradientAveragingMixin(GradientWeightMixin):
         )
         return averages[: len(grads)]
 
+    def _hvdtrain_compute(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call a function without collectives. ``what`` names it. Subclasses may compile it."""
+        return function()
+
 
 class FiniteCheckMixin:
     """Mixin for a ``LossScaleOptimizer``: all ranks skip a step if one rank's gradients overflow.
@@ -192,39 +169,20 @@ class FiniteCheckMixin:
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_weighting = Weighting()
-    _hvdtrain_jit = False
 
     def check_finite(self, grads: Any) -> Any:
         """Return whether the gradients of all ranks are finite."""
-        check = super().check_finite  # type: ignore[misc]
-        if self._hvdtrain_jit:
-            finite = compiled_if_possible("the check for overflows", lambda: check(grads))
-        else:
-            finite = check(grads)
+        check, ops = super().check_finite, keras.ops  # type: ignore[misc]
+        finite = self._hvdtrain_compute("the check for overflows", lambda: check(grads))
         factor = self._hvdtrain_weighting.factor
         if factor is not None:
-            finite |= tf.equal(factor, 0.0)
-        finite = tf.cast(finite, tf.int32)
-        return tf.cast(self._hvdtrain_reducer.reduce(finite, "min", "finite gradients"), tf.bool)
+            finite = ops.logical_or(finite, ops.equal(factor, 0.0))
+        finite = ops.cast(finite, "int32")
+        return ops.cast(self._hvdtrain_reducer.reduce(finite, "min", "finite gradients"), "bool")
 
-    def _stateful_handle_finite_grads(self, grads: Any, trainable_variables: Any) -> None:
-        handle = super()._stateful_handle_finite_grads  # type: ignore[misc]
-        if not self._hvdtrain_jit:
-            handle(grads, trainable_variables)
-            return
-        inner = self.inner_optimizer  # type: ignore[attr-defined]
-
-        def unscale() -> Any:
-            """Do everything except applying the gradients, and return the gradients."""
-            unscaled: list[Any] = []
-            set_untracked(inner, "apply", lambda grads, trainable_variables: unscaled.extend(grads))
-            try:
-                handle(grads, trainable_variables)
-            finally:
-                del vars(inner)["apply"]
-            return unscaled
-
-        inner.apply(compiled_if_possible("loss scaling", unscale), trainable_variables)
+    def _hvdtrain_compute(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call a function without collectives. ``what`` names it. Subclasses may compile it."""
+        return function()
 
 
 def _is_linear(optimizer: Any) -> bool:

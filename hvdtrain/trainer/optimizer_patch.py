@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.frameworks.tensorflow.tensors import scaled
+from hvdtrain.gradients.error_feedback import KeptArray
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import (
     accumulated_gradients,
     register_as,
     set_untracked,
 )
-from hvdtrain.trainer.optimizer_mixins import (
-    FiniteCheckMixin,
-    GradientAveragingMixin,
-    GradientWeightMixin,
-    Weighting,
-)
+from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin, Weighting
 
 __all__ = [
-    "LocalUpdateMixin",
-    "WeightedStepsMixin",
     "accumulates",
     "accumulator_variables",
     "check_inner_optimizers",
@@ -34,85 +26,13 @@ __all__ = [
     "is_distributed",
     "mark_distributed",
     "mix_in",
-    "mix_in_weighted_steps",
     "plain_optimizers",
     "remove_mixins",
+    "track_weights",
     "weighting",
 ]
 
 _MARK = "_hvdtrain_reducer"
-
-
-def _track_weights(optimizer: Any, dtype: str) -> None:
-    """Make an optimizer add up the weights of the gradients that it accumulates."""
-    accumulates = optimizer.gradient_accumulation_steps
-    weight_sum = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
-    set_untracked(optimizer, "_hvdtrain_weight_sum", weight_sum)
-
-
-class WeightedStepsMixin(GradientWeightMixin):
-    """Mixin for an optimizer that accumulates gradients of several steps.
-
-    The weight of a step is its number of samples.
-    """
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Multiply gradients by the weight of their step, then accumulate or apply them.
-
-        Without gradient accumulation, gradients are not multiplied.
-        """
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_weight_sum is not None and weight is not None:
-            grads = [g if g is None else scaled(g, weight) for g in grads]
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """Return two values: the mean weight, and the weighted mean of the accumulated gradients.
-
-        ``grads`` is the mean of the accumulated gradients, each multiplied by its weight.
-        """
-        weight = self._hvdtrain_take_weight()
-        if self._hvdtrain_weight_sum is not None and weight is not None:
-            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
-        return weight, grads
-
-
-class LocalUpdateMixin(WeightedStepsMixin):
-    """Mixin with which an optimizer updates weights with the gradients of this rank only.
-
-    The optimizer is saved under its original class, without the mixin. In a step without samples on
-    this rank, the weights don't change.
-    """
-
-    _hvdtrain_weight: tf.Tensor | None = None
-
-    def _clip_gradients(self, grads: Any) -> Any:
-        weight, grads = self._hvdtrain_take_mean(grads)
-        set_untracked(self, "_hvdtrain_weight", weight)
-        return super()._clip_gradients(grads)  # type: ignore[misc]
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        decay = super()._apply_weight_decay  # type: ignore[misc]
-        self._hvdtrain_if_samples(lambda: decay(variables))
-
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
-        update = super()._backend_update_step  # type: ignore[misc]
-        self._hvdtrain_if_samples(lambda: update(grads, trainable_variables, learning_rate))
-
-    def _hvdtrain_if_samples(self, act: Callable[[], None]) -> None:
-        weight = self._hvdtrain_weight
-        if weight is None:
-            act()
-        else:
-            tf.cond(weight > 0, act, lambda: None)
-
-
-def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], reducer: Any) -> None:
-    """Add ``mixin`` to an optimizer whose updates use the gradients of this rank only."""
-    mix_in(optimizer, mixin, reducer)
-    _track_weights(optimizer, "float64")
 
 
 def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
@@ -132,14 +52,36 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
             "tf_keras or keras.optimizers.legacy with those of keras.optimizers."
         )
     check_inner_optimizers(optimizer)
+    averages, checks = _mixins()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        mix_in(optimizer, FiniteCheckMixin, reducer)
+        mix_in(optimizer, checks, reducer)
     for leaf in plain_optimizers(optimizer):
-        mix_in(leaf, GradientAveragingMixin, reducer)
+        mix_in(leaf, averages, reducer)
         if reducer.collectives.survives_losses:
-            _track_weights(leaf, "float32")
+            track_weights(leaf, "float32")
     mark_distributed(optimizer, reducer)
     return optimizer
+
+
+def _mixins() -> tuple[type[GradientAveragingMixin], type[FiniteCheckMixin]]:
+    """Return the mixins for Keras' backend."""
+    if keras.backend.backend() != "tensorflow":
+        return GradientAveragingMixin, FiniteCheckMixin
+    from hvdtrain.trainer.backends.tensorflow.compiled_optimizer import (
+        CompiledAveragingMixin,
+        CompiledFiniteCheckMixin,
+    )
+
+    return CompiledAveragingMixin, CompiledFiniteCheckMixin
+
+
+def track_weights(optimizer: Any, dtype: str) -> None:
+    """Make an optimizer with a ``GradientWeightMixin`` add up the weights of accumulated steps."""
+    weight_sum: Any = None
+    if optimizer.gradient_accumulation_steps:
+        on_host = keras.backend.backend() == "jax"
+        weight_sum = KeptArray(()) if on_host else keras.Variable(0.0, dtype=dtype, trainable=False)
+    set_untracked(optimizer, "_hvdtrain_weight_sum", weight_sum)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -151,7 +93,7 @@ def is_distributed(optimizer: Any) -> bool:
 def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[None]:
     """Use this ``Weighting`` for the gradients that optimizers apply in the ``with`` block.
 
-    If ``jit`` is true, the optimizers' computations are compiled with XLA.
+    If ``jit`` is true, the optimizers' computations are compiled with XLA, on TensorFlow only.
     """
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     every = [*optimizers, *inner]

@@ -13,18 +13,21 @@ from hvdtrain.frameworks.tensorflow.xla import compiled_if_possible
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.trainer.allreduce import install_loops, rescale_rates
 from hvdtrain.trainer.backends.tensorflow import choose_compute
+from hvdtrain.trainer.backends.tensorflow.independent_ranks import (
+    IndependentLossWeights,
+    LocalUpdateMixin,
+    mix_in_weighted_steps,
+)
 from hvdtrain.trainer.backends.tensorflow.model_steps import Compute, ModelSteps
 from hvdtrain.trainer.batch_normalization import synchronized_layers
 from hvdtrain.trainer.local_sgd.weight_averaging import OuterOptimizer, WeightAveraging
-from hvdtrain.trainer.loss_weights import IndependentLossWeights, ratio
+from hvdtrain.trainer.loss_weights import ratio
 from hvdtrain.trainer.membership import Change
 from hvdtrain.trainer.model_parts import check_can_be_averaged, optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch
 from hvdtrain.trainer.optimizer_patch import (
-    LocalUpdateMixin,
     check_inner_optimizers,
     mark_distributed,
-    mix_in_weighted_steps,
     plain_optimizers,
 )
 

@@ -23,12 +23,14 @@ from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 from hvdtrain.private_api.keras import learning_rate_of
-from hvdtrain.trainer.loss_weights import IndependentLossWeights
-from hvdtrain.trainer.optimizer_patch import (
+from hvdtrain.trainer.backends.tensorflow.independent_ranks import (
+    IndependentLossWeights,
     WeightedStepsMixin,
+    mix_in_weighted_steps,
+)
+from hvdtrain.trainer.optimizer_patch import (
     accumulates,
     mix_in,
-    mix_in_weighted_steps,
     plain_optimizers,
 )
 from hvdtrain.trainer.served.served_fit import ServedJob
