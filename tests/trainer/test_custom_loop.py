@@ -173,7 +173,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def test_compressed_gradients(world: Any, settings: Any, accumulates: bool) -> None:
     settings(compression="powersgd:1")
     steps = 2 if accumulates else None
-    make = lambda: optimizers.SGD(0.1, gradient_accumulation_steps=steps)  # noqa: E731
+    make = lambda: optimizers.SGD(0.03, gradient_accumulation_steps=steps)  # noqa: E731
     loop = train(make, distributed=True)
     expected = train(make, distributed=False)
     assert equal_on_ranks(loop)
@@ -181,11 +181,10 @@ def test_compressed_gradients(world: Any, settings: Any, accumulates: bool) -> N
     assert np.abs(kept["unsent/0000"].value).max() > 0  # a matrix of rank 1 can't hold all
     for value, other in zip(loop.values()[1:], expected.values()[1:]):
         np.testing.assert_allclose(value, other, atol=1e-5)
-    before = np.abs(loop.values()[0] - expected.values()[0]).mean()
-    for targets in TARGETS * 20:  # the unsent parts follow
+    for targets in TARGETS * 30:  # the unsent parts follow
         loop.step(targets[job.rank()])
         expected.step(np.mean(targets))
-    assert np.abs(loop.values()[0] - expected.values()[0]).mean() < 0.6 * before
+    assert np.abs(loop.values()[0] - expected.values()[0]).mean() < 0.15
 
 
 def test_values_that_are_not_finite(world: Any, settings: Any) -> None:
@@ -233,7 +232,10 @@ def test_weights_of_accumulated_steps(world: Any) -> None:
 
 
 def test_initial_values_are_those_of_the_chief(world: Any) -> None:
-    variables = [keras.Variable(np.full((2, 3), job.rank() + 1.0)), keras.Variable(job.rank())]
+    variables = [
+        keras.Variable(np.full((2, 3), job.rank() + 1.0)),
+        keras.Variable(job.rank(), trainable=False),
+    ]
     world.broadcast_variables(variables)
     assert (variables[0].numpy() == 1.0).all()
     assert int(variables[1].numpy()) == 0
