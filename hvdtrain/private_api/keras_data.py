@@ -37,6 +37,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "DataAdapter",
     "are_arrays",
+    "array_of_torch",
     "batch_specs",
     "check_no_targets",
     "class_sample_weights",
@@ -158,10 +159,19 @@ def host_array(leaf: Any) -> Any:
     if data_adapter_utils.is_jax_sparse(leaf):
         return leaf if in_jax else np.asarray(leaf.todense())
     if data_adapter_utils.is_torch_tensor(leaf):
-        return np.asarray(leaf.detach().cpu()) if in_jax else leaf.detach()
+        return array_of_torch(leaf) if in_jax else leaf.detach()
     if in_jax and data_adapter_utils.is_jax_array(leaf):
         return leaf
     return np.asarray(leaf) if hasattr(leaf, "__array__") else leaf
+
+
+def array_of_torch(tensor: Any) -> np.ndarray:
+    """Return a tensor of torch as a NumPy array."""
+    tensor = tensor.detach().cpu()
+    if keras.backend.standardize_dtype(tensor.dtype) == "bfloat16":
+        # NumPy can't read this type from torch.
+        return tensor.float().numpy().astype("bfloat16")
+    return tensor.numpy()
 
 
 def _dense(sparse: Any) -> np.ndarray:
@@ -178,10 +188,9 @@ def dense_components(leaf: Any) -> list[np.ndarray]:
         return [np.asarray(part) for part in (leaf.indices, leaf.values, leaf.dense_shape)]
     if data_adapter_utils.is_jax_sparse(leaf):
         return [np.asarray(part) for part in (leaf.indices, leaf.data)]
-    if isinstance(leaf, np.ndarray):
-        return [leaf]
-    # NumPy can't read bfloat16 from torch, but Keras can.
-    return [np.asarray(keras.ops.convert_to_numpy(leaf))]
+    if data_adapter_utils.is_torch_tensor(leaf):
+        return [array_of_torch(leaf)]
+    return [np.asarray(leaf)]
 
 
 def length_of_dataloader(loader: Any) -> int | None:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.private_api.keras import KERAS
+from hvdtrain.private_api.keras_data import array_of_torch
 
 try:
     from keras.src.trainers.data_adapters import (
@@ -58,7 +59,7 @@ def host_array(leaf: Any) -> Any:
     Tensors of torch become NumPy arrays. Sparse arrays of SciPy and JAX become sparse tensors.
     """
     if data_adapter_utils.is_torch_tensor(leaf):
-        return leaf.detach().cpu().numpy()
+        return array_of_torch(leaf)
     if data_adapter_utils.is_scipy_sparse(leaf):
         return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
     if data_adapter_utils.is_jax_sparse(leaf):

@@ -51,6 +51,7 @@ class ShardedArrays(ShardedInput):
             raise DataError(f"shuffle must be True, False or 'batch', got {plan.shuffle!r}.")
         self._shuffle: Shuffle = plan.shuffle if plan.shuffle == "batch" else bool(plan.shuffle)
         self.joint_rows_known = not plan.presharded
+        batch_structure.check_numeric(self._batch)
         self._columns = [
             None if leaf is None else self._column(leaf) for leaf in keras.tree.flatten(self._batch)
         ]

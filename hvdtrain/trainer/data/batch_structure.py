@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras_data
@@ -20,6 +21,7 @@ __all__ = [
     "batch_parts",
     "batch_spec",
     "blank_batch",
+    "check_numeric",
     "count_rows",
     "describe_row",
     "digest",
@@ -34,6 +36,8 @@ __all__ = [
 
 EXAMINED_BATCHES = 2
 """The number of batches that Keras examines for types and shapes."""
+
+_TEXT = ("O", "S", "U")  # kinds of dtypes of NumPy
 
 _PARTS = ("x", "y", "sample_weight")
 
@@ -80,22 +84,34 @@ def count_rows(batch: Any) -> int:
     return int(present_leaves(batch)[0].shape[0])
 
 
+def check_numeric(batch: Any) -> None:
+    """Check that a batch contains no text, which only the TensorFlow backend accepts.
+
+    Raises:
+        DataError: If it contains text or objects.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        return
+    for name, leaf in zip(leaf_names(batch), keras.tree.flatten(batch)):
+        dtype = getattr(leaf, "dtype", None)
+        if getattr(dtype, "kind", None) in _TEXT:
+            raise DataError(
+                f"{name} must consist of numbers with Keras' {backend} backend, got dtype {dtype}; "
+                "convert text to numbers before training."
+            )
+
+
 def batch_spec(batches: Sequence[Any], rows: int | None = None) -> Any:
     """Return the ``KerasTensor`` of each leaf that several batches have in common.
 
     ``rows`` is the number of rows of every batch, or None if it may differ.
 
     Raises:
-        DataError: If Keras' backend doesn't support a dtype.
+        DataError: If Keras' backend doesn't support text.
         ValueError: If the batches have different structures.
     """
-    for name, leaf in zip(leaf_names(batches[0]), keras.tree.flatten(batches[0])):
-        dtype = getattr(leaf, "dtype", None)
-        if keras.backend.backend() != "tensorflow" and getattr(dtype, "kind", "") in "OSU":
-            raise DataError(
-                f"{name} must consist of numbers with Keras' {keras.backend.backend()} backend, "
-                f"got dtype {dtype}; convert text to numbers before training."
-            )
+    check_numeric(batches[0])
     specs = keras_data.batch_specs([present_leaves(batch) for batch in batches], rows)
     return replace_leaves(batches[0], specs)
 
@@ -112,7 +128,7 @@ def blank_batch(spec: Any) -> Any:
     def zeros(leaf: Any) -> Any:
         if leaf is None:
             return None
-        return keras.ops.zeros([size or 1 for size in leaf.shape], leaf.dtype)
+        return np.zeros([size or 1 for size in leaf.shape], leaf.dtype)
 
     return keras.tree.map_structure(zeros, spec)
 

@@ -91,8 +91,7 @@ class Step:
 
 def read(sharded: ShardedInput | Pass, limit: int | None = None) -> list[Step]:
     """Return up to ``limit`` steps of a pass."""
-    dataset = sharded.dataset if limit is None else sharded.dataset.take(limit)
-    return [Step(element) for element in dataset]
+    return [Step(element) for element in itertools.islice(sharded.dataset, limit)]
 
 
 def joint(shares: list[ShardedInput], passes: list[Pass] | None = None) -> list[list[int]]:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdtrain.data.partition import epoch_order
 from hvdtrain.errors import DataError
@@ -44,21 +44,22 @@ def test_rows_keep_their_targets_and_weights() -> None:
     for share in shard_on_ranks(2, lambda _: (x, y, weights), batch_size=4, shuffle=True):
         for step in read(share):
             batch_x, batch_y, batch_weights = step.batch
-            np.testing.assert_array_equal(batch_x, x[batch_y])
-            np.testing.assert_array_equal(batch_weights, weights[batch_y])
+            rows = np.asarray(batch_y)
+            np.testing.assert_array_equal(batch_x, x[rows])
+            np.testing.assert_array_equal(batch_weights, weights[rows])
 
 
 def test_the_shape_is_static_without_a_partial_batch() -> None:
     spec = shard_on_ranks(2, lambda _: _arrays(16), batch_size=4)[1].dataset.element_spec
-    assert spec[0][0].shape == (4, 3)
+    assert tuple(spec[0][0].shape) == (4, 3)
     spec = shard_on_ranks(2, lambda _: _arrays(17), batch_size=4)[1].dataset.element_spec
-    assert spec[0][0].shape.as_list() == [None, 3]
+    assert tuple(spec[0][0].shape) == (None, 3)
 
 
 def test_the_default_batch_size_equals_that_of_keras() -> None:
     share = shard_on_ranks(2, lambda _: _arrays(100))[0]
     assert [step.rows for step in read(share)] == [32, 18]
-    assert share.steps == int(share.dataset.cardinality()) == 2
+    assert share.steps == 2
     shares = shard_on_ranks(2, lambda _: _arrays(100), steps=7)
     assert [len(ids) for ids in joint(shares)] == [16] * 6 + [4]
 
@@ -70,11 +71,7 @@ def check_kind(convert) -> None:
     converted = convert(x)
     for share in shard_on_ranks(2, lambda _: (converted, y), batch_size=2, shuffle=True):
         for step in read(share):
-            batch_x, batch_y = step.batch
-            if isinstance(batch_x, tf.SparseTensor):
-                batch_x = tf.sparse.to_dense(batch_x)
-            if isinstance(batch_x, tf.RaggedTensor):
-                batch_x = batch_x.to_tensor()
+            batch_x, batch_y = map(keras.ops.convert_to_numpy, step.batch)
             assert batch_x.dtype == "float32"
             np.testing.assert_array_equal(batch_x, x[batch_y])
 
@@ -84,31 +81,38 @@ def check_kind(convert) -> None:
     [
         pytest.param(np.asarray, id="numpy"),
         pytest.param(lambda x: x.astype("float64"), id="float64"),
-        pytest.param(tf.constant, id="tensor"),
-        pytest.param(tf.RaggedTensor.from_tensor, id="ragged"),
-        pytest.param(tf.sparse.from_dense, id="tensorflow-sparse"),
+        pytest.param(keras.ops.convert_to_tensor, id="tensor"),
     ],
 )
 def test_kinds_of_arrays(convert) -> None:
     check_kind(convert)
 
 
-def test_nested_inputs_with_none_and_strings() -> None:
+def test_nested_inputs_with_none() -> None:
     x, y = _arrays(9)
-    text = np.array([str(i) for i in range(9)], dtype=object)
-    inputs = {"a": [x, None], "b": text}
-    share = shard_on_ranks(2, lambda _: (inputs, y), batch_size=3)[1]
+    share = shard_on_ranks(2, lambda _: ({"a": [x, None], "b": y}, y), batch_size=3)[1]
     step = read(share)[0]
     assert step.ids == [3, 4, 5]
     assert step.batch[0]["a"][1] is None
-    assert step.batch[0]["b"].numpy().tolist() == [b"3", b"4", b"5"]
+    assert np.asarray(step.batch[0]["b"]).tolist() == [3, 4, 5]
+
+
+def test_text_is_read_on_tensorflow_only() -> None:
+    text = np.array([str(i) for i in range(9)], dtype=object)
+    if keras.backend.backend() == "tensorflow":
+        share = shard_on_ranks(2, lambda _: (text, np.arange(9)), batch_size=3)[1]
+        assert read(share)[0].batch[0].numpy().tolist() == [b"3", b"4", b"5"]
+        return
+    for result in on_ranks(2, lambda engine: shard(engine, (text, np.arange(9)))):
+        with pytest.raises(DataError, match=r"x must consist of numbers .* got dtype object"):
+            raise result
 
 
 def test_class_weights_become_sample_weights() -> None:
     x, _ = _arrays(6)
     y = np.array([0, 1, 2, 0, 1, 2])
     share = shard_on_ranks(1, lambda _: (x, y), batch_size=6, class_weight={0: 2.0, 2: 0.5})[0]
-    assert read(share)[0].batch[2].numpy().tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5]
+    assert np.asarray(read(share)[0].batch[2]).tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5]
     with pytest.raises(ValueError, match="class_weight"):
         shard_on_ranks(1, lambda _: (x, y, y), class_weight={0: 2.0})
     with pytest.raises(ValueError, match="single output"):

@@ -86,7 +86,7 @@ def test_a_new_process_continues_with_the_same_order(
     run_command: Any, forked_python: list[str]
 ) -> None:
     code = (
-        "import json; from tests.trainer.data import test_pipeline as t; "
+        "import json; from tests.trainer.data.tensorflow import test_pipeline as t; "
         "print(json.dumps({name: t._resumed(make) for name, (make, *_) in t.PIPELINES.items()}))"
     )
     done = run_command([*forked_python, "-c", code], timeout_s=110)
