@@ -84,6 +84,7 @@ def main() -> None:
     results = model.evaluate(x_test, digits.test_labels, verbose=0, return_dict=True)
 
     if hvdtrain.is_chief():
+        arguments.run_dir.mkdir(parents=True, exist_ok=True)
         model.save(saved)
         print(f"test accuracy = {results['accuracy']:.4f}")
         print(f"model: {saved}")
