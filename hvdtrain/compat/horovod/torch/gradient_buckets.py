@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,9 @@ from hvdtrain.gradients.buckets import Groups, check_groups, divide
 from hvdtrain.gradients.gradient_checks import Signature, Signatures
 
 __all__ = ["GradientBuckets", "GradientOptions"]
+
+
+_Call = Callable[[], list[np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class _Reduction:
     """
 
     indices: list[int]
-    results: Callable[[], list[np.ndarray]]
+    results: _Call
     sparse: list[tuple[int, Handle]]
 
 
@@ -130,7 +132,7 @@ class GradientBuckets:
             return
         self._missing[bucket] -= 1
         while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
-            self._start(calls.add)
+            self._start(lambda call: calls.add(call).result)
 
     def finish(self) -> None:
         """Reduce the remaining buckets, and replace all gradients with the results."""
@@ -153,8 +155,11 @@ class GradientBuckets:
     def _sends_flags(self) -> bool:
         return self._options.op in (Average, Sum)
 
-    def _start(self, run: Callable[[Callable[[], Any]], Future[Any]]) -> None:
-        """Start to reduce the next bucket."""
+    def _start(self, run: Callable[[_Call], _Call]) -> None:
+        """Start to reduce the next bucket.
+
+        ``run`` starts a call, and returns a function that waits for its result.
+        """
         number, options = len(self._started), self._options
         bucket, gradients = self._buckets[number], [p.grad for p in self._parameters]
         sparse: list[int] = []
@@ -166,12 +171,15 @@ class GradientBuckets:
             dtype = arrays[0].dtype if arrays else np.float32
             arrays.append(np.array([gradient is not None for gradient in gradients], dtype))
         label = f"gradients of {self._names[bucket[0]]} to {self._names[bucket[-1]]}"
-        future = run(lambda: self._reduce(arrays, label))
+        if sparse:
+            # For the error if a gradient is sparse on some ranks only.
+            label += f" without sparse gradients of {', '.join(self._names[n] for n in sparse)}"
+        results = run(lambda: self._reduce(arrays, label))
         handles = [
             (n, sparse_allreduce_async(gradients[n], self._names[n], options.op, self._process_set))
             for n in sparse
         ]
-        self._started.append(_Reduction(dense, future.result, handles))
+        self._started.append(_Reduction(dense, results, handles))
 
     def _packed(self, parameter: Any, gradient: Any) -> Any:
         if gradient is None:
@@ -201,7 +209,6 @@ class GradientBuckets:
             gradient.copy_(value)
 
 
-def _at_once(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(calls.run(call))
-    return future
+def _at_once(call: _Call) -> _Call:
+    results = calls.run(call)
+    return lambda: results

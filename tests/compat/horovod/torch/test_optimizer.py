@@ -109,6 +109,25 @@ def sparse_gradients():
         assert table.weight.detach()[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
 
 
+def sparse_gradient_on_one_rank():
+    for as_dense, is_used in ((True, False), (True, True), (False, False), (False, True)):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(table.parameters(), 1.0)
+        hvd.DistributedOptimizer(optimizer, table.named_parameters(), sparse_as_dense=as_dense)
+        if rank == 0:
+            table(torch.tensor([1])).sum().backward()
+        elif is_used:
+            table.weight[3].sum().backward()
+        if as_dense:
+            optimizer.step()
+            assert table.weight.detach()[:, 0].tolist() == [1.0, 0.5, 1.0, 1.0 - is_used / 2]
+        else:
+            with pytest.raises(RuntimeError, match="without sparse gradients of weight"):
+                optimizer.step()
+
+
 def uneven_data():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 1.0))
@@ -218,5 +237,5 @@ def test_buckets_that_overlap_the_backward_pass(on_ranks):
 
 def test_gradients_of_several_kinds(on_ranks):
     functions = unused_and_frozen_parameters, sparse_gradients, uneven_data, clipped_gradients
-    more = discarded_gradients, adasum, differing_parameters
+    more = discarded_gradients, adasum, differing_parameters, sparse_gradient_on_one_rank
     on_ranks(2, set_up, *functions, *more, state_of_rank_0, batch_norm_of_all_ranks)
