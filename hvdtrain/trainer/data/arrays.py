@@ -30,6 +30,8 @@ from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
 __all__ = ["ShardedArrays"]
 
 _SAMPLED_ROWS = 64
+# Below this size, passing a batch between threads takes longer than gathering its rows.
+_LEAST_BYTES_TO_READ_AHEAD = 1 << 18
 
 
 class ShardedArrays(ShardedInput):
@@ -162,7 +164,8 @@ class ShardedArrays(ShardedInput):
         # An empty batch has all but the number of rows.
         empty = self._gather(np.zeros(0, np.int64))
         spec = batch_structure.batch_spec([empty], self.each if full_steps == steps else None)
-        return HostBatches(shares, spec, num_batches=steps, reads_ahead=True)
+        reads_ahead = batch_structure.row_bytes(spec) * self.each >= _LEAST_BYTES_TO_READ_AHEAD
+        return HostBatches(shares, spec, num_batches=steps, reads_ahead=reads_ahead)
 
     def _step_sizes(self, rows: int) -> tuple[int, int, int]:
         """Return the number of full steps, and the joint rows and own rows of the last step."""

@@ -7,6 +7,7 @@ tensors of a framework.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "leaf_names",
     "present_leaves",
     "replace_leaves",
+    "row_bytes",
     "signature",
     "standardize",
 ]
@@ -120,6 +122,14 @@ def describe_row(spec: keras.KerasTensor) -> str:
     """Return a text that describes the type and shape of one row of a leaf."""
     kind = "ragged " if spec.ragged else "sparse " if spec.sparse else ""
     return f"{kind}{spec.dtype} of shape {tuple(spec.shape[1:])} per row"
+
+
+def row_bytes(spec: Any) -> int:
+    """Return the size in memory of a row of a batch. Unknown dimensions count as 1."""
+    return sum(
+        np.dtype(leaf.dtype).itemsize * math.prod(size or 1 for size in leaf.shape[1:])
+        for leaf in present_leaves(spec)
+    )
 
 
 def blank_batch(spec: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.trainer.data.batch_structure import leaf_names, signature
+from hvdtrain.trainer.data.batch_structure import leaf_names, row_bytes, signature
 from tests.trainer.data.ranks import shard_on_ranks
 
 A = np.arange(12, dtype="float32").reshape(6, 2)
@@ -124,6 +124,11 @@ def test_leaf_names() -> None:
     assert leaf_names((A, B, A, (B,))) == ["part 0", "part 1", "part 2", "part 3[0]"]
     spec = (keras.KerasTensor([None, 2]), None)
     assert signature(spec) == {"x": "float32 of shape (2,) per row", "y": "None"}
+
+
+def test_row_bytes() -> None:
+    spec = ({"a": keras.KerasTensor([None, 2, 3]), "b": None}, keras.KerasTensor([4], "int64"))
+    assert row_bytes(spec) == 2 * 3 * 4 + 8
 
 
 def test_a_different_structure_on_one_rank_is_an_error() -> None:
