@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdtrain.trainer import fit_inputs
+from hvdtrain.trainer.data import HostBatches, Share
 from hvdtrain.trainer.data.tensorflow.datasets import without_autotuning
 from hvdtrain.trainer.fit_inputs import InputWait
 from tests.trainer.features import X, Y, classifier
@@ -78,6 +80,28 @@ def test_time_spent_prefetching_is_excluded(report: Report, tuned: bool) -> None
     assert 0.2 * READ_S * (STEPS - 1) < sum(rest_s) <= idle_s
     # About five times a second.
     assert len(rest_s) <= 2 + (STEPS - 1) * 5 * READ_S
+
+
+def test_batches_made_in_python_are_timed(report: Report) -> None:
+    def slow_shares() -> Iterator[Share]:
+        for number in range(STEPS):
+            time.sleep(READ_S)
+            yield Share(np.full((2, 1), number), 2, 2)
+
+    spec = keras.KerasTensor((2, 1))
+    wait = InputWait()
+    batches = HostBatches(slow_shares, spec, num_batches=STEPS, reads_ahead=False)
+    timed = wait.timed(batches)
+    assert wait.timed(batches) is timed
+    assert timed.element_spec == batches.element_spec
+    numbers = []
+    for share in timed:
+        numbers.append(int(share.batch[0, 0]))
+        time.sleep(READ_S)  # a step of training, which is not measured
+        wait.report()
+    assert numbers == [*range(STEPS)]
+    assert min(report.waits_s) >= READ_S
+    assert min(report.waits_s) < 2 * READ_S
 
 
 def test_the_timed_dataset_yields_the_same_elements(

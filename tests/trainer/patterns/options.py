@@ -54,6 +54,28 @@ def _sequence(model: keras.Model, size: int) -> Any:
     return {**history, "predictions": model.predict(Batches(size, X[:48]), verbose=0).ravel()}
 
 
+def _pipeline(model: keras.Model, size: int) -> Any:
+    """Train on pipelines of ``tf.data``, which other backends read, too."""
+    import tensorflow as tf
+
+    def read(rows: int) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows]))
+        return dataset.shuffle(rows, seed=5).batch(size)
+
+    weights = {0: 2.0, 1: 0.5}
+    return model.fit(
+        read(ROWS), validation_data=read(24), class_weight=weights, epochs=2, verbose=0
+    ).history
+
+
+def _tensors(model: keras.Model, size: int) -> Any:
+    """Train on tensors of the backend, and validate on a part of them."""
+    x, y = map(keras.ops.convert_to_tensor, (X, Y))
+    options = {"validation_split": 0.25, "class_weight": {0: 2.0, 1: 0.5}}
+    history = model.fit(x, y, batch_size=size, shuffle=False, epochs=2, verbose=0, **options)
+    return {**history.history, "predictions": model.predict(x, verbose=0).ravel()}
+
+
 class WeightsOfBatches(keras.callbacks.Callback):
     """Reads and changes weights within an epoch."""
 
@@ -130,6 +152,8 @@ OPTIONS: dict[str, Pattern] = {
     ),
     "generators": Pattern(classifier, _generated),
     "a PyDataset": Pattern(classifier, _sequence),
+    "a pipeline of tf.data": Pattern(classifier, _pipeline),
+    "tensors with class weights": Pattern(classifier, _tensors),
     "weights of batches": Pattern(classifier, _watched, often=True),
     "a loss that is not a number": Pattern(classifier, _until_nan),
     "each rank's own rows": Pattern(classifier, _sharded, presharded=True),
