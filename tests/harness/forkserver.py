@@ -371,7 +371,8 @@ def main() -> None:
     for name in _PRELOADED_PACKAGES:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            if "torch" not in module.name.split("."):  # it is in another environment
+            # PyTorch and JAX are in other environments.
+            if not {"torch", "jax"} & {*module.name.split(".")}:
                 importlib.import_module(module.name)
     # Garbage collection writes to memory that forks share. Most objects live until the end:
     # collecting them took a fifteenth of the time.
