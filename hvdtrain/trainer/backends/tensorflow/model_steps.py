@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.errors import ModelError
 from hvdtrain.frameworks.tensorflow.graph_order import NoShadowError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import compiled_loss
 from hvdtrain.trainer.additive_metrics import AdditiveMetrics
+from hvdtrain.trainer.backends.step_checks import FixedVariables, check_sums
 from hvdtrain.trainer.backends.tensorflow.empty_batch import if_rows
 from hvdtrain.trainer.backends.tensorflow.graph_random import GraphRankGenerator, random_of_step
 from hvdtrain.trainer.backends.tensorflow.one_device import BatchWeight, OneDevice, rows_of
@@ -81,7 +81,7 @@ class ModelSteps:
         self.statistics = MovingStatistics(model, synchronized)
         self.additive = AdditiveMetrics(model)
         self._member = world.collectives().member
-        self._variables = [variable.path for variable in self._fixed_variables]
+        self._variables = FixedVariables(model)
         self._plain_train_step = model.train_step
         self._make_predict_function = model.make_predict_function
         self.joint_rows_known = False
@@ -124,7 +124,7 @@ class ModelSteps:
         ``data`` is either an element of a sharded dataset, or a batch that was passed to
         ``train_on_batch``.
         """
-        self._check_variables()
+        self._variables.check()
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._share_of(data)
@@ -234,12 +234,8 @@ class ModelSteps:
     def _counts(self, share: Share) -> tuple[BatchWeight, tf.Tensor]:
         """Return two weights of this rank's batch: for its loss, and for a mean over rows."""
         sums = are_sums(self._model)
-        if self._elastic and sums and self._model.losses:
-            raise ModelError(
-                "In an elastic job (--elastic) losses with reduction='sum' and regularization "
-                "can't be separated when a rank is lost. Use reduction='sum_over_batch_size', or "
-                "--max-restarts instead of --elastic."
-            )
+        if self._elastic:
+            check_sums(self._model)
         joint_rows = self._weights.joint_rows(share.rows, share.joint_rows, sums)
         row_weight = self._weights.weight(share.rows, joint_rows, sums=False)
         # This call comes last, because it sets the step's contribution to an average of weights.
@@ -251,26 +247,6 @@ class ModelSteps:
             return data if self.joint_rows_known else data._replace(joint_rows=None)
         # This rank's own batch, from train_on_batch or test_on_batch.
         return Share(data, rows_of(data), None)
-
-    @property
-    def _fixed_variables(self) -> list[Any]:
-        """The variables that may not be added, removed or reordered after ``distribute``.
-
-        These are the trainable variables. If the model overrides ``train_step``, they are all
-        variables.
-        """
-        own = overrides(self._model, "train_step")
-        return list(self._model.variables if own else self._model.trainable_variables)
-
-    def _check_variables(self) -> None:
-        now = [variable.path for variable in self._fixed_variables]
-        if now != self._variables:
-            changed = sorted(set(now) ^ set(self._variables)) or ["their order"]
-            raise ModelError(
-                "The variables that are trained changed after hvdtrain.distribute(model): "
-                f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
-                "model and call hvdtrain.distribute(model) again."
-            )
 
 
 def _recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:

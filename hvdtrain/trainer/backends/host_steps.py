@@ -1,0 +1,126 @@
+"""What is decided on the host before a step of torch or JAX.
+
+With these backends, a process knows how many rows of a batch count before it runs a step. The
+weights of a step are therefore numbers, and not a part of the compiled step as on TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hvdtrain.config import Settings
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer.backends.step_checks import FixedVariables, check_sums
+from hvdtrain.trainer.data import Share
+from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN
+from hvdtrain.trainer.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
+from hvdtrain.trainer.optimizer_mixins import Weighting
+from hvdtrain.trainer.step_variables import step_variable
+
+__all__ = ["HostSteps", "StepWeights", "check_settings", "rows_of"]
+
+
+def check_settings(settings: Settings) -> None:
+    """Check that a rank computes on one device.
+
+    Raises:
+        ModelError: If the job uses ``--mode towers``.
+    """
+    if settings.towers > 1:
+        raise ModelError(
+            f"--mode towers needs the Keras backend tensorflow, got {keras.backend.backend()}; "
+            "start a rank per GPU with hvdtrain run -np N, or set KERAS_BACKEND=tensorflow."
+        )
+
+
+class StepWeights(NamedTuple):
+    """The weights of this rank's batch in one training step.
+
+    Attributes:
+        batch: The batch, as Keras passes it to a step.
+        rows: The number of rows that count. If it is 0, the batch only has the right structure.
+        joint_rows: The number of rows of all ranks.
+        row_weight: The weight w_r in a mean over the rows of all ranks.
+        weighting: How the optimizers combine the gradients of the step over ranks. Its ``factor``
+            is a number.
+    """
+
+    batch: Any
+    rows: int
+    joint_rows: int
+    row_weight: float
+    weighting: Weighting
+
+
+class HostSteps:
+    """Counts the rows of one model's steps, and computes the weights of training steps.
+
+    Attributes:
+        weights: Computes the factors of losses that are no means over rows.
+        samples: The number of samples that this rank has trained on.
+        ran: The number of training steps in this process, including the current one.
+        rows: The number of samples that counted in the last training or test step.
+    """
+
+    def __init__(self, model: keras.Model, reducer: GradientReducer) -> None:
+        self._model = model
+        self._reducer = reducer
+        self._elastic = reducer.collectives.survives_losses
+        self._variables = FixedVariables(model)
+        self.weights = LossWeights(reducer)
+        self.samples = step_variable(0, dtype="int64", name="samples")
+        self.ran = step_variable(0, dtype="int64", name="ran")
+        self.rows = step_variable(0, dtype="int64", name="rows")
+
+    def begin_training(self, data: Any) -> StepWeights:
+        """Count a training step, and return its weights.
+
+        ``data`` is a ``Share``, or a batch that was passed to ``train_on_batch``. If the number of
+        rows of all ranks is unknown, ranks exchange it.
+        """
+        self._variables.check()
+        if self._elastic:
+            check_sums(self._model)
+            if isinstance(data, Share):
+                self._reducer.contributions.begin_step()
+        batch, rows, joint_rows = self.share_of(data)
+        if joint_rows is None:
+            own = np.asarray(rows, np.float32)
+            joint_rows = int(self._reducer.reduce(own, "sum", "counts of all ranks"))
+        self.rows.assign(rows)
+        self.samples.assign(self.samples.value + rows)
+        self.ran.assign(self.ran.value + 1)
+        sums = are_sums(self._model)
+        row_weight = self.weights.weight(rows, joint_rows, sums=False)
+        weight = self.weights.weight(rows, joint_rows, sums)
+        if has_vector_losses(self._model):
+            weight *= ratio(joint_rows, rows)
+        weighting = self.weights.weighting(sums, weight, weight, None)
+        return StepWeights(batch, rows, joint_rows, row_weight, weighting)
+
+    def begin_test(self, data: Any) -> tuple[Any, int | None, int | None]:
+        """Count the rows of a test step.
+
+        Return the batch and the arguments of ``LossWeights.joint_loss``. The rows of a batch that
+        was passed to ``test_on_batch`` are None, because a single rank may call that method.
+        """
+        batch, rows, joint_rows = self.share_of(data)
+        self.rows.assign(rows)
+        return batch, rows if isinstance(data, Share) else None, joint_rows
+
+    @staticmethod
+    def share_of(data: Any) -> tuple[Any, int, int | None]:
+        """Return the batch, its rows that count, and the rows of all ranks or None if unknown."""
+        if not isinstance(data, Share):
+            return data, rows_of(data), None
+        unknown = data.joint_rows in (None, JOINT_ROWS_UNKNOWN)
+        return data.batch, data.rows, None if unknown else data.joint_rows
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of samples in a batch."""
+    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
