@@ -74,7 +74,9 @@ def _reductions(model: keras.Model) -> set[str | None]:
 
 
 def ratio(a: Scalar, b: Scalar) -> Scalar:
-    """Return a / b as a float32 scalar, or 0 if b is 0."""
+    """Return a / b, or 0 if b is 0. The result of two numbers is a number, otherwise float32."""
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a / b if b else 0.0
     return ops.divide_no_nan(ops.cast(a, "float32"), ops.cast(b, "float32"))
 
 
@@ -97,7 +99,7 @@ class LossWeights:
         return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: Scalar, joint_rows: Scalar, sums: bool) -> Scalar:
-        """Return the weight w_r of this rank's loss as a float32 scalar.
+        """Return the weight w_r of this rank's loss: a number, or a float32 scalar tensor.
 
         ``sums`` is the result of ``are_sums``.
         """
