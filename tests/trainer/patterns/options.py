@@ -59,8 +59,7 @@ def _pipeline(model: keras.Model, size: int) -> Any:
     import tensorflow as tf
 
     def read(rows: int) -> tf.data.Dataset:
-        dataset = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows]))
-        return dataset.shuffle(rows, seed=5).batch(size)
+        return tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(size)
 
     weights = {0: 2.0, 1: 0.5, 2: 1.0}
     return model.fit(
