@@ -91,6 +91,13 @@ class Framework(Protocol):
                 the same position in ``tensors``.
         """
 
+    def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function so that it runs as Python code, even if compiled code calls it.
+
+        PyTorch would compile the function together with its caller. TensorFlow and JAX only trace
+        it, which is what the function expects, so they return it unchanged.
+        """
+
     def runs_later(self) -> bool:
         """Return whether operations are added to a graph, which runs some of them in parallel."""
 

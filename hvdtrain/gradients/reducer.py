@@ -70,6 +70,8 @@ class GradientReducer:
     ) -> None:
         self._ranks = ranks
         self.framework = framework or frameworks.of_keras()
+        self._average_uncompiled = self.framework.uncompiled(self._average)
+        self._reduce_uncompiled = self.framework.uncompiled(self._reduce)
         self._options = options or ReduceOptions()
         rank = self._options.powersgd_rank
         self.feedback = ErrorFeedback(PowerSGD(rank)) if rank else None
@@ -144,6 +146,19 @@ class GradientReducer:
             NonFiniteError: If a gradient contains NaN or infinity.
             TooFewRanksError: If fewer ranks remain than an elastic job needs.
         """
+        averages: list[Gradient] = self._average_uncompiled(
+            gradients, variables, weight, op, add_rows
+        )
+        return averages
+
+    def _average(
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        weight: Tensor | None,
+        op: Literal["average", "sum"],
+        add_rows: bool,
+    ) -> list[Gradient]:
         if not self._ranks.included():
             return list(gradients)
         results = list(map(self._tensor, gradients))
@@ -196,6 +211,9 @@ class GradientReducer:
 
     def reduce(self, value: Tensor, op: ReduceOp, name: str) -> Tensor:
         """Reduce a small tensor over the ranks, such as a flag or a count."""
+        return self._reduce_uncompiled(value, op, name)
+
+    def _reduce(self, value: Tensor, op: ReduceOp, name: str) -> Tensor:
         if self._ranks.alone:
             return value
 

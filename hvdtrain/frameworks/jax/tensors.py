@@ -23,6 +23,7 @@ __all__ = [
     "scaled",
     "static_shape",
     "to_tensor",
+    "uncompiled",
 ]
 
 ERRORS: tuple[type[Exception], ...] = (jax.errors.JaxRuntimeError,)
@@ -57,6 +58,11 @@ def run_on_host(
 def _tracing(inputs: Sequence[Any]) -> bool:
     """Return whether JAX traces a function at the moment, with these arrays or without them."""
     return any(isinstance(value, jax.core.Tracer) for value in (*inputs, jnp.zeros(())))
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function unchanged, because it may be traced."""
+    return function
 
 
 def runs_later() -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "scaled",
     "static_shape",
     "to_tensor",
+    "uncompiled",
 ]
 
 ERRORS: tuple[type[Exception], ...] = (tf.errors.OpError,)
@@ -62,6 +63,11 @@ def run_on_host(
     for tensor, shape in zip(results, shapes):
         tensor.set_shape(shape)
     return list(results)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function unchanged, because it may be traced."""
+    return function
 
 
 def runs_later() -> bool:

@@ -23,14 +23,16 @@ __all__ = [
     "static_shape",
     "tensor_of",
     "to_tensor",
+    "uncompiled",
 ]
 
 ERRORS: tuple[type[Exception], ...] = ()
 """PyTorch raises the original error, even if ``torch.compile`` has compiled the caller."""
 SPARSE_ROWS = None
+uncompiled = torch.compiler.disable
 
 
-@torch.compiler.disable
+@uncompiled
 def run_on_host(
     function: Callable[..., Arrays],
     tensors: Sequence[Any],
