@@ -10,6 +10,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.frameworks.variable_names import variable_label
 from hvdtrain.gradients.mode import check_mode
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer.backends import check_framework
 from hvdtrain.trainer.optimizer_patch import distribute_optimizer
 from hvdtrain.trainer.variables import array_of, assign
 
@@ -19,8 +20,9 @@ __all__ = ["DistributedOptimizer", "broadcast_variables"]
 def DistributedOptimizer(optimizer: Any) -> Any:
     """Make an optimizer average gradients over all ranks before it applies them.
 
-    Use it in custom training loops that call ``optimizer.apply``. If you train with ``fit``, use
-    ``distribute`` instead.
+    Use it in custom training loops that call ``optimizer.apply``, or ``optimizer.stateless_apply``
+    on JAX. The calls may be inside ``tf.function``, ``torch.compile`` or ``jax.jit``. All ranks
+    must make the same calls. If you train with ``fit``, use ``distribute`` instead.
 
     Args:
         optimizer: A Keras 3 optimizer.
@@ -29,10 +31,11 @@ def DistributedOptimizer(optimizer: Any) -> Any:
         The same optimizer. It is saved and loaded as a plain Keras optimizer.
 
     Raises:
-        ModelError: If ``optimizer`` is not a Keras 3 optimizer, or if some ranks are parameter
-            servers.
+        ModelError: If ``optimizer`` is not a Keras 3 optimizer, if some ranks are parameter
+            servers, or if Keras does not use the framework of ``hvdtrain.init()``.
     """
     check_mode("DistributedOptimizer")
+    check_framework()
     if world.collectives().size == 1:
         return optimizer
     return distribute_optimizer(optimizer, GradientReducer.of_job())

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdtrain import frameworks, world
 from hvdtrain.collectives.engine import Engine
+from hvdtrain.errors import ModelError
 from hvdtrain.gradients.mode import check_mode
 from hvdtrain.gradients.reducer import GradientReducer
 
@@ -52,6 +53,11 @@ class DistributedGradientTape:
 
     def __init__(self, tape: tf.GradientTape) -> None:
         check_mode("DistributedGradientTape")
+        if world.framework() != "tensorflow":
+            raise ModelError(
+                "hvdtrain.DistributedGradientTape is for TensorFlow, but hvdtrain.init() prepared "
+                f"devices for {world.framework()}; use hvdtrain.DistributedOptimizer."
+            )
         # One reducer for all tapes of an engine, so that signatures are compared once.
         engine = world.collectives()
         if engine not in _reducers:

@@ -29,10 +29,11 @@ optimizers = keras.optimizers
 class Loop:
     """Trains variables towards targets. The gradient of each is its distance from the target.
 
-    With JAX, steps are compiled and get the variables' values, as JAX's users write them.
+    By default, steps run as users of the framework write them first: eagerly, but compiled and
+    without side effects with JAX. ``other_way`` compiles what is eager otherwise, and vice versa.
     """
 
-    def __init__(self, optimizer: Any, dtype: str = "float32") -> None:
+    def __init__(self, optimizer: Any, dtype: str = "float32", *, other_way: bool = False) -> None:
         keras.utils.set_random_seed(1)
         self.optimizer = optimizer
         starts = np.random.default_rng(0)
@@ -42,12 +43,17 @@ class Loop:
         ]
         optimizer.build(self.variables)
         self._step: Callable[..., Any] | None = None
+        self._pure = keras.backend.backend() == "jax" and not other_way
+        self._apply = _compiled(self._apply_now) if other_way else self._apply_now
 
     def step(self, target: Any, missing: Sequence[int] = ()) -> None:
-        target = np.float32(target)
-        if keras.backend.backend() == "jax":
+        target = ops.convert_to_tensor(target, "float32")
+        if self._pure:
             self._step_of_jax(target, missing)
-            return
+        else:
+            self._apply(target, missing)
+
+    def _apply_now(self, target: Any, missing: Sequence[int]) -> None:
         self.optimizer.apply(self._gradients(self.variables, target, missing), self.variables)
 
     def _gradients(self, values: Sequence[Any], target: Any, missing: Sequence[int]) -> list[Any]:
@@ -77,17 +83,29 @@ class Loop:
         return [ops.convert_to_numpy(ops.cast(v, "float32")).copy() for v in self.variables]
 
 
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, autograph=False)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.compile(function, backend="eager")  # which needs no C++ compiler
+    return function
+
+
 TARGETS = [(1.0, 3.0), (0.0, -6.0), (2.0, 2.5), (4.0, 0.0), (1.0, -1.0), (0.5, 8.0)]
 
 
-def train(make: Callable[[], Any], *, distributed: bool, dtype: str = "float32") -> Loop:
+def train(make: Callable[[], Any], *, distributed: bool, **options: Any) -> Loop:
     """Train on all ranks, or on one with the mean of the ranks' targets."""
     optimizer = make()
     if distributed:
         import hvdtrain
 
         assert hvdtrain.DistributedOptimizer(optimizer) is optimizer
-    loop = Loop(optimizer, dtype)
+    loop = Loop(optimizer, **options)
     for targets in TARGETS:
         loop.step(targets[job.rank()] if distributed else np.mean(targets))
     return loop
@@ -121,6 +139,13 @@ def test_ranks_train_like_one_process(world: Any, name: str) -> None:
         np.testing.assert_allclose(value, other, atol=1e-5)
         assert np.abs(value - start).max() > 0.01
     assert equal_on_ranks(loop)
+
+
+def test_compiled_and_eager_steps(world: Any) -> None:
+    loop = train(MAKES["accumulation"], distributed=True, other_way=True)
+    expected = train(MAKES["accumulation"], distributed=False)
+    for value, other in zip(loop.values(), expected.values()):
+        np.testing.assert_allclose(value, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["accumulation", "scaling and accumulation"])
@@ -241,8 +266,12 @@ def test_initial_values_are_those_of_the_chief(world: Any) -> None:
     assert int(variables[1].numpy()) == 0
 
 
-def test_wrong_uses(world: Any) -> None:
+def test_wrong_uses(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="Expected a Keras 3 optimizer, got object"):
         world.DistributedOptimizer(object())
     with pytest.raises(ModelError, match="got no variables"):
         world.broadcast_variables([])
+    other = dataclasses.replace(job._world, framework="cntk")
+    monkeypatch.setattr(job, "_world", other)
+    with pytest.raises(ModelError, match=r"prepared devices for cntk, but the Keras backend is"):
+        world.DistributedOptimizer(optimizers.SGD())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,10 @@ def test_broadcast_variables() -> None:
         assert bool(variables[2])
         assert (np.asarray(variables[3]) == root).all()
         _assert_alike(variables)
+
+
+@pytest.mark.ranks(1)
+def test_the_tape_needs_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_world", dataclasses.replace(job._world, framework="torch"))
+    with pytest.raises(ModelError, match=r"is for TensorFlow, .* devices for torch; use hvdtrain"):
+        DistributedGradientTape(tf.GradientTape())

@@ -10,13 +10,13 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.trainer.backends.interface import Backend
 
-__all__ = ["of_keras"]
+__all__ = ["check_framework", "of_keras"]
 
 _BACKENDS = ("tensorflow", "torch", "jax")
 
 
-def of_keras() -> Backend:
-    """Return the module for the backend that Keras uses.
+def check_framework() -> str:
+    """Return the name of Keras' backend.
 
     Raises:
         ModelError: If hvdtrain does not support this backend, or ``init()`` prepared another one.
@@ -32,5 +32,11 @@ def of_keras() -> Backend:
             f"hvdtrain.init() prepared devices for {world.framework()}, but the Keras backend is "
             f"{name}; import keras before hvdtrain.init(), or call hvdtrain.init({name!r})."
         )
+    return name
+
+
+def of_keras() -> Backend:
+    """Return the module for the backend that Keras uses. The backend is checked."""
+    name = check_framework()
     backend: Backend = importlib.import_module(f"hvdtrain.trainer.backends.{name}")
     return backend
