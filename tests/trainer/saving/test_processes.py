@@ -16,44 +16,76 @@ from tests.checkpoint.samples import saved_steps
 
 PROGRAM = Path(__file__).with_name("program.py")
 TIMEOUT_S = 240
-_killed: list[Path] = []
+_killed: dict[str, Path] = {}
 
 
 @pytest.fixture
-def killed(launch: Any, tmp_path: Path, tmp_path_factory: Any) -> Path:
-    """Return the checkpoints of a job of two ranks that was killed in its first epoch."""
-    if not _killed:
-        directory = tmp_path_factory.mktemp("killed")
-        done = launch(2, PROGRAM, str(directory), "--fault", "kill", timeout_s=TIMEOUT_S)
-        assert done.returncode != 0, done.stderr
-        _killed.append(directory)
-    copy = tmp_path / "runs"
-    shutil.copytree(_killed[0], copy)
-    return copy
+def start(launch: Any, run_command: Any, mpirun: Any, environment: Any) -> Callable[..., Any]:
+    """Run the training with a backend of Keras."""
 
-
-@pytest.fixture
-def finish(launch: Any) -> Callable[[int | None, Path], str]:
-    """Run the training to its end, and check that each epoch has used each sample once."""
-
-    def run(ranks: int | None, directory: Path) -> str:
-        done = launch(ranks, PROGRAM, str(directory), timeout_s=TIMEOUT_S)
-        assert done.returncode == 0, done.stderr
-        text = str(done.stdout)
-        assert "least [1.0, 1.0, 1.0]" in text
-        assert "most [1.0, 1.0, 1.0]" in text
-        return text
+    def run(backend: str, ranks: int | None, *arguments: str) -> Any:
+        if backend == "tensorflow":
+            return launch(ranks, PROGRAM, *arguments, timeout_s=TIMEOUT_S)
+        command = mpirun(ranks, [environment(backend), str(PROGRAM), *arguments])
+        return run_command(command, env={"KERAS_BACKEND": backend}, timeout_s=TIMEOUT_S)
 
     return run
 
 
-def test_a_killed_job_resumes_exactly(killed, finish, tmp_path):
-    assert finish(2, killed) == finish(2, tmp_path / "whole")
+@pytest.fixture
+def kill(start: Any, tmp_path: Path, tmp_path_factory: Any) -> Callable[[str], Path]:
+    """Return the checkpoints of a job of two ranks that was killed in its first epoch."""
+
+    def run(backend: str) -> Path:
+        if backend not in _killed:
+            directory = tmp_path_factory.mktemp("killed")
+            done = start(backend, 2, str(directory), "--fault", "kill")
+            assert done.returncode != 0, done.stderr
+            _killed[backend] = directory
+        copy = tmp_path / "runs"
+        shutil.copytree(_killed[backend], copy)
+        return copy
+
+    return run
+
+
+@pytest.fixture
+def killed(kill: Any) -> Path:
+    """Return the checkpoints of a killed job that trained on TensorFlow."""
+    return kill("tensorflow")
+
+
+@pytest.fixture
+def finish(start: Any) -> Callable[..., Any]:
+    """Run the training to its end, and check that each epoch has used each sample once."""
+
+    def run(ranks: int | None, directory: Path, backend: str = "tensorflow") -> Any:
+        done = start(backend, ranks, str(directory))
+        assert done.returncode == 0, done.stderr
+        assert "least [1.0, 1.0, 1.0]" in done.stdout
+        assert "most [1.0, 1.0, 1.0]" in done.stdout
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_a_killed_job_resumes_exactly(kill, finish, tmp_path, backend):
+    resumed = finish(2, kill(backend), backend)
+    assert "resuming from the checkpoint of step" in resumed.stderr
+    assert resumed.stdout == finish(2, tmp_path / "whole", backend).stdout
 
 
 @pytest.mark.parametrize("ranks", [None, 3])
 def test_resuming_on_a_different_number_of_ranks_uses_each_sample_once(killed, finish, ranks):
     finish(ranks, killed)
+
+
+@pytest.mark.parametrize(("before", "after"), [("torch", "jax"), ("jax", "torch")])
+def test_resuming_on_a_different_backend_uses_each_sample_once(kill, finish, before, after):
+    resumed = finish(3, kill(before), after)
+    ignored = "these random states in it are ignored: torch, torch gpu"
+    assert resumed.stderr.count(ignored) == (before == "torch"), resumed.stderr
 
 
 def test_a_damaged_checkpoint_is_logged_and_the_previous_one_is_used(killed, launch):
