@@ -19,7 +19,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvdtrain
 
@@ -162,6 +161,8 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
     if scenario.data == "batches":
         return {"x": Batches(x, y)}
     if scenario.data in ("pipeline", "filtered"):
+        import tensorflow as tf
+
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=5).batch(BATCH)
         if scenario.data == "filtered":
             dataset = dataset.filter(lambda x, y: tf.shape(x)[0] > 0)

@@ -22,11 +22,25 @@ PROGRAM = Path(__file__).with_name("elastic_fit.py")
 
 
 @pytest.fixture
-def run_on(run_command: Any, forked_python: list[str]) -> Callable[..., Any]:
-    def run(program: Path, arguments: Sequence[str], ranks: int, *options: str) -> Any:
+def run_on(
+    run_command: Any, request: pytest.FixtureRequest, environment: Callable[[str], Path]
+) -> Callable[..., Any]:
+    def run(
+        program: Path,
+        arguments: Sequence[str],
+        ranks: int,
+        *options: str,
+        backend: str = "tensorflow",
+    ) -> Any:
+        if backend == "tensorflow":
+            python = request.getfixturevalue("forked_python")
+        else:
+            python = [str(environment(backend))]
         command = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2", *options]
         return run_command(
-            [*command, "--", *forked_python, str(program), *arguments], timeout_s=300
+            [*command, "--", *python, str(program), *arguments],
+            env={"KERAS_BACKEND": backend},
+            timeout_s=300,
         )
 
     return run
@@ -34,9 +48,9 @@ def run_on(run_command: Any, forked_python: list[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def train(run_on: Any) -> Callable[..., Any]:
-    def run(scenarios: Sequence[Scenario], ranks: int, *options: str) -> Any:
+    def run(scenarios: Sequence[Scenario], ranks: int, *options: str, **more: str) -> Any:
         plan = json.dumps([scenario.to_json() for scenario in scenarios])
-        return run_on(PROGRAM, [plan], ranks, *options)
+        return run_on(PROGRAM, [plan], ranks, *options, **more)
 
     return run
 
@@ -93,10 +107,22 @@ JOBS: dict[str, list[Scenario]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_every_sample_is_seen_once(train: Any, name: str) -> None:
-    scenarios = JOBS[name]
-    results = results_of(train(scenarios, 4), scenarios, 4)
+EVERYWHERE = [
+    Scenario(dies=1, validate=True),
+    Scenario(dies=0, moment="step end", turn=4, accumulate=2),
+    Scenario(dies=2, moment="test step", data="batches", validate=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "backend"),
+    [
+        *(pytest.param(scenarios, "tensorflow", id=name) for name, scenarios in JOBS.items()),
+        *(pytest.param(EVERYWHERE, name, id=name) for name in ("torch", "jax")),
+    ],
+)
+def test_every_sample_is_seen_once(train: Any, scenarios: list[Scenario], backend: str) -> None:
+    results = results_of(train(scenarios, 4, backend=backend), scenarios, 4)
     for scenario, result in zip(scenarios, results):
         if scenario.validate:
             assert result["exact"] == [True] * scenario.epochs, (scenario, result)
@@ -127,7 +153,8 @@ def test_random_losses(train: Any) -> None:
         assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
 
-def test_a_remaining_rank_becomes_the_chief(train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_a_remaining_rank_becomes_the_chief(train: Any, tmp_path: Path, backend: str) -> None:
     """The new chief continues to save checkpoints and to run Keras' callbacks."""
     folders = [tmp_path / name for name in ("step", "save")]
     for folder in folders:
@@ -139,7 +166,7 @@ def test_a_remaining_rank_becomes_the_chief(train: Any, tmp_path: Path) -> None:
         # While a snapshot is gathered or written.
         Scenario(dies=1, moment="step end", turn=5, delay_s=chance.uniform(0.0, 0.02), **where[1]),
     ]
-    results = results_of(train(scenarios, 3), scenarios, 3)
+    results = results_of(train(scenarios, 3, backend=backend), scenarios, 3)
     for scenario, folder, result in zip(scenarios, folders, results):
         with (folder / "log.csv").open() as file:
             rows = list(csv.DictReader(file))
