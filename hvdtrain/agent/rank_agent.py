@@ -146,9 +146,18 @@ class Agent:
             close_fds=False,  # Hydra passes its PMI connection as an open file
             preexec_fn=die_with_parent,
         )
+        if sys.platform == "linux":
+            # Otherwise an end is only noticed when a wait times out.
+            self._selector.register(
+                os.pidfd_open(self._child.pid), selectors.EVENT_READ, self._close_pidfd
+            )
         self._report_pipe.close_writer()
         self._selector.register(self._report_pipe, selectors.EVENT_READ, self._read_reports)
         self._output.listen(self._child)
+
+    def _close_pidfd(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
 
     def _report_start_failure(self, program: Sequence[str], error: OSError) -> int:
         """Report that the program can't be started, with the exit code that a shell would use."""

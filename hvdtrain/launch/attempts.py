@@ -103,6 +103,7 @@ def run_plan(
             out = err = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         screen = stack.enter_context(_screen(job, out, err, received))
         attempts = _Attempts(job, resources, environ, received, observer or Observer(), screen)
+        stack.callback(attempts.close)
         return attempts.run(plan, summarises=summarises)
 
 
@@ -139,6 +140,7 @@ class _Attempts:
         self._observer = observer
         self._screen = screen
         self._history: list[Outcome] = []
+        self._supervisor: Supervisor | None = None  # of the last attempt
         slots = sum(host.slots for host in resources.hosts)
         self._watch = HostWatch(
             environ, ranks=job.ranks or slots, slots=slots, may_grow=bool(job.settings.elastic)
@@ -151,6 +153,11 @@ class _Attempts:
             with_time=job.settings.log_with_timestamp,
             write=self._notice,
         )
+
+    def close(self) -> None:
+        """Wait until the processes of the last attempt have exited."""
+        if self._supervisor is not None:
+            self._supervisor.close()
 
     def run(self, plan: Plan, *, summarises: bool) -> int:
         """Run attempts until the job succeeds or can't be restarted, and return its exit code."""
@@ -275,7 +282,10 @@ class _Attempts:
                 min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
             )
-            return supervisor.run()
+            outcome = supervisor.run()
+            self.close()
+            self._supervisor = supervisor
+            return outcome
 
     def _check_removed_hosts(self, outcome: Outcome) -> Outcome:
         """Turn the outcome into a preemption if hosts were removed from the job."""

@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ def pause(delay_s: float, received: Sequence[int]) -> bool:
 
 
 class Supervisor:
-    """Runs one attempt. Call ``run`` once, from the main thread.
+    """Runs one attempt. Call ``run`` once, from the main thread, and ``close`` at some time later.
 
     Args:
         command: The command of mpirun or srun that starts an agent for each rank.
@@ -146,6 +147,7 @@ class Supervisor:
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
         self._too_few = False
+        self._reaper: threading.Thread | None = None
         self._hang_watch = HangWatch(
             server,
             console,
@@ -156,6 +158,8 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Run the attempt to its end and return its outcome.
+
+        After a failure, mpirun may still be cleaning up, which takes a quarter of a second.
 
         Raises:
             LaunchError: If mpirun or srun can't be started.
@@ -171,9 +175,14 @@ class Supervisor:
             self._publish(time.monotonic(), last=True)
         self._record.seen = self._server.hosts()
         # After a loss that the job survived, mpirun exits with an error although the job succeeded.
-        if not self._server.dropped:
+        if not self._server.dropped and self._reaper is None:
             self._record.starter_code = shell_code(starter.returncode)
         return classify(self._record)
+
+    def close(self) -> None:
+        """Wait until mpirun or srun has exited."""
+        if self._reaper is not None:
+            self._reaper.join()
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -352,19 +361,43 @@ class Supervisor:
         """Let the agents and mpirun or srun exit, and kill the processes that remain."""
         self._server.dismiss()
         deadline = time.monotonic() + STARTER_TIMEOUT_S
-        if self._server.running or self._server.connected < self._server.ranks:
+        have_ended = not self._server.running and self._server.connected == self._server.ranks
+        if not have_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGTERM)
-        while starter.poll() is None and time.monotonic() < deadline:
+        # A step of Slurm, and processes that are out of reach, must end before the next attempt.
+        are_known = all(end.code is not None for end in self._server.ends)
+        is_mpirun = self._record.starter != "srun"
+        lingers = have_ended and are_known and self._has_failed and is_mpirun
+        while not lingers and starter.poll() is None and time.monotonic() < deadline:
             self._server.step(STEP_S)
-        kill_descendants(starter.pid)
-        if starter.poll() is None:
-            starter.kill()
-        starter.wait(timeout=STARTER_TIMEOUT_S)
+        if not lingers:
+            _kill(starter)
         self._server.step(0.0)
         self._console.flush()
         self._console.status(0, "")
         assert starter.stdout is not None
         with contextlib.suppress(KeyError):
             self._server.selector.unregister(starter.stdout)
-        starter.stdout.close()
+        if lingers:
+            self._reaper = threading.Thread(target=_reap, args=(starter,), name="reaper")
+            self._reaper.start()
+        else:
+            starter.stdout.close()
+
+
+def _reap(starter: subprocess.Popen[bytes]) -> None:
+    """Discard the output of mpirun until it exits, or kill it after a time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        starter.communicate(timeout=STARTER_TIMEOUT_S)
+    _kill(starter)
+    assert starter.stdout is not None
+    starter.stdout.close()
+
+
+def _kill(starter: subprocess.Popen[bytes]) -> None:
+    """Kill mpirun or srun and its descendants, unless they have ended."""
+    kill_descendants(starter.pid)
+    if starter.poll() is None:
+        starter.kill()
+    starter.wait(timeout=STARTER_TIMEOUT_S)

@@ -123,15 +123,18 @@ def test_equal_lines_are_shown_once(run_command, tmp_path: Path) -> None:
     """No output is lost, even if a rank is killed in the middle of a line."""
     body = f"""
     print(f"I0000 00:00:1795552261.{{rank}}   178{{rank}} port.cc:153] oneDNN", file=sys.stderr)
-    open(os.path.join({str(tmp_path)!r}, f"began-{{rank}}"), "w").close()
-    while len([name for name in os.listdir({str(tmp_path)!r}) if "began" in name]) < 3:
-        time.sleep(0.01)
+    def meet(what):
+        open(os.path.join({str(tmp_path)!r}, f"{{what}}-{{rank}}"), "w").close()
+        while len([name for name in os.listdir({str(tmp_path)!r}) if what in name]) < 3:
+            time.sleep(0.01)
+    meet("began")
     for number in range(50):
         print(f"line {{number}}")
         print(f"own {{rank}}") if number % 10 == rank else None
         time.sleep(0.02)
     print("the end", end="")
     sys.stdout.flush()
+    meet("ended")
     os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)
     """
     argv = [*COLLAPSING, "-np", "3", "--output-dir", str(tmp_path), "--", *program(body)]

@@ -76,6 +76,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
         )
         started = time.monotonic()
         outcome = supervisor.run()
+        supervisor.close()
         seconds = time.monotonic() - started
     for message in outcome.messages:
         console.notice(message)
