@@ -47,6 +47,7 @@ class Run:
     out: str
     err: str
     seconds: float
+    lingers: bool  # whether processes are left when the outcome is known
 
     def messages(self) -> list[str]:
         """Return the messages of the launcher."""
@@ -76,12 +77,13 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
         )
         started = time.monotonic()
         outcome = supervisor.run()
+        lingers = descendants(os.getpid()) != before
         supervisor.close()
         seconds = time.monotonic() - started
     for message in outcome.messages:
         console.notice(message)
     assert descendants(os.getpid()) == before, "no process is left"
-    return Run(outcome.code, out.getvalue(), err.getvalue(), seconds)
+    return Run(outcome.code, out.getvalue(), err.getvalue(), seconds, lingers)
 
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
@@ -162,6 +164,15 @@ def test_mpirun_fails_after_the_ranks() -> None:
         f"{NAME} exited with code 9",
         "can not clean up",
     ]
+
+
+@pytest.mark.slow
+def test_the_next_attempt_need_not_wait_for_mpirun() -> None:
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code = ignores + BOTH + "[rank.wait() for rank in ranks]; time.sleep(60)"
+    done = run(*python(code, "import time; time.sleep(2); exit(3)"))
+    assert (done.code, done.lingers) == (3, True), done
+    assert done.seconds < 30
 
 
 @pytest.mark.slow
