@@ -7,6 +7,7 @@ only compare a digest of the shapes, which takes no extra time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,8 +166,9 @@ class GradientReducer:
         shared = self._prepare_shared(results, variables)
         if self._ranks.alone:
             return results
-        sizes = [known_bytes(gradient, self.framework) for gradient in results]
-        groups = self._options.divide(shared, variables, sizes, self._bucket_bytes())
+        bucket_bytes = self._bucket_bytes()
+        sizes = [bucket_bytes and known_bytes(gradient, self.framework) for gradient in results]
+        groups = self._options.divide(shared, variables, sizes, bucket_bytes)
         unchecked = self._options.unchecked
         if unchecked is not None:
             for group in groups:
@@ -175,7 +177,7 @@ class GradientReducer:
             return results
         names = [variable_name(variable) for variable in variables]
         kinds = [kind(gradient, self.framework) for gradient in results]
-        signature = Signature(tuple(renumbered(names)), tuple(kinds))
+        signature = Signature(_renumbered(tuple(names)), tuple(kinds))
         if results and not shared:
             # Check that the other ranks have no gradients either.
             self.framework.run_on_host(lambda: self._agree(signature), [], [])
@@ -452,6 +454,12 @@ class GradientReducer:
         if not self._tolerates_losses and collectives.too_few is not None:
             raise collectives.too_few
         return collectives
+
+
+@functools.lru_cache
+def _renumbered(names: tuple[str, ...]) -> tuple[str, ...]:
+    # Eager steps call this with the same names again and again.
+    return tuple(renumbered(names))
 
 
 def _put(results: list[Gradient], indices: Sequence[int], gradients: Sequence[Gradient]) -> None:

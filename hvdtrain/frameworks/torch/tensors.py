@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,9 +106,12 @@ def scaled(gradient: torch.Tensor, factor: Any) -> torch.Tensor:
 
 def numpy_type(tensor: torch.Tensor) -> np.dtype:
     """Return the NumPy type of a tensor's values."""
-    if tensor.dtype == torch.bfloat16:
-        return np.dtype(ml_dtypes.bfloat16)
-    return torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return _numpy_type(tensor.dtype)
+
+
+@functools.cache
+def _numpy_type(dtype: torch.dtype) -> np.dtype:
+    return array_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def static_shape(tensor: torch.Tensor) -> Shape | None:
