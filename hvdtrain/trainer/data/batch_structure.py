@@ -39,7 +39,7 @@ __all__ = [
 EXAMINED_BATCHES = 2
 """The number of batches that Keras examines for types and shapes."""
 
-_TEXT = ("O", "S", "U")  # kinds of dtypes of NumPy
+_TEXT = ("O", "S", "U", "string")  # kinds of dtypes of NumPy, and the name of TensorFlow's
 
 _PARTS = ("x", "y", "sample_weight")
 
@@ -87,7 +87,7 @@ def count_rows(batch: Any) -> int:
 
 
 def check_numeric(batch: Any) -> None:
-    """Check that a batch contains no text, which only the TensorFlow backend accepts.
+    """Check that a batch or its spec contains no text. Only the TensorFlow backend accepts text.
 
     Raises:
         DataError: If it contains text or objects.
@@ -97,7 +97,7 @@ def check_numeric(batch: Any) -> None:
         return
     for name, leaf in zip(leaf_names(batch), keras.tree.flatten(batch)):
         dtype = getattr(leaf, "dtype", None)
-        if getattr(dtype, "kind", None) in _TEXT:
+        if getattr(dtype, "kind", getattr(dtype, "name", None)) in _TEXT:
             raise DataError(
                 f"{name} must consist of numbers with Keras' {backend} backend, got dtype {dtype}; "
                 "convert text to numbers before training."

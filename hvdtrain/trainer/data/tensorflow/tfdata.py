@@ -87,6 +87,7 @@ class ShardedPipeline(ShardedInput):
         self._dataset = self._add_class_weights(dataset)
         self._spec = self._dataset.element_spec
         _check_batched(self._spec)
+        batch_structure.check_numeric(self._spec)
         cardinality = int(self._dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.units = cardinality if cardinality >= 0 else None

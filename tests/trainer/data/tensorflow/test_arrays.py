@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.data.ranks import read, shard_on_ranks
+from hvdtrain.errors import DataError
+from tests.trainer.data.ranks import on_ranks, read, shard, shard_on_ranks
 from tests.trainer.data.test_arrays import check_kind
 
 ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], [7.0]]
@@ -32,3 +33,16 @@ def test_components_of_a_pipeline(sparse: bool) -> None:
             data, ids = step.batch
             for row, number in zip(keras.ops.convert_to_numpy(data), np.asarray(ids)):
                 assert row[row > 0].tolist() == ROWS[number]
+
+
+def test_components_with_text_are_read_on_tensorflow_only() -> None:
+    def run(engine):
+        dataset = tf.data.Dataset.from_tensor_slices((["a", "b", "c"], tf.range(3))).batch(1)
+        return read(shard(engine, dataset))
+
+    for result in on_ranks(2, run):
+        if keras.backend.backend() == "tensorflow":
+            assert [step.batch[0].dtype for step in result] == [tf.string] * 2
+        else:
+            assert isinstance(result, DataError)
+            assert "x must consist of numbers" in str(result)
