@@ -74,6 +74,7 @@ class EngineCore(RankState):
     def __init__(self, transport: Transport) -> None:
         super().__init__()
         self.observers: list[Callable[[FinishedOperation], None]] = []
+        self.before_operation: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._joined: frozenset[int] = frozenset()  # the same on all ranks
         self._section = ""  # the outermost section
@@ -128,6 +129,7 @@ class EngineCore(RankState):
 
     def _enter(self, call: Call) -> float:
         """Take the lock and start an operation; return its start time."""
+        self.before_operation()
         if not self._lock.acquire(timeout=self.transport.timeout_s):
             raise CollectiveTimeoutError(
                 f"Another thread of rank {self.number} has been inside a collective "

@@ -59,6 +59,7 @@ __all__ = [
     "initial_epoch",
     "iterations_of",
     "learning_rate_of",
+    "loop_over_steps",
     "loss_tracker",
     "make_global_generator",
     "moving_averages",
@@ -244,6 +245,18 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
 def loss_tracker(model: keras.Model) -> Any:
     """Return the metric ``loss`` of a model, or None if the model has no such metric."""
     return getattr(model, "_loss_tracker", None)
+
+
+def loop_over_steps(model: keras.Model, step: Any, *, concatenate: bool = False) -> Any:
+    """Return the function of JAX' trainer that runs a block of ``steps_per_execution`` steps.
+
+    Args:
+        model: Compiled model.
+        step: Function that takes a state and an entry of the input, and returns a result and the
+            new state.
+        concatenate: Whether to concatenate the results of the steps. Otherwise the last one counts.
+    """
+    return model._make_function(step, concatenate_outputs=concatenate)
 
 
 def nested_metrics(metric: Any) -> list[Any]:

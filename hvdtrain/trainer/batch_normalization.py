@@ -16,7 +16,12 @@ from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.frameworks import stack_ranks
 from hvdtrain.frameworks.variable_names import without_counts
-from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
+from hvdtrain.private_api.keras import (
+    flatten_layers,
+    reduction_axes,
+    replace_moments,
+    set_untracked,
+)
 
 __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
 
@@ -25,10 +30,9 @@ __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchro
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with the mean and variance over the batches of all ranks.
 
-    Horovod has a layer of this name. It is meant for models that are not passed to
-    ``hvdtrain.distribute``. In models that are passed to ``distribute``, use
-    ``keras.layers.BatchNormalization(synchronized=True)``. This Keras layer computes the same, and
-    is saved as a plain Keras layer.
+    Horovod has a layer of this name. In models that are passed to ``hvdtrain.distribute``,
+    ``keras.layers.BatchNormalization(synchronized=True)`` computes the same, and is saved as a
+    plain Keras layer. But Keras accepts ``synchronized=True`` only with its TensorFlow backend.
 
     Args:
         fused: Must be False.
@@ -37,6 +41,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Raises:
         ValueError: If ``fused`` is not False.
     """
+
+    hvdtrain_is_distributed = False
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
@@ -49,17 +55,19 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         own = super()._moments(inputs, mask)
         collectives = world.collectives()
-        if collectives.size == 1:
+        # In a model that is passed to distribute, the caller combines the moments.
+        if collectives.size == 1 or self.hvdtrain_is_distributed:
             return own
         return _joint_moments(self, own, _count(self, inputs, mask, own[0].dtype), collectives)
 
 
 def synchronized_layers(model: keras.Model) -> list[Any]:
-    """Return the layers of ``model`` with ``synchronized=True``."""
+    """Return the layers of ``model`` that normalize over the batches of all ranks."""
     return [
         layer
         for layer in flatten_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+        if isinstance(layer, SyncBatchNormalization)
+        or (isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized)
     ]
 
 
@@ -91,6 +99,7 @@ def synchronize_batch_normalization(
 
         return moments
 
+    set_untracked(layer, "hvdtrain_is_distributed", True)
     replace_moments(layer, synchronize)
 
 

@@ -129,10 +129,13 @@ def layer_statistics(model: keras.Model) -> list[Any]:
     """Return the variables that layers update themselves, such as moving means.
 
     Frozen weights are not included, although Keras calls both kinds non-trainable variables.
+    Variables of optimizers are not included either. On JAX, a model with several optimizers keeps
+    them in attributes of its own.
     """
     layers = flatten_layers(model)
     own = [variable for layer in layers for variable in own_non_trainable_variables(layer)]
-    return unique([*own, *tensorflow_variables(model)])
+    of_optimizers = set(map(id, optimizer_variables(model)))
+    return unique(v for v in [*own, *tensorflow_variables(model)] if id(v) not in of_optimizers)
 
 
 def tensorflow_variables(model: keras.Model) -> list[Any]:

@@ -14,7 +14,7 @@ from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu, cuda_gpus
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.private_api.jax import in_use
 
 __all__ = [
@@ -34,7 +34,12 @@ _MEMORY = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def set_up(settings: Settings) -> None:
-    """Do nothing, because JAX needs no settings."""
+    """Make JAX not log errors of hvdtrain, which are raised in its callbacks and reach the user."""
+    logging.getLogger("jax._src.callback").addFilter(_is_not_own_error)
+
+
+def _is_not_own_error(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HvdtrainError))
 
 
 def find_gpus(
