@@ -1,0 +1,58 @@
+"""Programs on torch and JAX in which TensorFlow can't be imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+
+sys.modules["tensorflow"] = None  # importing it is an error
+
+import hvdtrain
+
+hvdtrain.init()
+
+import keras
+import numpy as np
+
+rng = np.random.default_rng(1)
+x, y = rng.normal(size=(53, 6)).astype("float32"), rng.integers(0, 3, 53)
+layers = [keras.Input((6,)), keras.layers.Dense(4), keras.layers.BatchNormalization()]
+
+
+def train(epochs):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([*layers, keras.layers.Dropout(0.1), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    hvdtrain.distribute(model)
+    callbacks = [hvdtrain.Checkpoint(sys.argv[1]), hvdtrain.WarmUp(initial=0.1, epochs=1), hvdtrain.StepLog()]
+    options = {"validation_data": (x, y), "verbose": 0, "callbacks": callbacks}
+    return model, model.fit(x, y, batch_size=8, epochs=epochs, **options).history
+
+
+train(1)
+model, history = train(3)
+assert len(history["loss"]) == 2, "the second training resumes after one epoch"
+assert model.evaluate(x, y, verbose=0)[0] == model.evaluate(x, y, verbose=0)[0]
+assert model.predict(x, verbose=0).shape == (53, 3)
+model.train_on_batch(x[:8], y[:8])
+loaded = [name for name in sys.modules if name.partition(".")[0] == "tensorflow"]
+assert loaded == ["tensorflow"] and sys.modules["tensorflow"] is None
+print(f"done on {keras.backend.backend()}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_training_never_imports_tensorflow(
+    backend: str, environment, mpirun, run_command, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    argv = [str(environment(backend)), str(program), str(tmp_path / "checkpoints")]
+    done = run_command(mpirun(2, argv), env={"KERAS_BACKEND": backend}, timeout_s=100)
+    assert done.returncode == 0, done
+    assert done.stdout.count(f"done on {backend}") == 2, done
