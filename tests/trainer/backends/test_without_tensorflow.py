@@ -29,7 +29,8 @@ def train(epochs):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     hvdtrain.distribute(model)
-    callbacks = [hvdtrain.Checkpoint(sys.argv[1]), hvdtrain.WarmUp(initial=0.1, epochs=1), hvdtrain.StepLog()]
+    warm_up = hvdtrain.WarmUp(initial=0.1, epochs=1)
+    callbacks = [hvdtrain.Checkpoint(sys.argv[1]), warm_up, hvdtrain.StepLog()]
     options = {"validation_data": (x, y), "verbose": 0, "callbacks": callbacks}
     return model, model.fit(x, y, batch_size=8, epochs=epochs, **options).history
 

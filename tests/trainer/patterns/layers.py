@@ -81,10 +81,10 @@ def _tagger() -> keras.Model:
 
 
 def _frozen() -> keras.Model:
-    """A new head on a frozen base with BatchNormalization in inference mode."""
+    """A new head on a frozen base, on TensorFlow with BatchNormalization."""
     base = keras.Sequential([keras.Input((6,)), layers.Dense(4, use_bias=False)])
-    # Keras synchronizes it on TensorFlow only. It is frozen at first.
-    base.add(layers.BatchNormalization(synchronized=keras.backend.backend() == "tensorflow"))
+    if keras.backend.backend() == "tensorflow":  # otherwise Keras refuses to synchronize it
+        base.add(layers.BatchNormalization(synchronized=True))
     base.trainable = False
     start = keras.Input((6,))
     model = keras.Model(start, layers.Dense(3)(base(start, training=False)))

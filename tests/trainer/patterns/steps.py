@@ -407,13 +407,15 @@ def _on_any_structure(model: keras.Model, size: int) -> Any:
 
 STEPS: dict[str, Pattern] = {
     "metrics of compile by name": Pattern(
+        # Don't validate, because Keras alone would report the value of the validation for training.
         lambda: built(NestedLogs(), metrics=["accuracy", Hits()]),
-        fit(**validated),
+        fit(),
         often=True,
         eager=False,
     ),
     "sample weights in an own step": Pattern(
-        lambda: built(NestedLogs(), weighted_metrics=["accuracy"]), fit(X, Y, WEIGHTS)
+        lambda: built(NestedLogs(), weighted_metrics=["accuracy"]),
+        fit(X, Y, WEIGHTS, **validated),
     ),
     "sums over samples in an own step": Pattern(
         lambda: built(NestedLogs(), loss=_reduced("sum")), _weights_alone, often=True
