@@ -166,6 +166,13 @@ def test_imports_are_allowed(module: str) -> None:
             assert part in THIRD_PARTY[package], f"{module} must not import {name}"
 
 
+@pytest.mark.parametrize("module", [name for name in NAMES if _part(name) in ("gradients", "data")])
+def test_shared_parts_know_no_framework(module: str) -> None:
+    """Reductions and the division of data get a framework as an object."""
+    special = tuple(f"hvdtrain.frameworks.{name}." for name in ("tensorflow", "torch", "jax"))
+    assert not [name for name in _known_modules(module) if name.startswith(special)]
+
+
 def test_allowed_imports_are_above() -> None:
     order = list(ALLOWED)
     for part, others in ALLOWED.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.frameworks.interface import Arrays, Shape
 
 __all__ = [
@@ -46,13 +48,22 @@ def run_on_host(
 
     def host(*arrays: Any) -> list[np.ndarray]:
         # No function of JAX may be called here, because a callback could wait for itself then.
-        results = function(*map(np.asarray, arrays))
+        try:
+            results = function(*map(np.asarray, arrays))
+        except HvdtrainError:
+            # The program receives the error, so JAX should not log it as well.
+            logging.getLogger("jax._src.callback").addFilter(_is_unexpected)
+            raise
         return [np.asarray(result, dtype) for result, dtype in zip(results, types)]
 
     if _tracing(inputs):
         like = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in zip(shapes, types)]
         return list(io_callback(host, like, *inputs, ordered=True))
     return [jnp.array(result) for result in host(*inputs)]
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HvdtrainError)
 
 
 def _tracing(inputs: Sequence[Any]) -> bool:
