@@ -13,7 +13,7 @@ from hvdtrain.errors import HvdtrainError
 __all__ = ["Arrays", "DeviceReductions", "Framework", "SparseRows"]
 
 Arrays = Sequence[np.ndarray]
-Tensor = Any  # a tensor of TensorFlow, PyTorch or JAX: they have no common type
+Tensor = Any  # a tensor of TensorFlow, PyTorch or JAX
 Shape = tuple[int | None, ...]
 
 
@@ -95,7 +95,7 @@ class Framework(Protocol):
         """Return the function so that it runs as Python code, even if compiled code calls it.
 
         PyTorch would compile the function together with its caller. TensorFlow and JAX only trace
-        it, which is what the function expects, so they return it unchanged.
+        such a function, and return it unchanged.
         """
 
     def runs_later(self) -> bool:
@@ -120,4 +120,4 @@ class Framework(Protocol):
         """Return the NumPy type of a tensor's values."""
 
     def static_shape(self, tensor: Tensor) -> Shape | None:
-        """Return the shape of a tensor with None for unknown sizes. None if nothing is known."""
+        """Return the shape of a tensor, with None for an unknown size or an unknown shape."""

@@ -40,7 +40,7 @@ from hvdtrain.gradients.sparse_rows import pack_rows, unpack_rows
 
 __all__ = ["GradientReducer"]
 
-Tensor = Any  # frameworks have no common type
+Tensor = Any  # of the framework
 Gradient = Any  # a tensor, tf.IndexedSlices or None
 
 # Types in which devices send compressed gradients.

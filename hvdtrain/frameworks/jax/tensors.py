@@ -40,8 +40,8 @@ def run_on_host(
 ) -> list[jax.Array]:
     """Run a NumPy function on arrays. While JAX traces a function, add an ordered callback to it.
 
-    The arguments are those of ``hvdtrain.frameworks.interface.Framework.run_on_host``. Callbacks
-    have no derivative, so the arguments and results are constants for differentiation.
+    ``hvdtrain.frameworks.interface.Framework.run_on_host`` describes the arguments. For
+    differentiation, the arguments and results are constants.
     """
     inputs = [jax.lax.stop_gradient(to_tensor(tensor)) for tensor in tensors]
     types = types or [tensor.dtype for tensor in inputs[: len(shapes)]]

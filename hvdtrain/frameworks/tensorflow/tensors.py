@@ -43,7 +43,7 @@ def run_on_host(
 ) -> list[tf.Tensor]:
     """Run a NumPy function on tensors, immediately or as an operation of the current graph.
 
-    The arguments are those of ``hvdtrain.frameworks.interface.Framework.run_on_host``.
+    ``hvdtrain.frameworks.interface.Framework.run_on_host`` describes the arguments.
     """
     kinds = [tensor.dtype for tensor in tensors] if types is None else map(tf.as_dtype, types)
     dtypes = [dtype for dtype, _ in zip(kinds, shapes)]
@@ -112,7 +112,7 @@ def numpy_type(tensor: tf.Tensor) -> np.dtype:
 
 
 def static_shape(tensor: tf.Tensor) -> Shape | None:
-    """Return the shape of a tensor with None for unknown sizes. None if nothing is known."""
+    """Return the shape of a tensor, with None for an unknown size or an unknown shape."""
     return None if tensor.shape.rank is None else tuple(tensor.shape)
 
 

@@ -42,7 +42,7 @@ def run_on_host(
 ) -> list[torch.Tensor]:
     """Run a NumPy function on tensors immediately. ``torch.compile`` does not compile the function.
 
-    The arguments are those of ``hvdtrain.frameworks.interface.Framework.run_on_host``. The results
+    ``hvdtrain.frameworks.interface.Framework.run_on_host`` describes the arguments. The results
     are on the device of the first tensor.
     """
     inputs = [to_tensor(tensor) for tensor in tensors]

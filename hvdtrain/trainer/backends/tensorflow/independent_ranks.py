@@ -1,4 +1,4 @@
-"""Optimizers and loss weights for modes in which ranks apply gradients of their own batches."""
+"""Optimizers and loss weights for modes in which each rank applies only its local gradients."""
 
 from __future__ import annotations
 
