@@ -259,6 +259,9 @@ def scales(way: Way) -> None:
     assert values_of(half) == [1.5, 1]
     assert values_of(way(lambda x: framework.scaled(x, 0.0))(nan)) == [0, 0, 0]
     assert values_of(way(lambda x: framework.scaled(x, 2))(tensor(3))) == [6]
+    assert values_of(way(lambda x: framework.scaled(x, 1.0))(tensor(3))) == [3]
+    half = way(lambda x: framework.scaled(x, 0.5))(tensor(3, dtype=ml_dtypes.bfloat16))
+    assert framework.numpy_type(half) == ml_dtypes.bfloat16
 
 
 def converts(way: Way) -> None:

@@ -99,7 +99,14 @@ def scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(gradient: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Multiply a gradient by a number or a scalar tensor. 0 gives zeros, even for NaN."""
+    """Multiply a gradient by a number or a scalar tensor. 0 gives zeros, even for NaN.
+
+    If the factor is the number 1, the result is the gradient itself.
+    """
+    if isinstance(factor, int | float):
+        if factor == 1:  # all batches have the same size
+            return gradient
+        return gradient * factor if factor else torch.zeros_like(gradient)
     factor = scalar(factor, gradient)
     return torch.where(factor == 0, torch.zeros_like(gradient), gradient * factor)
 
