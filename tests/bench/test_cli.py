@@ -175,6 +175,21 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_training_on_another_backend(run_command, environment, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    argv = [str(environment("torch")), *BENCH[1:], *TINY_TRAINING, "--json", str(path)]
+    done = run_command(argv, timeout_s=110, env={"KERAS_BACKEND": "torch"})
+    assert done.returncode == 0, done
+    assert "; Keras on torch\n" in done.stdout
+    results = json.loads(path.read_text())
+    assert results["machine"]["keras_backend"] == "torch"
+    assert results["machine"]["libraries"].keys() >= {"torch", "keras"}
+    (row,) = results["models"]
+    assert row["speedup"] > 0
+    assert [row["input"] for row in results["calls"]] == ["arrays", "PyDataset"]
+
+
+@pytest.mark.mpi
 def test_checkpoint_measures_blocking_and_writing(launch, tmp_path: Path) -> None:
     path, folder = tmp_path / "out.json", tmp_path / "disk"
     folder.mkdir()
