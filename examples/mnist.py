@@ -53,22 +53,22 @@ def main() -> None:
     learning_rate = keras.optimizers.schedules.ExponentialDecay(
         arguments.learning_rate, decay_steps=steps_per_epoch, decay_rate=0.9, staircase=True
     )
+    backend = keras.backend.backend()
+    # The result of fit() is a moving average of the weights. With it, Keras 3.15 fails on JAX.
+    averages_weights = backend != "jax"
     model = build_model()
     model.compile(
-        # The result of fit() is a moving average of the weights.
-        optimizer=keras.optimizers.Adam(learning_rate, use_ema=True, ema_momentum=0.99),
+        optimizer=keras.optimizers.Adam(learning_rate, use_ema=averages_weights, ema_momentum=0.99),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     hvdtrain.distribute(model)
 
     logs, saved = arguments.run_dir / "logs", arguments.run_dir / "model.keras"
-    callbacks = [
-        hvdtrain.StepLog(every=10),
-        keras.callbacks.SwapEMAWeights(),  # validate with the moving average
-    ]
-    uses_tensorboard = keras.backend.backend() == "tensorflow"  # Keras writes with TensorFlow
-    if uses_tensorboard:
+    callbacks: list[keras.callbacks.Callback] = [hvdtrain.StepLog(every=10)]
+    if averages_weights:
+        callbacks.append(keras.callbacks.SwapEMAWeights())  # validate with the moving average
+    if backend == "tensorflow":  # Keras' callback needs TensorFlow
         callbacks.append(keras.callbacks.TensorBoard(logs))
     if arguments.checkpoint_dir:
         callbacks.append(hvdtrain.Checkpoint(arguments.checkpoint_dir, every_s=60))
@@ -88,7 +88,7 @@ def main() -> None:
         model.save(saved)
         print(f"test accuracy = {results['accuracy']:.4f}")
         print(f"model: {saved}")
-        if uses_tensorboard:
+        if backend == "tensorflow":
             print(f"TensorBoard: tensorboard --logdir {logs}")
 
 

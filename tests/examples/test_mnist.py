@@ -68,6 +68,7 @@ def _evaluate_without_hvdtrain(launch, data_dir: Path | None = None) -> float:
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_two_ranks_learn_on_another_backend(
     run_command, launch, environment, backend: str, tmp_path: Path
@@ -81,7 +82,7 @@ def test_two_ranks_learn_on_another_backend(
     done = run_command(
         [str(environment(backend)), "-m", "hvdtrain", "run", "-np", "2", "--", "python", *program],
         env={"KERAS_BACKEND": backend, "PYTHONPATH": f"{blocked}:{REPOSITORY}"},
-        timeout_s=110,
+        timeout_s=200,
     )
     assert done.returncode == 0, done
     (accuracy,) = re.findall(r"^\[0\] test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
