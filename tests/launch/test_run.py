@@ -221,9 +221,11 @@ def test_the_other_ranks_are_stopped_at_once_unless_they_are_writing(
     hvdtrain_run, tmp_path: Path
 ) -> None:
     """The grace of ten minutes is for programs with a handler, like that of rank 3."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
     done = hvdtrain_run(
         *("-np", "4", "--grace-s", "600"),
-        env={"FOLDER": str(tmp_path)},
+        env={"FOLDER": str(folder)},
         body="""
         import pathlib, signal
         from hvdtrain.monitor import report
@@ -256,7 +258,7 @@ def test_the_other_ranks_are_stopped_at_once_unless_they_are_writing(
     )
     assert done.returncode == 137, done
     assert "rank 0 on" in done.stderr
-    assert {"handled", "written"} < set(os.listdir(tmp_path))
+    assert {"handled", "written"} < set(os.listdir(folder))
 
 
 def test_a_rank_that_ends_because_another_failed_is_not_named(hvdtrain_run) -> None:
