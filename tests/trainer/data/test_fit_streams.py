@@ -97,7 +97,6 @@ def test_epochs_and_validations_share_the_batches_of_a_generator(world, preshard
     assert distance(model, weights(reference)) <= 1e-5
 
 
-@every_backend
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("presharded", [False, True])
 def test_an_epoch_without_batches_is_an_error_on_all_ranks(world, presharded):
@@ -127,7 +126,6 @@ def test_an_epoch_lasts_as_long_as_the_longest_generator(world, keras_backend, r
         assert history[name] == pytest.approx(values, rel=1e-5), name
 
 
-@every_backend
 @pytest.mark.ranks(2)
 def test_steps_of_evaluate_and_predict(world):
     model = distributed(world)
