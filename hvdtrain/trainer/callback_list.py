@@ -23,6 +23,7 @@ from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
 
 __all__ = [
     "CHIEF_ONLY",
+    "CallbacksOfSteps",
     "ChiefFailover",
     "StopTogether",
     "list_callbacks",
@@ -61,6 +62,30 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 def stops_at_nan(callbacks: Sequence[Any]) -> bool:
     """Return whether ``TerminateOnNaN`` is among the callbacks."""
     return any(isinstance(entry, keras.callbacks.TerminateOnNaN) for entry in callbacks)
+
+
+class CallbacksOfSteps(keras.callbacks.CallbackList):
+    """The callbacks of ``fit``, which are not called for steps without data.
+
+    Args:
+        callbacks: All callbacks but those that Keras adds.
+        iterator: The iterator over the steps.
+        **options: The arguments with which Keras' ``fit`` creates the list.
+    """
+
+    def __init__(self, callbacks: list[Any], iterator: EpochIterator, **options: Any) -> None:
+        super().__init__(callbacks, add_history=True, **options)
+        self._iterator = iterator
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks before a step."""
+        if not self._iterator.is_idle:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks after a step."""
+        if not self._iterator.is_idle:
+            super().on_train_batch_end(batch, logs)
 
 
 class StopTogether(keras.callbacks.Callback):

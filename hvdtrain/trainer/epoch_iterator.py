@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import keras
+
 from hvdtrain.data.partition import Position
 from hvdtrain.private_api.keras import set_steps_seen, warn_of_interruption
-from hvdtrain.trainer.data import ShardedInput
+from hvdtrain.trainer.data import ShardedInput, Share
 from hvdtrain.trainer.data.sharded_input import Pass
 from hvdtrain.trainer.fit_inputs import InputWait
 from hvdtrain.trainer.membership import Change, Membership
@@ -125,6 +127,8 @@ class EpochIterator:
         self._block_steps = 0  # steps of the current block, 0 between blocks
         self._epoch_step = 0  # steps of the epoch before the current block
         self._ran_out = False  # whether the data of a pass of unknown length have ended
+        self.is_idle = False
+        """Whether the current step has no data, and callbacks must not notice it."""
 
     def place(self, *, epoch_step: int) -> EpochPlace:
         """Return the position at which training continues after the current block of steps.
@@ -262,6 +266,8 @@ class EpochIterator:
         step = 0 if continues else self._begin_pass()
         assert self._pass is not None
         limit = self._steps_per_epoch
+        # Keras' fit fails on JAX if an epoch has no step, so it gets a step without data.
+        needs_step = keras.backend.backend() == "jax"
         while limit is None or step < limit:
             if self.ended:
                 if limit is not None:
@@ -283,6 +289,11 @@ class EpochIterator:
             yield step, step + self._block - 1, self._iterator
             self._block_steps = 0
             step += self._block
+            needs_step = False
+        if needs_step:
+            self.is_idle = True
+            yield step, step, iter([Share(batch=None, rows=0, joint_rows=0)])
+            self.is_idle = False
 
     def _begin_pass(self) -> int:
         """Start to read the data again.

@@ -25,6 +25,7 @@ from hvdtrain.private_api.keras_data import split_validation
 from hvdtrain.trainer.backends.interface import Steps
 from hvdtrain.trainer.callback_list import (
     CHIEF_ONLY,
+    CallbacksOfSteps,
     ChiefFailover,
     StopTogether,
     list_callbacks,
@@ -218,12 +219,22 @@ class FitLoop:
             with self._training(sharded, steps_per_epoch, listed, verbose, session) as wrapped:
                 if checkpoint is not None:
                     checkpoint.session = session
+                own_verbose = verbose if self._membership.is_chief else 0
+                if keras.backend.backend() == "jax":
+                    # EpochIterator may add a step without data there.
+                    wrapped = self._callbacks_of_steps(
+                        wrapped,
+                        add_progbar=own_verbose != 0,
+                        verbose=own_verbose,
+                        epochs=epochs,
+                        steps=steps_per_epoch or sharded.steps,
+                    )
                 return self._run_keras(
                     self._fit,
                     sharded.dataset,
                     epochs=epochs,
                     shuffle=False,  # the dataset is shuffled already
-                    verbose=verbose if self._membership.is_chief else 0,
+                    verbose=own_verbose,
                     callbacks=wrapped,
                     validation_data=self._validation_dataset,
                     initial_epoch=initial_epoch,
@@ -238,6 +249,10 @@ class FitLoop:
             self._input_wait.release_dataset()
             if checkpoint is not None:
                 checkpoint.session = None
+
+    def _callbacks_of_steps(self, callbacks: list[Any], **options: Any) -> Any:
+        assert self._running is not None
+        return CallbacksOfSteps(callbacks, self._running, model=self._model, **options)
 
     @contextmanager
     def _training(

@@ -135,6 +135,8 @@ class JaxSteps:
 
     def train(self, compiled: Callable[..., Any], state: Any, data: Any) -> Any:
         """Run a training step, and return its logs and the new state."""
+        if isinstance(data, Share) and data.batch is None:
+            return {}, state  # a step without data, from EpochIterator
         elastic = self._collectives.survives_losses
         step = self._host.begin_training(_on_host(data))
         how = step.weighting
