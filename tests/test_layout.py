@@ -173,6 +173,30 @@ def test_shared_parts_know_no_framework(module: str) -> None:
     assert not [name for name in _known_modules(module) if name.startswith(special)]
 
 
+# The parts of ``trainer`` that belong to one framework, and modules that look for objects of it.
+_OF_FRAMEWORK = {
+    "tensorflow": (
+        *("backends.tensorflow", "data.tensorflow", "local_sgd", "served", "gradient_tape"),
+        *("model_parts", "step_variables"),
+    ),
+    "torch": ("backends.torch",),
+    "jax": ("backends.jax",),
+}
+
+
+@pytest.mark.parametrize("framework", _OF_FRAMEWORK)
+def test_few_parts_of_the_trainer_know_a_framework(framework: str) -> None:
+    allowed = tuple(f"hvdtrain.trainer.{name}" for name in _OF_FRAMEWORK[framework])
+    users = [
+        module
+        for module, path in NAMES.items()
+        if _part(module) == "trainer"
+        and framework in {name.partition(".")[0] for name in _imports(path)}
+    ]
+    assert users, "the names of modules have changed"
+    assert [module for module in users if not module.startswith(allowed)] == []
+
+
 def test_allowed_imports_are_above() -> None:
     order = list(ALLOWED)
     for part, others in ALLOWED.items():

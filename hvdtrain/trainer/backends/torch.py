@@ -21,11 +21,10 @@ from hvdtrain import world
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import set_untracked
 from hvdtrain.trainer.additive_metrics import AdditiveMetrics
 from hvdtrain.trainer.backends.host_steps import HostSteps, check_settings, rows_of
 from hvdtrain.trainer.data import Share
-from hvdtrain.trainer.model_parts import optimizers_of, plain_optimizers_of
+from hvdtrain.trainer.model_parts import optimizers_of
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
@@ -80,8 +79,6 @@ class TorchSteps:
         self.predicted_rows: list[Any] = []
         self.step_rows: Any = None
         self.samples, self.ran, self.rows = self._host.samples, self._host.ran, self._host.rows
-        for optimizer in plain_optimizers_of(model):
-            _average_uncompiled(optimizer)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
@@ -170,15 +167,6 @@ class TorchSteps:
             return logs
         results = self._model.get_metrics_result()
         return {name: results.get(name, value) for name, value in logs.items()}
-
-
-def _average_uncompiled(optimizer: Any) -> None:
-    """Keep ``torch.compile`` from compiling the code between a gradient and its average.
-
-    That code runs once per step and contains nothing to compile, but compiling it takes long.
-    """
-    plain = functools.partial(type(optimizer)._hvdtrain_average, optimizer)
-    set_untracked(optimizer, "_hvdtrain_average", torch.compiler.disable(plain))
 
 
 def _values(variables: Sequence[Any]) -> list[torch.Tensor]:

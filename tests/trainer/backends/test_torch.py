@@ -1,0 +1,136 @@
+"""Training with Keras' torch backend: compiled steps, live variables, and Keras' own DDP."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import world as job
+from hvdtrain.config import Settings
+from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.trainer.backends.host_steps import check_settings
+from hvdtrain.trainer.batch_normalization import SyncBatchNormalization
+
+ROWS = 33  # the last joint step has a row on rank 0 only
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+WEIGHTS = np.linspace(0.0, 2.0, ROWS)
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.backends("torch")]
+
+
+def _model(normalize: type[Any] | None = None, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((4,)), keras.layers.Dense(6, activation="relu")]
+    if normalize is not None:
+        layers.append(normalize(momentum=0.5))
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(**{"optimizer": optimizer, "loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
+def _check_equal(model: keras.Model, alone: keras.Model) -> None:
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.timeout(300)
+def test_a_compiled_step_is_not_compiled_again_when_its_weight_changes(world, monkeypatch):
+    """Rank 1 has fewer rows, so that the weights of the steps change on rank 0."""
+    import torch
+
+    # The slow part of a compilation is generating code, which this test doesn't need.
+    compile_quickly = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    class NoMoreCompilation(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            # The gradients are None before the first step, and batches of rank 1 change their size.
+            if batch == 1 and job.rank() == 0:
+                monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+
+    together = _model(SyncBatchNormalization, loss=loss, jit_compile=True)
+    world.distribute(together, presharded=True)
+    rows = slice(0, 20) if job.rank() == 0 else slice(20, ROWS - 2)  # batches 4 4 4 4 4 and 4 4 3
+    together.fit(
+        X[rows],
+        Y[rows],
+        sample_weight=WEIGHTS[rows],
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[NoMoreCompilation()],
+    )
+
+    alone = _model(keras.layers.BatchNormalization, loss=loss)
+    for step in range(5):
+        parts = [np.arange(20)[4 * step :][:4], np.arange(20, ROWS - 2)[4 * step :][:4]]
+        joint = np.concatenate(parts)
+        alone.train_on_batch(X[joint], Y[joint], WEIGHTS[joint])
+    _check_equal(together, alone)
+
+
+def test_a_rank_without_rows_keeps_its_metrics_and_statistics(world):
+    """Variables of torch are changed in place, so earlier values must be copies."""
+    seen = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            statistics = [np.array(w) for w in self.model.layers[1].get_weights()[2:]]
+            seen.append((statistics, logs["mae"]))
+
+    model = _model(keras.layers.BatchNormalization)
+    world.distribute(model)
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[Reads()])
+    (before, mae_before), (after, mae_after) = seen[-2:]
+    unchanged = all(map(np.array_equal, before, after)), mae_before == mae_after
+    assert unchanged == ((True, True) if job.rank() == 1 else (False, False))
+
+
+def test_batches_passed_to_single_steps_are_weighted_by_rows(world):
+    together, alone = _model(), _model()
+    world.distribute(together)
+    own = slice(0, 10) if job.rank() == 0 else slice(10, ROWS)
+    together.train_on_batch(X[own], Y[own])
+    alone.train_on_batch(X, Y)
+    _check_equal(together, alone)
+    if world.is_chief():  # a single rank may call these
+        assert together.test_on_batch(X[own], Y[own])[0] > 0
+        assert together.predict_on_batch(X[own]).shape == Y[own].shape
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank_as_itself(world):
+    x = X.copy()
+    x[1] = np.nan
+    model = _model()
+    world.distribute(model)
+    with pytest.raises(NonFiniteError, match="on rank 0"):
+        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+
+
+def test_several_steps_per_call_are_refused_as_keras_does(world):
+    model = _model(steps_per_execution=2)
+    world.distribute(model)
+    with pytest.raises(ValueError, match="steps_per_execution"):
+        model.fit(X, Y, batch_size=4, verbose=0)
+
+
+def test_a_model_that_keras_distributes_is_an_error(world):
+    """Keras 3.16 wraps a model if the program has initialized ``torch.distributed``."""
+    model = _model()
+    model.ddp_model = None
+    world.distribute(model)
+    model.ddp_model = keras.Sequential([keras.Input((4,))])
+    with pytest.raises(ModelError, match=r"torch\.distributed is initialized"):
+        world.distribute(model)
+
+
+def test_towers_are_an_error(world):
+    with pytest.raises(ModelError, match="needs the Keras backend tensorflow, got torch"):
+        check_settings(Settings(mode="towers", devices_per_rank=2))
