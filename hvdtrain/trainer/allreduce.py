@@ -50,7 +50,9 @@ class Allreduce:
             model, self._reducer, patch.settings, synchronized=layers, warn=patch.warn_once
         )
         for layer in layers:
-            synchronize_batch_normalization(layer, patch.collectives, lambda: steps.step_rows)
+            synchronize_batch_normalization(
+                layer, patch.collectives, lambda: steps.step_rows, lambda: steps.step_weight
+            )
         install_loops(patch, self._reducer, steps)
 
     def on_change(self, model: keras.Model, change: Change) -> None:

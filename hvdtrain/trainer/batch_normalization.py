@@ -22,6 +22,7 @@ from hvdtrain.private_api.keras import (
     replace_moments,
     set_untracked,
 )
+from hvdtrain.trainer.loss_weights import ratio
 
 __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
 
@@ -72,7 +73,10 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 
 
 def synchronize_batch_normalization(
-    layer: Any, collectives: Engine, rows: Callable[[], Any]
+    layer: Any,
+    collectives: Engine,
+    rows: Callable[[], Any],
+    weight: Callable[[], Any] = lambda: None,
 ) -> None:
     """Make a ``BatchNormalization`` layer use the mean and variance over the batches of all ranks.
 
@@ -81,8 +85,15 @@ def synchronize_batch_normalization(
     all n_r, then the mean over all ranks is m = sum(n_r m_r) / n, and the variance over all ranks
     is sum(n_r (v_r + (m_r - m)^2)) / n.
 
-    ``rows`` is a function. During a training step, it returns how many rows of this rank's batch
-    count. Between training steps, it returns None.
+    Args:
+        layer: The layer.
+        collectives: The connection between the ranks.
+        rows: During a training step, returns how many rows of this rank's batch count. Otherwise it
+            returns None.
+        weight: Returns the factor w_r by which this rank's gradients are multiplied after the
+            backward pass, or None if the loss itself is multiplied. The loss of rank s depends on
+            the values of rank r. The gradient of this dependency must be multiplied by w_s, and not
+            by w_r.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +106,7 @@ def synchronize_batch_normalization(
             count = _count(layer, inputs, mask, own[0].dtype)
             step_rows = rows()
             counts = None if step_rows is None else step_rows > 0
-            return _joint_moments(layer, own, count, collectives, counts)
+            return _joint_moments(layer, own, count, collectives, counts, weight())
 
         return moments
 
@@ -109,12 +120,14 @@ def _joint_moments(
     count: Any,
     collectives: Engine,
     counts: Any = None,
+    weight: Any = None,
 ) -> tuple[Any, Any]:
     """Combine the means and variances of all ranks.
 
     ``own`` contains the mean and the variance of this rank's ``count`` values. If ``counts`` is
     False, this rank's batch is ignored: other ranks receive neither its mean and variance nor the
-    gradients of this mean and variance.
+    gradients of this mean and variance. ``weight`` is a result of the function of this name in
+    ``synchronize_batch_normalization``.
     """
     mean, variance = own
     elastic = collectives.survives_losses
@@ -126,7 +139,11 @@ def _joint_moments(
     )
     if counts is not None:
         packed = ops.where(counts, packed, ops.zeros_like(packed))
+    if weight is not None:
+        packed = _scale_gradient(packed, ratio(1.0, weight))
     stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
+    if weight is not None:
+        stacked = _scale_gradient(stacked, weight)
     if counts is not None:
         stacked = ops.where(counts, stacked, ops.stop_gradient(stacked))
     n = stacked[:, :1]
@@ -143,6 +160,12 @@ def _joint_moments(
         ops.where(total > 0, mean, ops.cast(layer.moving_mean, mean.dtype)),
         ops.where(total > 0, variance, ops.cast(layer.moving_variance, variance.dtype)),
     )
+
+
+def _scale_gradient(values: Any, factor: Any) -> Any:
+    """Return the same values. In the backward pass, multiply their gradient by ``factor``."""
+    constant = ops.stop_gradient(values)
+    return constant + ops.cast(factor, values.dtype) * (values - constant)
 
 
 def _count(layer: Any, inputs: Any, mask: Any, dtype: Any) -> Any:

@@ -43,6 +43,8 @@ class Steps(Protocol):
         predicted_rows: For each step of a prediction, an int64 array of shape (1, 2). It contains
             the number of rows that count, which is 0 or all, and the number of rows of the batch.
         step_rows: The number of rows that count in the current training step. None between steps.
+        step_weight: The factor by which the optimizers multiply the gradients of the current
+            training step. None between steps, or if the loss itself is multiplied.
         samples: The number of samples that this rank has trained on.
         ran: The number of training steps in this process, including the current one.
         rows: The number of samples that counted in the last training or test step.
@@ -53,6 +55,7 @@ class Steps(Protocol):
     joint_rows_known: bool
     predicted_rows: list[Any]
     step_rows: Any
+    step_weight: Any
     samples: Number
     ran: Number
     rows: Number

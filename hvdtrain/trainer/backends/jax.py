@@ -99,6 +99,7 @@ class JaxSteps:
         self.joint_rows_known = False
         self.predicted_rows: list[Any] = []
         self.step_rows: Any = None
+        self.step_weight: Any = None
         self.samples, self.ran, self.rows = self._host.samples, self._host.ran, self._host.rows
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -172,7 +173,7 @@ class JaxSteps:
     def _train(self, state: Any, batch: Any, numbers: _Numbers) -> Any:
         """Run the model's ``train_step``. This function is compiled."""
         how = Weighting(factor=numbers.factor, weight=numbers.weight, op=self._op)
-        self.step_rows = numbers.rows
+        self.step_rows, self.step_weight = numbers.rows, numbers.factor
         try:
             with (
                 self.additive.trying(),
@@ -181,7 +182,7 @@ class JaxSteps:
             ):
                 logs, new = self._train_step(state, batch)
         finally:
-            self.step_rows = None
+            self.step_rows = self.step_weight = None
         trainable, others, optimizer, metrics = new
         others = self._weigh_statistics(state[1], others, numbers.rates)
         logs, metrics = self._keep_metrics(logs, state[3], metrics, numbers.rows)

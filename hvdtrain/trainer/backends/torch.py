@@ -78,6 +78,7 @@ class TorchSteps:
         self.joint_rows_known = False
         self.predicted_rows: list[Any] = []
         self.step_rows: Any = None
+        self.step_weight: Any = None
         self.samples, self.ran, self.rows = self._host.samples, self._host.ran, self._host.rows
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -114,6 +115,7 @@ class TorchSteps:
         self.step_rows = self._number(step.rows)
         how = step.weighting
         how = how._replace(factor=None if how.factor is None else self._number(how.factor))
+        self.step_weight = how.factor
         try:
             with (
                 self._metrics_of(step.rows),
@@ -123,7 +125,7 @@ class TorchSteps:
             ):
                 logs = function([step.batch])
         finally:
-            self.step_rows = None
+            self.step_rows = self.step_weight = None
         if moving:
             _assign(moving, self.statistics.moved(before, _values(moving), rates))
         return self._logs_of(step.rows, logs)

@@ -78,6 +78,8 @@ class ModelSteps:
         compute.joint_loss = self._weights.joint_loss
         self.step_rows: tf.Tensor | None = None
         """The number of rows that count in the current training step; None between steps."""
+        self.step_weight: tf.Tensor | None = None
+        """The factor of the gradients in the current step of an own ``train_step``."""
         self.statistics = MovingStatistics(model, synchronized)
         self.additive = AdditiveMetrics(model)
         self._member = world.collectives().member
@@ -140,7 +142,7 @@ class ModelSteps:
                         return self._train_own(share, counts)
                 return self._train_plain(share, counts, row_weight, generator)
         finally:
-            self.step_rows = None
+            self.step_rows = self.step_weight = None
 
     def test(self, data: Any) -> Any:
         """Run ``test_step``. If no rows of the batch count, the metrics don't change."""
@@ -225,6 +227,7 @@ class ModelSteps:
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
         how = self._weights.weighting(are_sums(self._model), weight, weight, None)
+        self.step_weight = weight
         with (
             weighting(optimizers_of(self._model), how, self._compute.jit),
             self._weights.joint_loss(rows, joint_rows, "train"),
