@@ -128,7 +128,8 @@ class JaxSteps:
         model = self._model
         if getattr(model, name) is None or force:
             if model.jit_compile and not model.run_eagerly:
-                step = jax.jit(step, donate_argnums=0)
+                # JAX would not trace the same function again.
+                step = jax.jit(functools.partial(step), donate_argnums=0)
             concatenate = name == "predict_function"
             function = loop_over_steps(model, functools.partial(run, step), concatenate=concatenate)
             setattr(model, name, function)

@@ -156,6 +156,18 @@ def test_errors_in_a_compiled_step_are_raised_on_every_rank_as_themselves(world)
     assert np.isfinite(_fit(model, 4)["loss"]).all()
 
 
+def test_a_second_fit_treats_nan_as_its_own_callbacks_say(world):
+    model = _model()
+    world.distribute(model)
+    _fit(model, 4)
+    x = np.full_like(X, np.nan)
+    options = {"batch_size": 4, "epochs": 2, "verbose": 0}
+    history = model.fit(x, Y, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
+    assert len(history.epoch) == 1
+    with pytest.raises(NonFiniteError):
+        model.fit(x, Y, **options)
+
+
 class _Largest(keras.metrics.Metric):
     def __init__(self, adds: bool) -> None:
         super().__init__(name="own")
