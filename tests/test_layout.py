@@ -173,28 +173,29 @@ def test_shared_parts_know_no_framework(module: str) -> None:
     assert not [name for name in _known_modules(module) if name.startswith(special)]
 
 
-# The parts of ``trainer`` that belong to one framework, and modules that look for objects of it.
-_OF_FRAMEWORK = {
+# The only modules that may import a framework, also in functions.
+_HOMES = {
     "tensorflow": (
-        *("backends.tensorflow", "data.tensorflow", "local_sgd", "served", "gradient_tape"),
-        *("model_parts", "step_variables"),
+        *("private_api.tensorflow", "private_api.keras_tensorflow", "frameworks.tensorflow"),
+        *("trainer.backends.tensorflow", "trainer.data.tensorflow", "trainer.gradient_tape"),
+        *("trainer.local_sgd", "trainer.served", "trainer.step_variables", "trainer.model_parts"),
+        *("parameter_server.variable_table", "compat.horovod", "bench"),
     ),
-    "torch": ("backends.torch",),
-    "jax": ("backends.jax",),
+    "torch": ("frameworks.torch", "trainer.backends.torch", "compat.horovod.torch"),
+    "jax": ("private_api.jax", "frameworks.jax", "trainer.backends.jax", "bench"),
 }
 
 
-@pytest.mark.parametrize("framework", _OF_FRAMEWORK)
-def test_few_parts_of_the_trainer_know_a_framework(framework: str) -> None:
-    allowed = tuple(f"hvdtrain.trainer.{name}" for name in _OF_FRAMEWORK[framework])
-    users = [
+@pytest.mark.parametrize("framework", _HOMES)
+def test_frameworks_are_imported_in_their_modules_only(framework: str) -> None:
+    homes = tuple(f"hvdtrain.{home}." for home in _HOMES[framework])
+    users = {
         module
-        for module, path in NAMES.items()
-        if _part(module) == "trainer"
-        and framework in {name.partition(".")[0] for name in _imports(path)}
-    ]
-    assert users, "the names of modules have changed"
-    assert [module for module in users if not module.startswith(allowed)] == []
+        for module in NAMES
+        if any(name.partition(".")[0] == framework for name in _imports(NAMES[module]))
+    }
+    assert not [module for module in users if not f"{module}.".startswith(homes)]
+    assert all(any(f"{module}.".startswith(home) for module in users) for home in homes)
 
 
 def test_allowed_imports_are_above() -> None:
