@@ -175,7 +175,7 @@ def _set_up_devices(
 ) -> World:
     """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
     devices = _import_devices(framework)
-    devices.set_up(settings)
+    devices.set_up(settings, collectives)
     own: dict[str, Any] = {
         "host": host_id(),
         "gpus": dataclasses.asdict(devices.find_gpus(topology, os.environ, needed=uses_gpus)),

@@ -453,7 +453,7 @@ class Engine(EngineCore):
             others = self._section_error
             if others is None or isinstance(error, HvdtrainError) or str(others) not in str(error):
                 raise
-            # TensorFlow has wrapped the error of the other rank.
+            # The framework has wrapped the error of the other rank.
             raise others from error
         finally:
             self._section, self._section_error = "", None

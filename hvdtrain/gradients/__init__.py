@@ -1,1 +1,1 @@
-"""Averaging of gradients over all ranks, in eager mode or in TensorFlow graphs."""
+"""Averaging of gradients over all ranks, for every framework."""

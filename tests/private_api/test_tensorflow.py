@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 from hvdtrain.frameworks.tensorflow import devices
@@ -30,7 +31,7 @@ def test_a_missing_attribute_of_a_class_or_module_is_named(
     for owner in [owner for owner in owners if name in vars(owner)]:
         monkeypatch.delattr(owner, name)
     with pytest.raises(LaunchError) as caught:
-        devices.set_up(Settings())
+        devices.set_up(Settings(), single_engine())
     assert f"TensorFlow {tf.__version__} lacks {kind.__name__}.{name}, which" in str(caught.value)
 
 

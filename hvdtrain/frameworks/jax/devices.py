@@ -13,8 +13,9 @@ from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_shar
 from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu, cuda_gpus
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
-from hvdtrain.errors import HvdtrainError, LaunchError
+from hvdtrain.errors import LaunchError
 from hvdtrain.private_api.jax import in_use
 
 __all__ = [
@@ -33,13 +34,9 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _MEMORY = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def set_up(settings: Settings) -> None:
-    """Make JAX not log errors of hvdtrain, which are raised in its callbacks and reach the user."""
-    logging.getLogger("jax._src.callback").addFilter(_is_not_own_error)
-
-
-def _is_not_own_error(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HvdtrainError))
+def set_up(settings: Settings, collectives: Engine) -> None:
+    """Run collectives of Python code after those of compiled functions that still run."""
+    collectives.before_operation = jax.effects_barrier
 
 
 def find_gpus(

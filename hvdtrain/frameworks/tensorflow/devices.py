@@ -12,6 +12,7 @@ from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 from hvdtrain.frameworks.tensorflow import device_connection, random_seed
@@ -97,7 +98,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
     return first_gpus(ranks, chosen)
 
 
-def set_up(settings: Settings) -> None:
+def set_up(settings: Settings, collectives: Engine) -> None:
     """Set TensorFlow's device placement, and exclude hvdtrain from AutoGraph.
 
     Raises:

@@ -10,6 +10,7 @@ from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, first_gpus
 from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-def set_up(settings: Settings) -> None:
+def set_up(settings: Settings, collectives: Engine) -> None:
     """Do nothing, because PyTorch needs no settings."""
 
 

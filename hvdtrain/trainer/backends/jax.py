@@ -85,9 +85,7 @@ class JaxSteps:
     ) -> None:
         self._model = model
         self._reducer = reducer
-        self._collectives = collectives = reducer.collectives
-        # A compiled step may still run when Python code reaches its next collective.
-        collectives.before_operation = jax.effects_barrier
+        self._collectives = reducer.collectives
         self._host = HostSteps(model, reducer)
         self._member = world.collectives().member
         self._train_step, self._test_step = model.train_step, model.test_step
