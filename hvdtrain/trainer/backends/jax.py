@@ -229,8 +229,12 @@ class JaxSteps:
             variables = self._model.metrics_variables
             with keras.StatelessScope(list(zip(variables, values))):
                 results = self._model.get_metrics_result()
+            keep = functools.partial(ops.where, counts)
             logs = {
-                name: ops.where(counts, value, results[name]) if name in results else value
+                # The result of a metric may be a dictionary.
+                name: keras.tree.map_structure(keep, value, results[name])
+                if name in results
+                else value
                 for name, value in logs.items()
             }
         return logs, values
