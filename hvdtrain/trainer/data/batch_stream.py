@@ -26,7 +26,12 @@ from hvdtrain.data.partition import Position, joint_steps
 from hvdtrain.errors import DataError
 from hvdtrain.private_api import keras_data
 from hvdtrain.trainer.data import batch_structure
-from hvdtrain.trainer.data.batch_structure import count_rows, digest, identifying_leaves
+from hvdtrain.trainer.data.batch_structure import (
+    copy_of_leaf,
+    count_rows,
+    digest,
+    identifying_leaves,
+)
 from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN, HostBatches, Share
 from hvdtrain.trainer.data.sharded_input import ShardedInput, ShardPlan
 
@@ -218,7 +223,11 @@ class ShardedStream(ShardedInput):
         source, class_weight = f"A {self._kind}", self.plan.class_weight
         batches = (batch_structure.standardize(b, class_weight, source) for b in self._batches)
         # A generator may use the same memory for the next batch, which is read ahead.
-        return (keras.tree.map_structure(_copy, b) for b in batches) if self._read_once else batches
+        return (
+            (keras.tree.map_structure(copy_of_leaf, b) for b in batches)
+            if self._read_once
+            else batches
+        )
 
     def agree_on_steps(self, block: int) -> int:
         """Return for how many of the next ``block`` steps at least one rank has a batch.
@@ -270,12 +279,6 @@ class ShardedStream(ShardedInput):
         self.verify()
         if self._queue is not None:
             self._queue.settle()
-
-
-def _copy(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    return leaf.clone() if hasattr(leaf, "clone") else leaf  # a tensor of torch
 
 
 class _Queue:

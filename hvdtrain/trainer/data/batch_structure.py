@@ -23,6 +23,7 @@ __all__ = [
     "batch_spec",
     "blank_batch",
     "check_numeric",
+    "copy_of_leaf",
     "count_rows",
     "describe_row",
     "digest",
@@ -38,6 +39,14 @@ __all__ = [
 
 EXAMINED_BATCHES = 2
 """The number of batches that Keras examines for types and shapes."""
+
+
+def copy_of_leaf(leaf: Any) -> Any:
+    """Return a copy of an array or tensor whose memory a user's program may use again."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.clone() if hasattr(leaf, "clone") else leaf  # a tensor of torch
+
 
 _TEXT = ("O", "S", "U", "string")  # kinds of dtypes of NumPy, and the name of TensorFlow's
 

@@ -194,7 +194,9 @@ def _fetch(dataset: keras.utils.PyDataset, indices: Iterable[int]) -> Iterator[A
     """
     workers, processes = dataset.workers, dataset.use_multiprocessing
     if workers <= (0 if processes else 1):
-        yield from (dataset[index] for index in indices)
+        # The dataset may fill the same arrays again for the next batch, which is read ahead.
+        for index in indices:
+            yield keras.tree.map_structure(batch_structure.copy_of_leaf, dataset[index])
         return
     if processes:
         # Unlike multiprocessing.Pool, this detects that a worker has died.

@@ -56,6 +56,20 @@ def test_every_batch_is_read_once_in_order(options, size: int) -> None:
             assert [len(step) for step in steps[:-1]] == [2 * size] * (len(steps) - 1)
 
 
+class Reusing(Batches):
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        self.memory = getattr(self, "memory", (np.zeros_like(x), np.zeros_like(y)))
+        for own, new in zip(self.memory, (x, y)):
+            own[:] = new
+        return self.memory
+
+
+def test_batches_may_reuse_their_memory() -> None:
+    shares = shard_on_ranks(2, lambda _: Reusing(12))
+    assert flat(joint(shares)) == list(range(12))
+
+
 def test_each_rank_reads_only_its_own_batches() -> None:
     requested: dict[int, list[int]] = {0: [], 1: []}
 
