@@ -16,7 +16,7 @@ from hvdtrain.trainer.batch_normalization import (
     synchronized_layers,
 )
 from hvdtrain.trainer.fit_loop import FitLoop
-from hvdtrain.trainer.learning_rate import prepare_rescaling, rescale_rate
+from hvdtrain.trainer.learning_rate import has_rate_factor, prepare_rescaling, rescale_rate
 from hvdtrain.trainer.membership import Change
 from hvdtrain.trainer.model_parts import optimizers_of
 from hvdtrain.trainer.model_patch import ModelPatch
@@ -108,6 +108,9 @@ def rescale_rates(model: keras.Model, change: Change) -> None:
     attach_state(model)
     for optimizer in optimizers_of(model):
         rescale_rate(optimizer, len(change.before), len(change.now))
+    if keras.backend.backend() == "jax" and any(map(has_rate_factor, optimizers_of(model))):
+        # A compiled step contains the factors of learning rate schedules as constants.
+        model.make_train_function(force=True)
 
 
 def _synchronized_layers(patch: ModelPatch) -> list[Any]:

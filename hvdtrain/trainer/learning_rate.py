@@ -23,6 +23,7 @@ from hvdtrain.trainer.optimizer_patch import plain_optimizers
 
 __all__ = [
     "WarmUp",
+    "has_rate_factor",
     "prepare_rescaling",
     "rescale_rate",
     "rescale_restored_rate",
@@ -71,6 +72,11 @@ def prepare_rescaling(optimizer: Any) -> None:
             factor = keras.Variable(1.0, dtype="float32", trainable=False, name="rate_factor")
             set_untracked(plain, _FACTOR, factor)
             set_untracked(plain, RATE, partial(_multiplied, rate, factor))
+
+
+def has_rate_factor(optimizer: Any) -> bool:
+    """Return whether ``prepare_rescaling`` has changed how rates are computed."""
+    return any(hasattr(plain, _FACTOR) for plain in plain_optimizers(optimizer))
 
 
 def _multiplied(rate: Callable[[], Any], factor: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint import Store
-from tests.launch.elastic_fit import BATCH, Scenario
+from tests.launch.elastic_fit import BATCH, ROWS, Scenario
 from tests.launch.jobs import HVDTRAIN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(400)]
@@ -126,6 +126,43 @@ def test_every_sample_is_seen_once(train: Any, scenarios: list[Scenario], backen
     for scenario, result in zip(scenarios, results):
         if scenario.validate:
             assert result["exact"] == [True] * scenario.epochs, (scenario, result)
+
+
+# A step with a sample adds the learning rate, times -1, to the weight of this sample.
+SCHEDULE = """
+import json, os, signal
+import keras, numpy as np
+import hvdtrain
+from tests.launch.elastic_fit import BATCH, ROWS, Total
+
+class Die(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if me == 1 and batch == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+hvdtrain.init()
+me = hvdtrain.rank()
+rate = hvdtrain.scale_learning_rate(1.0)
+schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [rate, rate])
+dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+model = keras.Sequential([keras.Input((ROWS,)), dense])
+model.compile(keras.optimizers.SGD(schedule), Total())
+hvdtrain.distribute(model)
+x, y = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
+model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Die()])
+rates, counts = np.unique(-model.get_weights()[0], return_counts=True)
+print("rates", json.dumps([rates.tolist(), counts.tolist()]), flush=True)
+"""
+
+
+def test_schedules_of_compiled_steps_are_rescaled(run_on: Any, tmp_path: Path) -> None:
+    program = tmp_path / "schedule.py"
+    program.write_text(SCHEDULE)
+    done = run_on(program, [], 3, backend="jax")
+    assert done.returncode == 0, done
+    # Four steps of three ranks and the step that loses a rank, and then two ranks.
+    expected = [[2.0, 3.0], [ROWS - 14 * BATCH, 14 * BATCH]]
+    assert done.stdout.count(f"rates {json.dumps(expected)}") == 2, done
 
 
 def test_random_losses(train: Any) -> None:
