@@ -57,7 +57,7 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 def tensorflow_seed() -> int | None:
     """Return TensorFlow's global seed. None if it is not set, or if TensorFlow is not loaded."""
-    if "tensorflow" not in sys.modules:
+    if sys.modules.get("tensorflow") is None:
         return None
     from hvdtrain.frameworks.tensorflow import random_seed
 
