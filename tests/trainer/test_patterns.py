@@ -29,17 +29,45 @@ from tests.trainer.saving.runs import Stop, StopAfter
 on_all_backends = pytest.mark.backends("tensorflow", "torch", "jax")
 
 
+def _of_backend(name):
+    """Return the patterns that work with a backend in one process."""
+    return [pattern for pattern in PATTERNS if name in PATTERNS[pattern].backends]
+
+
+# JAX compiles each pattern for seconds. Most of the others differ from these only in their layers.
+_OFTEN_ON_JAX = [
+    *(name for name in _of_backend("jax") if PATTERNS[name].often),
+    *("each rank's own rows", "evaluate and predict", "eager steps", "a PyDataset"),
+    *("an own compute_loss", "masked outputs of each time step", "a loss that is not a number"),
+]
+
+
 def _marked(name):
     return pytest.param(name, marks=() if PATTERNS[name].often else pytest.mark.more)
 
 
 @pytest.mark.ranks(2)
-@on_all_backends
-@pytest.mark.parametrize("name", [*map(_marked, PATTERNS)])
+@pytest.mark.backends("tensorflow")
+@pytest.mark.parametrize("name", map(_marked, _of_backend("tensorflow")))
 def test_a_pattern_of_keras_guides(world, keras_backend, name):
-    pattern = PATTERNS[name]
-    if keras_backend not in pattern.backends:
-        pytest.skip(f"not supported by Keras on {keras_backend}")
+    equals_one_process(world, keras_backend, PATTERNS[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("name", map(_marked, _of_backend("torch")))
+def test_a_pattern_on_torch(world, keras_backend, name):
+    equals_one_process(world, keras_backend, PATTERNS[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("name", _OFTEN_ON_JAX)
+def test_a_pattern_on_jax(world, keras_backend, name):
+    equals_one_process(world, keras_backend, PATTERNS[name])
+
+
+def equals_one_process(world, keras_backend, pattern):
     if pattern.since > tuple(map(int, keras.version().split(".")[:2])):
         pytest.skip(f"not supported by Keras {keras.version()}")
     keras.utils.set_random_seed(3)
