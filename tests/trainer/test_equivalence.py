@@ -25,7 +25,15 @@ def test_two_ranks_equal_one_process(world):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.backends("tensorflow", "torch", "jax")
+@pytest.mark.backends("torch", "jax")
+@pytest.mark.parametrize("case", ["accumulation", "steps_per_execution"])
+def test_two_ranks_equal_one_process_on_other_backends(world, in_buckets, keras_backend, case):
+    if (keras_backend, case) == ("torch", "steps_per_execution"):
+        pytest.skip("not supported by Keras on torch")
+    equals_one_process(world, "sgd", case)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("optimizer", "case"),
     [
@@ -34,16 +42,17 @@ def test_two_ranks_equal_one_process(world):
         pytest.param("adam", "jit", marks=pytest.mark.more),
     ],
 )
-def test_two_ranks_with_buckets_equal_one_process(
-    world, in_buckets, keras_backend, optimizer, case
-):
-    if keras_backend == "torch" and case == "steps_per_execution":
-        pytest.skip("not supported by Keras on torch")
+def test_two_ranks_with_buckets_equal_one_process(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.backends("tensorflow", "torch", "jax")
+@pytest.mark.backends("torch", "jax")
+def test_uneven_steps_on_other_backends(world, in_buckets, keras_backend):
+    equals_one_process(world, "adam", "uneven")
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("optimizer", "case"),
     [

@@ -102,11 +102,19 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.backends("tensorflow", "torch", "jax")
 @pytest.mark.parametrize("case", CASES)
-def test_losses_other_than_means_over_rows(world, keras_backend, case):
-    if (keras_backend, case) == ("jax", "own mask"):
-        pytest.skip("an array of JAX can't have a mask")
+def test_losses_other_than_means_over_rows(world, case):
+    check_losses(world, case)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.backends("torch", "jax")
+@pytest.mark.parametrize("case", ["ignore_class, weights", "reduction None", "one of two masked"])
+def test_losses_on_other_backends(world, keras_backend, case):
+    check_losses(world, case)
+
+
+def check_losses(world, case):
     make, x, y, sample_weight = CASES[case]
 
     def train(distribute: bool) -> tuple[list[Any], dict[str, list[float]]]:

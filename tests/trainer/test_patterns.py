@@ -1,5 +1,6 @@
 """Programs from Keras' guides on two ranks, compared with one process."""
 
+import os
 import random
 
 import keras
@@ -34,9 +35,10 @@ def _of_backend(name):
     return [pattern for pattern in PATTERNS if name in PATTERNS[pattern].backends]
 
 
-# JAX compiles each pattern for seconds. Most of the others differ from these only in their layers.
-_OFTEN_ON_JAX = [
-    *(name for name in _of_backend("jax") if PATTERNS[name].often),
+# JAX compiles each pattern for seconds. To run all of them, set HVDTRAIN_TEST_ALL_PATTERNS=1.
+_ALL_ON_JAX = bool(os.environ.get("HVDTRAIN_TEST_ALL_PATTERNS"))
+_ON_JAX = [
+    *(name for name in _of_backend("jax") if PATTERNS[name].often or _ALL_ON_JAX),
     *("each rank's own rows", "evaluate and predict", "eager steps", "a PyDataset"),
     *("an own compute_loss", "masked outputs of each time step", "a loss that is not a number"),
 ]
@@ -62,7 +64,7 @@ def test_a_pattern_on_torch(world, keras_backend, name):
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("name", _OFTEN_ON_JAX)
+@pytest.mark.parametrize("name", dict.fromkeys(_ON_JAX))
 def test_a_pattern_on_jax(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
