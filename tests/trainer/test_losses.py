@@ -109,7 +109,7 @@ def test_losses_other_than_means_over_rows(world, case):
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("torch", "jax")
-@pytest.mark.parametrize("case", ["ignore_class, weights", "reduction None", "one of two masked"])
+@pytest.mark.parametrize("case", ["ignore_class, weights", "sequences", "one of two masked"])
 def test_losses_on_other_backends(world, keras_backend, case):
     check_losses(world, case)
 
