@@ -231,7 +231,9 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
         reduced = _reduce_values(values, sample_weight, mask, reduction, dtype)
         divisor = mask
         if reduction == "mean_with_sample_weight":
-            divisor = _apply_mask(sample_weight, mask, reduced.dtype, reduction)
+            # On torch, Keras multiplies the sample weights by the mask in place.
+            weight = None if sample_weight is None else keras.ops.copy(sample_weight)
+            divisor = _apply_mask(weight, mask, reduced.dtype, reduction)
         scale = factor(reduction, divisor)
         return reduced if scale is None else reduced * keras.ops.cast(scale, reduced.dtype)
 
