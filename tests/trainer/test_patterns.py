@@ -50,21 +50,21 @@ def _marked(name):
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("name", map(_marked, _of_backend("tensorflow")))
+@pytest.mark.parametrize("name", [*map(_marked, _of_backend("tensorflow"))])
 def test_a_pattern_of_keras_guides(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("torch")
-@pytest.mark.parametrize("name", map(_marked, _of_backend("torch")))
+@pytest.mark.parametrize("name", [*map(_marked, _of_backend("torch"))])
 def test_a_pattern_on_torch(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("name", dict.fromkeys(_ON_JAX))
+@pytest.mark.parametrize("name", [*dict.fromkeys(_ON_JAX)])
 def test_a_pattern_on_jax(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
