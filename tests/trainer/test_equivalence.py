@@ -47,8 +47,8 @@ def test_two_ranks_with_buckets_equal_one_process(world, in_buckets, optimizer, 
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.backends("torch", "jax")
-def test_uneven_steps_on_other_backends(world, in_buckets, keras_backend):
+@pytest.mark.backends("torch")
+def test_three_ranks_equal_one_process_on_torch(world, in_buckets, keras_backend):
     equals_one_process(world, "adam", "uneven")
 
 
