@@ -97,7 +97,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
         "_flatten_layers",
         "_get_metrics_result_or_logs",
         "_get_own_losses",
-        *{SYMBOLIC_BUILD, "_symbolic_build"},
+        *dict.fromkeys((SYMBOLIC_BUILD, "_symbolic_build")),
     ),
     keras.layers.BatchNormalization: ("_moments",),
     keras.optimizers.Optimizer: (
