@@ -13,6 +13,7 @@ from tests.harness.jobs import REPOSITORY
 ACCESSORS = [
     world.collectives,
     world.device_collectives,
+    world.framework,
     world.hosts,
     world.is_chief,
     world.local_rank,
@@ -57,6 +58,7 @@ def test_rank_and_size(rank_count: int) -> None:
         ranks = world.collectives().allgather_object(world.rank(), name="test")
         assert ranks == list(range(rank_count))
         assert world.topology().size == rank_count
+        assert world.framework() == "tensorflow"
     finally:
         world.shutdown()
 

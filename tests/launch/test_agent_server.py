@@ -248,9 +248,10 @@ def test_stop_reaches_running_ranks_and_dismiss_ended_ones(harness: Harness) -> 
     ended.sendall(encode("end", code=0))
     lost.close()
     harness.until(lambda: harness.server.running == [0])
-    harness.server.stop(2, 1.5)
+    harness.server.stop(2, 1.5, write_s=8.0)
     harness.server.dismiss()
-    assert received(running) == [{"kind": "stop", "signal": 2, "grace_s": 1.5}]
+    stop = {"kind": "stop", "signal": 2, "grace_s": 1.5, "write_s": 8.0}
+    assert received(running) == [stop]
     assert received(ended) == [{"kind": "bye"}]
     running.sendall(encode("end", code=130))
     harness.until(lambda: not harness.server.running)
@@ -260,7 +261,8 @@ def test_stop_reaches_running_ranks_and_dismiss_ended_ones(harness: Harness) -> 
 def test_a_rank_that_connects_late_is_also_stopped(harness: Harness) -> None:
     harness.server.stop(10, 60.0)
     late = harness.agent(0)
-    assert received(late) == [{"kind": "stop", "signal": 10, "grace_s": 60.0}]
+    stop = {"kind": "stop", "signal": 10, "grace_s": 60.0, "write_s": 0.0}
+    assert received(late) == [stop]
     late.sendall(encode("end", code=75))
     harness.until(lambda: not harness.server.running)
     assert harness.server.ends[0].was_signalled
