@@ -190,7 +190,7 @@ def test_random_losses(train: Any) -> None:
         assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_a_remaining_rank_becomes_the_chief(train: Any, tmp_path: Path, backend: str) -> None:
     """The new chief continues to save checkpoints and to run Keras' callbacks."""
     folders = [tmp_path / name for name in ("step", "save")]

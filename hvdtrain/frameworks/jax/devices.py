@@ -82,7 +82,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
         log_gpus(ranks, chosen)
         if describe_sharing(ranks, chosen) and not any(name in os.environ for name in _MEMORY):
             logger.warning(
-                "ranks share GPUs, and each JAX process reserves 75 %% of a GPU's memory; set "
+                "ranks share GPUs, and each JAX process reserves 75 % of a GPU's memory; set "
                 "XLA_PYTHON_CLIENT_MEM_FRACTION to less than 1 / (ranks per GPU)"
             )
     _restrict(visible[topology.rank], chosen[topology.rank], topology.rank)

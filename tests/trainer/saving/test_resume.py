@@ -408,7 +408,7 @@ def test_the_model_is_exported(world, tmp_path):
             path.unlink()
 
 
-@every_backend
+@pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.ranks(2)
 def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
     class Kill(keras.callbacks.Callback):
@@ -437,7 +437,7 @@ def test_all_ranks_save_and_exit_after_a_signal_to_one(world, tmp_path):
 
 
 @pytest.mark.more
-@every_backend
+@pytest.mark.backends("tensorflow", "torch")
 @pytest.mark.ranks(2)
 def test_a_validation_is_repeated_after_a_signal(world, tmp_path):
     class Kill(keras.callbacks.Callback):
