@@ -126,6 +126,7 @@ def _with_areas() -> keras.Model:
 
 def _evaluated_and_predicted(model: keras.Model, size: int) -> Any:
     results = model.evaluate(X, Y, size, verbose=0, return_dict=True)
+    model.reset_metrics()  # Keras 3.14 would continue with those of evaluate
     more = model.test_on_batch(X[:1], Y[:1])  # the same batch on each rank
     outputs = model.predict(X, size, verbose=0).ravel()
     return {**results, "more": more, "outputs": outputs, "few": model.predict(X[:1], verbose=0)}
