@@ -1,4 +1,4 @@
-"""What is decided on the host before a step of torch or JAX.
+"""What the steps of torch and JAX have in common: decisions on the host before a step.
 
 With these backends, a process knows how many rows of a batch count before it runs a step. The
 weights of a step are therefore numbers, and not a part of the compiled step as on TensorFlow.
@@ -6,35 +6,26 @@ weights of a step are therefore numbers, and not a part of the compiled step as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from hvdtrain import world
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer.additive_metrics import AdditiveMetrics
 from hvdtrain.trainer.backends.step_checks import FixedVariables, check_sums
 from hvdtrain.trainer.data import Share
 from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN
 from hvdtrain.trainer.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
+from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_mixins import Weighting
 from hvdtrain.trainer.step_variables import step_variable
 
-__all__ = ["HostSteps", "StepWeights", "check_settings", "rows_of"]
-
-
-def check_settings(settings: Settings) -> None:
-    """Check that a rank computes on one device.
-
-    Raises:
-        ModelError: If the job uses ``--mode towers``.
-    """
-    if settings.towers > 1:
-        raise ModelError(
-            f"--mode towers needs the Keras backend tensorflow, got {keras.backend.backend()}; "
-            "start a rank per GPU with hvdtrain run -np N, or set KERAS_BACKEND=tensorflow."
-        )
+__all__ = ["HostSteps", "StepWeights", "rows_of"]
 
 
 class StepWeights(NamedTuple):
@@ -57,21 +48,40 @@ class StepWeights(NamedTuple):
 
 
 class HostSteps:
-    """Counts the rows of one model's steps, and computes the weights of training steps.
+    """The steps of one model, without the functions that Keras' loops call.
 
-    Attributes:
-        weights: Computes the factors of losses that are no means over rows.
-        samples: The number of samples that this rank has trained on.
-        ran: The number of training steps in this process, including the current one.
-        rows: The number of samples that counted in the last training or test step.
+    ``interface.Steps`` describes the public attributes.
+
+    Raises:
+        ModelError: If the job uses ``--mode towers``.
     """
 
-    def __init__(self, model: keras.Model, reducer: GradientReducer) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        settings: Settings,
+        *,
+        synchronized: Sequence[Any],
+    ) -> None:
+        if settings.towers > 1:
+            raise ModelError(
+                "--mode towers needs the Keras backend tensorflow, got "
+                f"{keras.backend.backend()}; start a rank per GPU with hvdtrain run -np N, or set "
+                "KERAS_BACKEND=tensorflow."
+            )
         self._model = model
         self._reducer = reducer
         self._elastic = reducer.collectives.survives_losses
+        self._member = world.collectives().member
         self._variables = FixedVariables(model)
-        self.weights = LossWeights(reducer)
+        self._weights = LossWeights(reducer)
+        self.statistics = MovingStatistics(model, synchronized)
+        self.additive = AdditiveMetrics(model)
+        self.joint_rows_known = False
+        self.predicted_rows: list[Any] = []
+        self.step_rows: Any = None
+        self.step_weight: Any = None
         self.samples = step_variable(0, dtype="int64", name="samples")
         self.ran = step_variable(0, dtype="int64", name="ran")
         self.rows = step_variable(0, dtype="int64", name="rows")
@@ -95,11 +105,11 @@ class HostSteps:
         self.samples.assign(self.samples.value + rows)
         self.ran.assign(self.ran.value + 1)
         sums = are_sums(self._model)
-        row_weight = self.weights.weight(rows, joint_rows, sums=False)
-        weight = self.weights.weight(rows, joint_rows, sums)
+        row_weight = self._weights.weight(rows, joint_rows, sums=False)
+        weight = self._weights.weight(rows, joint_rows, sums)
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
-        weighting = self.weights.weighting(sums, weight, weight, None)
+        weighting = self._weights.weighting(sums, weight, weight, None)
         return StepWeights(batch, rows, joint_rows, row_weight, weighting)
 
     def begin_test(self, data: Any) -> tuple[Any, int | None, int | None]:
@@ -112,13 +122,22 @@ class HostSteps:
         self.rows.assign(rows)
         return batch, rows if isinstance(data, Share) else None, joint_rows
 
+    def begin_prediction(self, data: Any) -> Any:
+        """Record the rows of a prediction step, and return its batch."""
+        if not isinstance(data, Share):
+            return data
+        rows = [[int(data.rows), rows_of(data.batch)]]
+        self.predicted_rows.append(np.array(rows, np.int64))
+        return data.batch
+
     @staticmethod
     def share_of(data: Any) -> tuple[Any, int, int | None]:
         """Return the batch, its rows that count, and the rows of all ranks or None if unknown."""
         if not isinstance(data, Share):
             return data, rows_of(data), None
-        unknown = data.joint_rows in (None, JOINT_ROWS_UNKNOWN)
-        return data.batch, data.rows, None if unknown else data.joint_rows
+        # On GPUs, Keras may have moved the numbers to the device.
+        joint_rows = None if data.joint_rows is None else int(data.joint_rows)
+        return data.batch, int(data.rows), None if joint_rows == JOINT_ROWS_UNKNOWN else joint_rows
 
 
 def rows_of(batch: Any) -> int:

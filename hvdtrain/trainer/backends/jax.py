@@ -17,17 +17,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from hvdtrain import world
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.frameworks.jax.tensors import ERRORS
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import loop_over_steps
-from hvdtrain.trainer.additive_metrics import AdditiveMetrics
-from hvdtrain.trainer.backends.host_steps import HostSteps, check_settings, rows_of
+from hvdtrain.trainer.backends.host_steps import HostSteps
 from hvdtrain.trainer.data import Share
 from hvdtrain.trainer.model_parts import optimizers_of
-from hvdtrain.trainer.moving_statistics import MovingStatistics, StepRates
+from hvdtrain.trainer.moving_statistics import StepRates
 from hvdtrain.trainer.optimizer_mixins import Weighting
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
@@ -63,8 +61,7 @@ def make_steps(
     warn: Callable[[str | None], None],
 ) -> JaxSteps:
     """Create the steps of a model, as ``interface.Backend`` describes."""
-    check_settings(settings)
-    return JaxSteps(model, reducer, synchronized=synchronized)
+    return JaxSteps(model, reducer, settings, synchronized=synchronized)
 
 
 class _Numbers(NamedTuple):
@@ -77,28 +74,22 @@ class _Numbers(NamedTuple):
     rates: StepRates
 
 
-class JaxSteps:
+class JaxSteps(HostSteps):
     """The steps of one model. ``interface.Steps`` describes the attributes."""
 
     def __init__(
-        self, model: keras.Model, reducer: GradientReducer, *, synchronized: Sequence[Any] = ()
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        settings: Settings,
+        *,
+        synchronized: Sequence[Any],
     ) -> None:
-        self._model = model
-        self._reducer = reducer
-        self._collectives = reducer.collectives
-        self._host = HostSteps(model, reducer)
-        self._member = world.collectives().member
+        super().__init__(model, reducer, settings, synchronized=synchronized)
         self._train_step, self._test_step = model.train_step, model.test_step
         self._predict_step = model.predict_step
         self._on_batch = model.train_on_batch, model.test_on_batch, model.predict_on_batch
         self._op = Weighting().op
-        self.statistics = MovingStatistics(model, synchronized)
-        self.additive = AdditiveMetrics(model)
-        self.joint_rows_known = False
-        self.predicted_rows: list[Any] = []
-        self.step_rows: Any = None
-        self.step_weight: Any = None
-        self.samples, self.ran, self.rows = self._host.samples, self._host.ran, self._host.rows
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
@@ -137,8 +128,7 @@ class JaxSteps:
         """Run a training step, and return its logs and the new state."""
         if isinstance(data, Share) and data.batch is None:
             return {}, state  # a step without data, from EpochIterator
-        elastic = self._collectives.survives_losses
-        step = self._host.begin_training(_on_host(data))
+        step = self.begin_training(data)
         how = step.weighting
         self._op = how.op  # the same in each step of a model
         numbers = _Numbers(
@@ -150,24 +140,20 @@ class JaxSteps:
         )
         with random_by_rank(self._member):
             results = compiled(state, step.batch, numbers)
-        if elastic:
+        if self._elastic:
             # The training loop looks at the contributions of the step.
             jax.effects_barrier()
         return results
 
     def test(self, compiled: Callable[..., Any], state: Any, data: Any) -> Any:
         """Run a test step, and return its logs and the new state."""
-        batch, rows, joint_rows = self._host.begin_test(_on_host(data))
+        batch, rows, joint_rows = self.begin_test(data)
         counts = [n if n is None else np.int32(n) for n in (rows, joint_rows)]
         return compiled(state, batch, *counts)
 
     def predict(self, compiled: Callable[..., Any], state: Any, data: Any) -> Any:
         """Run a prediction step, record its rows, and return its outputs and the new state."""
-        if isinstance(data, Share):
-            rows = [[int(data.rows), rows_of(data.batch)]]
-            self.predicted_rows.append(np.array(rows, np.int64))
-            data = data.batch
-        return compiled(state, data)
+        return compiled(state, self.begin_prediction(data))
 
     def _train(self, state: Any, batch: Any, numbers: _Numbers) -> Any:
         """Run the model's ``train_step``. This function is compiled."""
@@ -177,7 +163,7 @@ class JaxSteps:
             with (
                 self.additive.trying(),
                 weighting(optimizers_of(self._model), how, jit=False),
-                self._host.weights.joint_loss(numbers.rows, numbers.joint_rows, "train"),
+                self._weights.joint_loss(numbers.rows, numbers.joint_rows, "train"),
             ):
                 logs, new = self._train_step(state, batch)
         finally:
@@ -191,7 +177,7 @@ class JaxSteps:
         """Run the model's ``test_step``. This function is compiled."""
         with (
             self.additive.trying(),
-            self._host.weights.joint_loss(rows, joint_rows, "test"),
+            self._weights.joint_loss(rows, joint_rows, "test"),
         ):
             logs, (trainable, others, metrics) = self._test_step(state, batch)
         if rows is not None:
@@ -250,16 +236,6 @@ class JaxSteps:
                 raise self._reducer.take_error(raised) or raised from None
 
         return call
-
-
-def _on_host(data: Any) -> Any:
-    """Return a share whose numbers are on the host. On GPUs, Keras moves them to the device."""
-    if not isinstance(data, Share):
-        return data
-    joint_rows = data.joint_rows
-    return data._replace(
-        rows=int(data.rows), joint_rows=None if joint_rows is None else int(joint_rows)
-    )
 
 
 def _float32(number: float | None) -> Any:

@@ -14,18 +14,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
-from hvdtrain import world
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.trainer.additive_metrics import AdditiveMetrics
-from hvdtrain.trainer.backends.host_steps import HostSteps, check_settings, rows_of
-from hvdtrain.trainer.data import Share
+from hvdtrain.trainer.backends.host_steps import HostSteps
 from hvdtrain.trainer.model_parts import optimizers_of
-from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
 
@@ -60,26 +55,11 @@ def make_steps(
     warn: Callable[[str | None], None],
 ) -> TorchSteps:
     """Create the steps of a model, as ``interface.Backend`` describes."""
-    check_settings(settings)
-    return TorchSteps(model, reducer, synchronized=synchronized)
+    return TorchSteps(model, reducer, settings, synchronized=synchronized)
 
 
-class TorchSteps:
+class TorchSteps(HostSteps):
     """The steps of one model. ``interface.Steps`` describes the attributes."""
-
-    def __init__(
-        self, model: keras.Model, reducer: GradientReducer, *, synchronized: Sequence[Any] = ()
-    ) -> None:
-        self._model = model
-        self._host = HostSteps(model, reducer)
-        self._member = world.collectives().member
-        self.statistics = MovingStatistics(model, synchronized)
-        self.additive = AdditiveMetrics(model)
-        self.joint_rows_known = False
-        self.predicted_rows: list[Any] = []
-        self.step_rows: Any = None
-        self.step_weight: Any = None
-        self.samples, self.ran, self.rows = self._host.samples, self._host.ran, self._host.rows
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
@@ -107,8 +87,7 @@ class TorchSteps:
 
     def train(self, function: Callable[[Any], Any], data: Sequence[Any]) -> Any:
         """Run a training step of Keras on this rank's batch, and return its logs."""
-        model, host = self._model, self._host
-        step = host.begin_training(data[0])
+        step = self.begin_training(data[0])
         rates = self.statistics.begin_step(step.row_weight)
         moving = [] if rates.even else self.statistics.variables
         before = _values(moving)
@@ -120,7 +99,7 @@ class TorchSteps:
             with (
                 self._metrics_of(step.rows),
                 random_by_rank(self._member),
-                weighting(optimizers_of(model), how, jit=False),
+                weighting(optimizers_of(self._model), how, jit=False),
                 self._joint_loss(step.rows, step.joint_rows, "train"),
             ):
                 logs = function([step.batch])
@@ -132,7 +111,7 @@ class TorchSteps:
 
     def test(self, function: Callable[[Any], Any], data: Sequence[Any]) -> Any:
         """Run a test step of Keras. If no rows of the batch count, the metrics don't change."""
-        batch, rows, joint_rows = self._host.begin_test(data[0])
+        batch, rows, joint_rows = self.begin_test(data[0])
         counts = int(self.rows.value)
         with self._metrics_of(counts), self._joint_loss(rows, joint_rows, "test"):
             logs = function([batch])
@@ -140,15 +119,11 @@ class TorchSteps:
 
     def predict(self, function: Callable[[Any], Any], data: Sequence[Any]) -> Any:
         """Run a prediction step of Keras, and record its rows."""
-        share = data[0]
-        if not isinstance(share, Share):
-            return function(data)
-        self.predicted_rows.append(np.array([[share.rows, rows_of(share.batch)]], np.int64))
-        return function([share.batch])
+        return function([self.begin_prediction(data[0])])
 
     def _joint_loss(self, rows: int | None, joint_rows: int | None, kind: str) -> Any:
         own, joint = (None if n is None else self._number(n) for n in (rows, joint_rows))
-        return self._host.weights.joint_loss(own, joint, kind)
+        return self._weights.joint_loss(own, joint, kind)
 
     def _number(self, value: float) -> Any:
         """Return a number in a form that ``torch.compile`` does not take as a constant."""

@@ -12,7 +12,8 @@ import pytest
 from hvdtrain import world as job
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError, NonFiniteError
-from hvdtrain.trainer.backends.host_steps import check_settings
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.trainer import backends
 
 ROWS = 33  # the last joint step has a row on rank 0 only
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
@@ -131,5 +132,8 @@ def test_a_model_that_keras_distributes_is_an_error(world):
 
 
 def test_towers_are_an_error(world):
+    settings = Settings(mode="towers", devices_per_rank=2)
+    reducer = GradientReducer.of_job()
+    make_steps = backends.of_keras().make_steps
     with pytest.raises(ModelError, match="needs the Keras backend tensorflow, got torch"):
-        check_settings(Settings(mode="towers", devices_per_rank=2))
+        make_steps(_model(), reducer, settings, synchronized=[], warn=print)
