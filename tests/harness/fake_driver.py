@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.required import skip_or_fail
 
-__all__ = ["GIB", "FakeDriver", "uuid_of"]
+__all__ = ["GIB", "TWO_GPUS", "A", "B", "FakeDriver", "uuid_of"]
 
 GIB = 1 << 30
 _SOURCE = Path(__file__).with_name("fake_driver.c")
@@ -25,6 +25,23 @@ _SOURCE = Path(__file__).with_name("fake_driver.c")
 def uuid_of(digit: str, kind: str = "GPU") -> str:
     """Return the UUID that consists of one hexadecimal digit."""
     return f"{kind}-{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}"
+
+
+A, B = uuid_of("a"), uuid_of("b")
+# Two different GPUs: A has memory errors, and B is in use. CUDA's first GPU is NVML's second.
+TWO_GPUS = f"""
+gpu {A}
+model NVIDIA T4
+bus 0000:3B:00.0
+memory {16 * GIB}
+ecc 2
+gpu {B}
+model NVIDIA H100
+bus 0000:5E:00.0
+memory {80 * GIB}
+speed 9
+process 1 {2 * GIB}
+"""
 
 
 @dataclass(frozen=True)

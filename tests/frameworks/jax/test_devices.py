@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
+from tests.harness.fake_driver import GIB, A, B, FakeDriver
 from tests.harness.jobs import mpirun_argv
 
-A, B = uuid_of("a"), uuid_of("b")
 _TWO_GPUS = "".join(
     f"gpu {uuid}\nmodel NVIDIA H100\nbus 0000:{bus}:00.0\nmemory {80 * GIB}\n"
     for uuid, bus in ((A, "3B"), (B, "5E"))

@@ -17,7 +17,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.frameworks.tensorflow.devices import bind, find_gpus
 from hvdtrain.log import configure_log
-from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
+from tests.harness.fake_driver import TWO_GPUS, A, B, FakeDriver, uuid_of
 from tests.harness.jobs import Completed
 from tests.launch.jobs import HVDTRAIN, ON_CLUSTER
 from tests.testbed.cluster import Cluster
@@ -114,21 +114,6 @@ os.environ["FAKE_GPUS"] += os.environ.get("SLURM_PROCID") or os.environ["OMPI_CO
 for library in ("libcuda.so.1", "libnvidia-ml.so.1"):
     ctypes.CDLL(os.path.join(os.environ["LD_LIBRARY_PATH"].split(":")[0], library))
 """
-A, B = uuid_of("a"), uuid_of("b")
-# CUDA's first GPU is NVML's second.
-_TWO_GPUS = f"""
-gpu {A}
-model NVIDIA T4
-bus 0000:3B:00.0
-memory {16 * GIB}
-ecc 2
-gpu {B}
-model NVIDIA H100
-bus 0000:5E:00.0
-memory {80 * GIB}
-speed 9
-process 1 {2 * GIB}
-"""
 
 
 def bound(done: Completed) -> list[str]:
@@ -163,7 +148,7 @@ def on_two_ranks(
 @pytest.mark.mpi
 @pytest.mark.essential
 def test_ranks_bind_their_gpus(on_two_ranks) -> None:
-    done = on_two_ranks(_BIND, _TWO_GPUS, options=[])
+    done = on_two_ranks(_BIND, TWO_GPUS, options=[])
     assert done.returncode == 0, done
     assert bound(done) == [f"0 0 {B}", f"1 1 {A}"]
     host = socket.gethostname()
@@ -179,15 +164,15 @@ def test_ranks_bind_their_gpus(on_two_ranks) -> None:
 @pytest.mark.mpi
 def test_more_ranks_than_gpus(on_two_ranks) -> None:
     one = {"CUDA_VISIBLE_DEVICES": "GPU-aaaa,-1,0"}
-    done = on_two_ranks(_BIND, _TWO_GPUS, options=[], **one)
+    done = on_two_ranks(_BIND, TWO_GPUS, options=[], **one)
     assert done.returncode == 2, done
     assert "There are more ranks than GPUs: localhost has 1 GPU for 2 ranks" in done.stderr
     # mpirun doesn't know how many GPUs there are.
-    done = on_two_ranks(_BIND, _TWO_GPUS, **one)
+    done = on_two_ranks(_BIND, TWO_GPUS, **one)
     assert done.returncode != 0, done
     error = f"There are more ranks than GPUs: rank 1 sees 1 GPU, all in use ({A}: rank 0)"
     assert f"LaunchError: {error}" in done.stderr
-    done = on_two_ranks(_BIND, _TWO_GPUS, options=["--share-gpus"], **one)
+    done = on_two_ranks(_BIND, TWO_GPUS, options=["--share-gpus"], **one)
     assert done.returncode == 0, done
     assert bound(done) == [f"0 0 {A}", f"1 0 {A}"]
     assert f"GPUs are shared: ranks 0, 1 use {A} on {socket.gethostname()}" in done.stderr
@@ -196,12 +181,12 @@ def test_more_ranks_than_gpus(on_two_ranks) -> None:
 @pytest.mark.mpi
 def test_a_launcher_shows_each_rank_one_gpu(on_two_ranks) -> None:
     """Slurm hides the other GPUs, so each rank sees its own as number 0."""
-    first, second = _TWO_GPUS.split(f"gpu {B}")
+    first, second = TWO_GPUS.split(f"gpu {B}")
     done = on_two_ranks(_BIND, first, f"gpu {B} {second}", CUDA_VISIBLE_DEVICES="0")
     assert bound(done) == [f"0 0 {A}", f"1 0 {B}"]
     # Scripts between mpirun and Python often do the same.
     program = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]'
-    done = on_two_ranks(program + _BIND, _TWO_GPUS)
+    done = on_two_ranks(program + _BIND, TWO_GPUS)
     assert bound(done) == [f"0 0 {B}", f"1 0 {A}"]
 
 
@@ -210,7 +195,7 @@ def test_a_slurm_job_on_two_hosts(
 ) -> None:
     libraries = shutil.copytree(fake_driver.libraries, cluster.folder / "driver")
     driver = FakeDriver(libraries, cluster.folder)
-    first, second = _TWO_GPUS.split(f"gpu {B}")
+    first, second = TWO_GPUS.split(f"gpu {B}")
     driver.environ(first, "gpus.0")
     driver.environ(f"gpu {B} {second}", "gpus.1")
     environ = {**driver.environ("", "gpus."), "CUDA_VISIBLE_DEVICES": "0"}
@@ -240,12 +225,12 @@ def test_each_rank_gets_a_part_of_a_gpu(on_two_ranks) -> None:
 @pytest.mark.mpi
 def test_gpus_that_tensorflow_can_not_use(on_two_ranks) -> None:
     program = "import hvdtrain; hvdtrain.init()"
-    done = on_two_ranks(program, f"cuda 802\n{_TWO_GPUS}", _TWO_GPUS, CUDA_VISIBLE_DEVICES="0")
+    done = on_two_ranks(program, f"cuda 802\n{TWO_GPUS}", TWO_GPUS, CUDA_VISIBLE_DEVICES="0")
     has_gpus = f"{socket.gethostname()} has GPUs, but"
     assert "no GPU found; computing on the CPU" in done.stderr
     assert done.stderr.count(f"{has_gpus} CUDA fails: system not yet initialized") == 1
     assert done.stderr.count(f"{has_gpus} TensorFlow is built without CUDA") == 1
-    done = on_two_ranks(program, f"cuda 802\n{_TWO_GPUS}", _TWO_GPUS, CUDA_VISIBLE_DEVICES="-1")
+    done = on_two_ranks(program, f"cuda 802\n{TWO_GPUS}", TWO_GPUS, CUDA_VISIBLE_DEVICES="-1")
     assert "has GPUs" not in done.stderr
     done = on_two_ranks(program, "cuda 802", "nvml 9\ncuda 999", CUDA_VISIBLE_DEVICES="0")
     assert "has GPUs" not in done.stderr
@@ -254,7 +239,7 @@ def test_gpus_that_tensorflow_can_not_use(on_two_ranks) -> None:
 @needs_no_gpu
 @pytest.mark.mpi
 def test_a_driver_that_never_answers_does_not_block_ranks(on_two_ranks) -> None:
-    gpus = f"hang 2\n{_TWO_GPUS}"
+    gpus = f"hang 2\n{TWO_GPUS}"
     done = on_two_ranks("import hvdtrain; hvdtrain.init()", gpus, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 0, done
     assert "no GPU found; computing on the CPU" in done.stderr

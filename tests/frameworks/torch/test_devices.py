@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
+from tests.harness.fake_driver import TWO_GPUS, A, B, FakeDriver
 from tests.harness.jobs import mpirun_argv
 
-A, B = uuid_of("a"), uuid_of("b")
-_TWO_GPUS = f"""
-gpu {A}
-model NVIDIA T4
-bus 0000:3B:00.0
-memory {16 * GIB}
-ecc 2
-gpu {B}
-model NVIDIA H100
-bus 0000:5E:00.0
-memory {80 * GIB}
-process 1 {2 * GIB}
-"""
 # PyTorch's build for CPUs sees no GPU. The program makes it count those that libcuda shows.
 _PROGRAM = """
 import sys, torch
@@ -36,7 +23,7 @@ hvdtrain.torch.init()
 def test_ranks_bind_their_gpus_and_the_chief_reports_problems(
     environment, run_command, fake_driver: FakeDriver
 ) -> None:
-    environ = {**fake_driver.environ(_TWO_GPUS), "CUDA_VISIBLE_DEVICES": "0,1"}
+    environ = {**fake_driver.environ(TWO_GPUS), "CUDA_VISIBLE_DEVICES": "0,1"}
     python = environment("torch")
     done = run_command(mpirun_argv(2, [python, "-c", _PROGRAM, "sees"]), env=environ)
     assert done.returncode == 0, done
