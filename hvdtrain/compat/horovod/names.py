@@ -24,6 +24,8 @@ _BUILD_INFO = (
 
 _TENSORFLOW_INFO = ("cuda_built", "nccl_built", "rocm_built")
 
+_REDUCTIONS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")
+
 _WORLD = (
     "is_initialized",
     "local_rank",
@@ -60,14 +62,7 @@ TENSORFLOW: Mapping[str, Sequence[str]] = {
         "rank_op",
         "size_op",
     ),
-    "hvdtrain.compat.horovod.reduction_arguments": (
-        "Adasum",
-        "Average",
-        "Max",
-        "Min",
-        "Product",
-        "Sum",
-    ),
+    "hvdtrain.compat.horovod.reduction_arguments": _REDUCTIONS,
     "hvdtrain.compat.horovod.collective_ops": (
         "allgather",
         "allreduce",
@@ -117,14 +112,7 @@ TORCH: Mapping[str, Sequence[str]] = {
     "hvdtrain.compat.horovod.build_info": (*_BUILD_INFO, "is_homogeneous"),
     "hvdtrain.compat.horovod.process_sets": ("ProcessSet", "global_process_set"),
     "hvdtrain.compat.horovod.elastic_state": ("HorovodInternalError",),
-    "hvdtrain.compat.horovod.reduction_arguments": (
-        "Adasum",
-        "Average",
-        "Max",
-        "Min",
-        "Product",
-        "Sum",
-    ),
+    "hvdtrain.compat.horovod.reduction_arguments": _REDUCTIONS,
     "hvdtrain.compat.horovod.torch.job": (
         "add_process_set",
         "cuda_built",
