@@ -182,7 +182,7 @@ class Supervisor:
     def close(self) -> None:
         """Wait until mpirun or srun has exited."""
         if self._reaper is not None:
-            self._reaper.join()
+            self._reaper.join(3 * STARTER_TIMEOUT_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -326,9 +326,12 @@ class Supervisor:
                 preempted = is_preempted(self._server.ends)
             # The other ranks detect a loss or preemption and save a checkpoint.
             saving = self._too_few or preempted
-            others_s = 0.0 if end.is_loss and end.code == shell_code(-signal.SIGKILL) else SETTLE_S
             if saving:
                 others_s = self._time_limits.preempt_grace_s
+            elif end.is_loss and end.code == shell_code(-signal.SIGKILL):
+                others_s = 0.0
+            else:
+                others_s = SETTLE_S
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 
