@@ -30,15 +30,10 @@ _MOUNT = re.compile(
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group that accounts for memory.
+    """A control group that accounts for memory."""
 
-    Attributes:
-        mount: Mount point of the hierarchy that contains the group.
-        folder: Folder of the group.
-    """
-
-    mount: Path
-    folder: Path
+    mount: Path  # mount point of the hierarchy that contains the group
+    folder: Path  # folder of the group
 
     def ancestors(self) -> list[Path]:
         """Return the folders of the group and its visible ancestors."""

@@ -24,60 +24,37 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The latest state of a rank, as ``hvdtrain.monitor.report`` sends it.
+    """The latest state of a rank, as ``hvdtrain.monitor.report`` sends it."""
 
-    Attributes:
-        pid: ID of the process that prints its stacks on SIGQUIT.
-        gpu_id: ID of the rank's first GPU, if it has one.
-        step: Number of completed optimizer steps; None before the first step.
-        epoch: Epoch of the last step.
-        total_steps: Step at which training will end, if known.
-        phase: Current phase of the program. Steps are reported only in ``"training"``.
-        saved: Step of the newest checkpoint from this run of the program.
-        resumed: Step of the checkpoint at the start of this run.
-        waiting_in: The collective in which the rank waits for others; empty if it doesn't wait.
-        waited_s: Total time in which the rank waited for others, if known.
-        input_s: Total time in which training waited for batches, if known.
-        reduced_bytes: Total bytes passed to allreduce, if known.
-        samples: Number of samples that all ranks have trained on in this run.
-        loss: Recent training loss, if known.
-        writing: Whether the rank is writing a checkpoint.
-        saves_on_signal: Whether SIGTERM does nothing but make all ranks save a checkpoint together.
-    """
-
-    pid: int | None = None
-    gpu_id: str = ""
-    step: int | None = None
-    epoch: int | None = None
-    total_steps: int | None = None
-    phase: str = ""
-    saved: int | None = None
-    resumed: int | None = None
+    pid: int | None = None  # ID of the process that prints its stacks on SIGQUIT
+    gpu_id: str = ""  # ID of the rank's first GPU, if it has one
+    step: int | None = None  # number of completed optimizer steps; None before the first step
+    epoch: int | None = None  # epoch of the last step
+    total_steps: int | None = None  # step at which training will end, if known
+    phase: str = ""  # Current phase of the program. Steps are reported only in ``"training"``.
+    saved: int | None = None  # step of the newest checkpoint from this run of the program
+    resumed: int | None = None  # step of the checkpoint at the start of this run
+    # the collective in which the rank waits for others; empty if it doesn't wait
     waiting_in: str = ""
-    waited_s: float | None = None
-    input_s: float | None = None
-    reduced_bytes: int | None = None
-    samples: int | None = None
-    loss: float | None = None
-    writing: bool = False
+    waited_s: float | None = None  # total time in which the rank waited for others, if known
+    input_s: float | None = None  # total time in which training waited for batches, if known
+    reduced_bytes: int | None = None  # total bytes passed to allreduce, if known
+    samples: int | None = None  # number of samples that all ranks have trained on in this run
+    loss: float | None = None  # recent training loss, if known
+    writing: bool = False  # whether the rank is writing a checkpoint
+    # whether SIGTERM does nothing but make all ranks save a checkpoint together
     saves_on_signal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """How a rank's program failed. Modelled on torchelastic's error file.
+    """How a rank's program failed. Modelled on torchelastic's error file."""
 
-    Attributes:
-        exception: Class name of the exception that ended the program, or of the collective error
-            that caused it.
-        message: Text of the exception.
-        traceback: Traceback of the exception. If it is long, its middle is left out.
-        time_s: Time of the exception in seconds since 1970, by the clock of the rank's host.
-    """
-
+    # class name of the exception that ended the program, or of the collective error that caused it
     exception: str
-    message: str = ""
-    traceback: str = ""
+    message: str = ""  # text of the exception
+    traceback: str = ""  # Traceback of the exception. If it is long, its middle is left out.
+    # time of the exception in seconds since 1970, by the clock of the rank's host
     time_s: float = 0.0
 
     @property
@@ -98,36 +75,22 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Resource usage of a rank's processes.
+    """Resource usage of a rank's processes."""
 
-    Attributes:
-        rss_bytes: Resident memory of all processes, including shared memory.
-        cpu: Average number of busy cores since the last measurement.
-        gpu: Recent utilization of the rank's GPUs in percent, if known.
-        gpu_bytes: GPU memory in use, if known.
-        stopped: Whether a signal or a debugger has stopped one of the processes.
-    """
-
-    rss_bytes: int
-    cpu: float
-    gpu: float | None = None
-    gpu_bytes: int | None = None
-    stopped: bool = False
+    rss_bytes: int  # resident memory of all processes, including shared memory
+    cpu: float  # average number of busy cores since the last measurement
+    gpu: float | None = None  # recent utilization of the rank's GPUs in percent, if known
+    gpu_bytes: int | None = None  # GPU memory in use, if known
+    stopped: bool = False  # whether a signal or a debugger has stopped one of the processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OomKills:
-    """Out-of-memory kills by the kernel while a program ran.
+    """Out-of-memory kills by the kernel while a program ran."""
 
-    Attributes:
-        in_group: Number of kills in the program's control group, if known.
-        on_host: Number of kills on the host, if known.
-        limit_bytes: Memory limit of the control group, if any.
-    """
-
-    in_group: int | None = None
-    on_host: int | None = None
-    limit_bytes: int | None = None
+    in_group: int | None = None  # number of kills in the program's control group, if known
+    on_host: int | None = None  # number of kills on the host, if known
+    limit_bytes: int | None = None  # memory limit of the control group, if any
 
 
 # For each kind of message that programs send: the names of its fields.

@@ -46,37 +46,25 @@ class Costs:
     """Costs of the parts of an allreduce on machines of one kind.
 
     The defaults were measured on two cores of an Intel Xeon.
-
-    Attributes:
-        call_s: Fixed cost of a call, in seconds.
-        message_s: Seconds that a core needs to send a message to another host and to receive one
-            in return.
-        core_bytes_per_s: Bytes per second that a core can send, receive and add up.
-        host_bytes_per_s: Speed at which the ranks of a host add up their gradients. It is the size
-            of one rank's gradients, divided by the seconds that the addition takes.
     """
 
-    call_s: float = 800e-6
+    call_s: float = 800e-6  # fixed cost of a call, in seconds
+    # seconds that a core needs to send a message to another host and to receive one in return
     message_s: float = MESSAGE_S
-    core_bytes_per_s: float = 1e9
+    core_bytes_per_s: float = 1e9  # bytes per second that a core can send, receive and add up
+    # Speed at which the ranks of a host add up their gradients. It is the size of one rank's
+    # gradients, divided by the seconds that the addition takes.
     host_bytes_per_s: float = 3.5e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The hosts, ranks and links of a training job.
+    """The hosts, ranks and links of a training job."""
 
-    Attributes:
-        hosts: Number of hosts.
-        ranks_per_host: Number of ranks on each host.
-        link: Latency and speed of a host's link, in each direction.
-        ranks_per_core: Number of ranks that share a core.
-    """
-
-    hosts: int
-    ranks_per_host: int
-    link: Link
-    ranks_per_core: float = 1.0
+    hosts: int  # number of hosts
+    ranks_per_host: int  # number of ranks on each host
+    link: Link  # latency and speed of a host's link, in each direction
+    ranks_per_core: float = 1.0  # number of ranks that share a core
 
     @property
     def chunk_bytes(self) -> int:
@@ -101,21 +89,15 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The work of each rank in a step.
+    """The work of each rank in a step."""
 
-    Attributes:
-        compute_s: Seconds of computation.
-        gradient_bytes: Bytes of the gradients.
-        backward: The share of the computation, at its end, during which gradients become available.
-            The default is two thirds, because the backward pass has two matrix products for each
-            matrix product of the forward pass.
-        spread: Standard deviation of ``compute_s``, divided by ``compute_s``.
-    """
-
-    compute_s: float
-    gradient_bytes: int
+    compute_s: float  # seconds of computation
+    gradient_bytes: int  # bytes of the gradients
+    # The share of the computation, at its end, during which gradients become available. The default
+    # is two thirds, because the backward pass has two matrix products for each matrix product of
+    # the forward pass.
     backward: float = 2 / 3
-    spread: float = 0.0
+    spread: float = 0.0  # standard deviation of ``compute_s``, divided by ``compute_s``
 
 
 class Allreduce(NamedTuple):
@@ -126,19 +108,12 @@ class Allreduce(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The duration of a step and its parts.
+    """The duration of a step and its parts."""
 
-    Attributes:
-        seconds: Duration of the step.
-        waiting_s: Time spent waiting for the slowest rank.
-        combining_s: Time that reductions take after the computation has ended.
-        limit: "computing", or the limiting resource of the last allreduce.
-    """
-
-    seconds: float
-    waiting_s: float
-    combining_s: float
-    limit: Limit
+    seconds: float  # duration of the step
+    waiting_s: float  # time spent waiting for the slowest rank
+    combining_s: float  # time that reductions take after the computation has ended
+    limit: Limit  # "computing", or the limiting resource of the last allreduce
 
 
 def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:

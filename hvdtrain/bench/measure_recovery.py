@@ -50,25 +50,15 @@ class StepEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One killed rank, and the delay for the other ranks.
+    """One killed rank, and the delay for the other ranks."""
 
-    Attributes:
-        rank: Initial rank of the killed process.
-        ranks: Number of ranks before the kill.
-        chief: Whether the killed rank was the chief.
-        normal_step_s: Median duration of the steps before the kill.
-        into_step_s: Time from the end of the last step to the kill.
-        next_step_s: Time from the kill to the end of the first step without the killed rank.
-        step_after_s: Duration of the second step without the killed rank.
-    """
-
-    rank: int
-    ranks: int
-    chief: bool
-    normal_step_s: float
-    into_step_s: float
-    next_step_s: float
-    step_after_s: float
+    rank: int  # initial rank of the killed process
+    ranks: int  # number of ranks before the kill
+    chief: bool  # whether the killed rank was the chief
+    normal_step_s: float  # median duration of the steps before the kill
+    into_step_s: float  # time from the end of the last step to the kill
+    next_step_s: float  # time from the kill to the end of the first step without the killed rank
+    step_after_s: float  # duration of the second step without the killed rank
 
     @property
     def beyond_s(self) -> float:

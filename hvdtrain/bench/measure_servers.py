@@ -49,21 +49,14 @@ COPIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Measurements for one number of workers, with one entry per run.
+    """Measurements for one number of workers, with one entry per run."""
 
-    Attributes:
-        workers: Number of workers.
-        update_s: Duration of the run in seconds, divided by the updates of all workers.
-        copy_s: Seconds per memory copy of the variables, measured before each run.
-        server_bytes: Private memory of the server.
-        server_resident_bytes: Resident memory of the server, including shared memory.
-    """
-
-    workers: int
+    workers: int  # number of workers
+    # duration of the run in seconds, divided by the updates of all workers
     update_s: Sequence[float]
-    copy_s: Sequence[float]
-    server_bytes: int
-    server_resident_bytes: int
+    copy_s: Sequence[float]  # seconds per memory copy of the variables, measured before each run
+    server_bytes: int  # private memory of the server
+    server_resident_bytes: int  # resident memory of the server, including shared memory
 
     def speeds(self, statistic: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
         """Return updates per second, the limit of updates per second, and their ratio in percent.

@@ -38,20 +38,13 @@ MAX_OVERHEAD_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run of this rank alone or of all ranks together.
+    """One run of this rank alone or of all ranks together."""
 
-    Attributes:
-        samples_per_s: Samples per second of all participating ranks, after the warm-up.
-        call_samples_per_s: Samples per second measured around the whole call of ``fit``, including
-            the warm-up.
-        end_s: Seconds from the last callback to the return of ``fit``.
-        cpu_step_s: Processor time of this rank per step.
-    """
-
-    samples_per_s: float
+    samples_per_s: float  # samples per second of all participating ranks, after the warm-up
+    # samples per second measured around the whole call of ``fit``, including the warm-up
     call_samples_per_s: float
-    end_s: float
-    cpu_step_s: float
+    end_s: float  # seconds from the last callback to the return of ``fit``
+    cpu_step_s: float  # processor time of this rank per step
 
 
 class _StepClock(keras.callbacks.Callback):

@@ -19,18 +19,12 @@ __all__ = ["Timing", "bus_bandwidth", "largest", "time_in_turn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds per call on the slowest rank, over several measurements.
+    """Seconds per call on the slowest rank, over several measurements."""
 
-    Attributes:
-        best_s: The fastest call.
-        median_s: The median call.
-        cpu_best_s: Smallest processor time of any call. The processor time of a call is the total
-            of all threads, on the rank where this total is largest. Other programs hardly affect
-            this value.
-    """
-
-    best_s: float
-    median_s: float
+    best_s: float  # the fastest call
+    median_s: float  # the median call
+    # Smallest processor time of any call. The processor time of a call is the total of all threads,
+    # on the rank where this total is largest. Other programs hardly affect this value.
     cpu_best_s: float
 
     def divided(self, parts: int) -> Timing:

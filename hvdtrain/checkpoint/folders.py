@@ -44,20 +44,14 @@ _REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
 
 
 class CheckpointFolder(NamedTuple):
-    """A folder that is named like a checkpoint. Sorting puts older checkpoints first.
+    """A folder that is named like a checkpoint. Sorting puts older checkpoints first."""
 
-    Attributes:
-        step: The step of the checkpoint.
-        number: 1 for the first checkpoint of the step, 2 for the second, and so on. It is 0 for a
-            ``.replaced-`` folder, which an earlier version of hvdtrain left.
-        path: The path of the folder.
-        inode: The inode number. A later folder with the same name has a different one.
-    """
-
-    step: int
+    step: int  # the step of the checkpoint
+    # 1 for the first checkpoint of the step, 2 for the second, and so on. It is 0 for a
+    # ``.replaced-`` folder, which an earlier version of hvdtrain left.
     number: int
-    path: Path
-    inode: int
+    path: Path  # the path of the folder
+    inode: int  # The inode number. A later folder with the same name has a different one.
 
 
 def find_complete(directory: Path) -> list[CheckpointFolder]:

@@ -52,19 +52,15 @@ _RESERVED = "__metadata__"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The complete state of a training after a step.
+    """The complete state of a training after a step."""
 
-    Attributes:
-        step: The number of completed optimizer steps of the whole training. The name of the
-            checkpoint contains this number.
-        state: JSON values, including infinity and NaN. Tuples are read back as lists.
-        model: Weights and optimizer variables by name.
-        ranks: Arrays that differ between ranks, with names such as ``rank/3/seed``.
-    """
-
+    # The number of completed optimizer steps of the whole training. The name of the checkpoint
+    # contains this number.
     step: int
+    # JSON values, including infinity and NaN. Tuples are read back as lists.
     state: Mapping[str, Any]
-    model: Mapping[str, np.ndarray]
+    model: Mapping[str, np.ndarray]  # weights and optimizer variables by name
+    # arrays that differ between ranks, with names such as ``rank/3/seed``
     ranks: Mapping[str, np.ndarray]
 
 

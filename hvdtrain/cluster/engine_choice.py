@@ -25,36 +25,23 @@ __all__ = [
 
 
 class EngineChoice(NamedTuple):
-    """The chosen library, and the reason for the choice, which is logged.
+    """The chosen library, and the reason for the choice, which is logged."""
 
-    Attributes:
-        engine: The library.
-        reason: Why the library was chosen.
-        is_fallback: Whether the library is used because NCCL failed.
-    """
-
-    engine: Literal["mpi", "nccl", "horovod"]
-    reason: str
-    is_fallback: bool = False
+    engine: Literal["mpi", "nccl", "horovod"]  # the library
+    reason: str  # why the library was chosen
+    is_fallback: bool = False  # whether the library is used because NCCL failed
 
 
 class DeviceCapabilities(NamedTuple):
-    """A rank's abilities that decide whether devices can combine gradients.
+    """A rank's abilities that decide whether devices can combine gradients."""
 
-    Attributes:
-        host: Index of the rank's host among the job's hosts.
-        gpu: The rank's first GPU; None if the rank computes on the CPU.
-        has_nccl: Whether the rank's TensorFlow contains NCCL.
-        obstacle: Why TensorFlow in this rank can't be connected to the other ranks; empty if it can
-            be connected.
-        nccl: Version of NCCL as an integer, such as 22705 for 2.27.5; 0 if unknown.
-    """
-
-    host: int
-    gpu: Gpu | None
-    has_nccl: bool
+    host: int  # index of the rank's host among the job's hosts
+    gpu: Gpu | None  # the rank's first GPU; None if the rank computes on the CPU
+    has_nccl: bool  # whether the rank's TensorFlow contains NCCL
+    # why TensorFlow in this rank can't be connected to the other ranks; empty if it can be
+    # connected
     obstacle: str = ""
-    nccl: int = 0
+    nccl: int = 0  # version of NCCL as an integer, such as 22705 for 2.27.5; 0 if unknown
 
 
 def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False) -> EngineChoice:

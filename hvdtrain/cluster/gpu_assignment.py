@@ -24,21 +24,15 @@ __all__ = ["RankGpus", "assign_gpus", "describe_sharing", "first_gpus", "gpu_war
 
 @dataclass(frozen=True, kw_only=True)
 class RankGpus:
-    """A rank's report on its GPUs to the other ranks.
+    """A rank's report on its GPUs to the other ranks."""
 
-    Attributes:
-        hostname: Name of the rank's host.
-        pid: ID of the rank's process.
-        visible: The GPUs that the rank sees, in the framework's order; None if it needs no GPU.
-        suspects: The visible GPUs that have faults or are in use.
-        obstacle: Why the rank can't use the GPUs of its host; empty if it can use them, or if the
-            host lacks GPUs.
-    """
-
-    hostname: str
-    pid: int
+    hostname: str  # name of the rank's host
+    pid: int  # ID of the rank's process
+    # the GPUs that the rank sees, in the framework's order; None if it needs no GPU
     visible: Sequence[Gpu] | None
-    suspects: Sequence[GpuState] = ()
+    suspects: Sequence[GpuState] = ()  # the visible GPUs that have faults or are in use
+    # why the rank can't use the GPUs of its host; empty if it can use them, or if the host lacks
+    # GPUs
     obstacle: str = ""
 
     @classmethod

@@ -36,48 +36,32 @@ _NO_DEVICE = 100
 
 
 class Gpu(NamedTuple):
-    """A GPU, or a part of a GPU (MIG), that CUDA shows to a process.
+    """A GPU, or a part of a GPU (MIG), that CUDA shows to a process."""
 
-    Attributes:
-        id: Unique ID. With CUDA, it is the UUID that ``nvidia-smi -L`` prints.
-        bus_id: PCI bus ID, such as ``0000:3B:00.0``. All parts of a GPU have the same bus ID. Empty
-            if unknown.
-        model: Name of the model. For a part of a GPU, the name contains the profile, such as
-            ``1g.10gb``. Empty if unknown.
-        memory_bytes: Size of its memory; 0 if unknown.
-    """
-
-    id: str
+    id: str  # Unique ID. With CUDA, it is the UUID that ``nvidia-smi -L`` prints.
+    # PCI bus ID, such as ``0000:3B:00.0``. All parts of a GPU have the same bus ID. Empty if
+    # unknown.
     bus_id: str = ""
+    # Name of the model. For a part of a GPU, the name contains the profile, such as ``1g.10gb``.
+    # Empty if unknown.
     model: str = ""
-    memory_bytes: int = 0
+    memory_bytes: int = 0  # size of its memory; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """The driver's description of a GPU or a part of a GPU. Unknown values are 0, None or empty.
+    """The driver's description of a GPU or a part of a GPU. Unknown values are 0, None or empty."""
 
-    Attributes:
-        number: Index of the GPU in ``nvidia-smi``, such as ``1``; ``1:0`` for its first part.
-        id: UUID.
-        model: Name of the model.
-        driver: Version of the driver.
-        memory_bytes: Size of its memory.
-        used_bytes: Memory in use by all processes.
-        busy: Utilization in the last second in percent.
-        processes: ID, name and memory in bytes of each process that computes on it.
-        faults: Faults of the GPU, such as ``2 uncorrectable memory errors``.
-    """
-
-    number: str
-    id: str = ""
-    model: str = ""
-    driver: str = ""
-    memory_bytes: int = 0
-    used_bytes: int = 0
-    busy: int | None = None
+    number: str  # index of the GPU in ``nvidia-smi``, such as ``1``; ``1:0`` for its first part
+    id: str = ""  # UUID
+    model: str = ""  # name of the model
+    driver: str = ""  # version of the driver
+    memory_bytes: int = 0  # size of its memory
+    used_bytes: int = 0  # memory in use by all processes
+    busy: int | None = None  # utilization in the last second in percent
+    # ID, name and memory in bytes of each process that computes on it
     processes: Sequence[tuple[int, str, int]] = ()
-    faults: Sequence[str] = ()
+    faults: Sequence[str] = ()  # faults of the GPU, such as ``2 uncorrectable memory errors``
 
 
 def cuda_gpus() -> list[Gpu]:

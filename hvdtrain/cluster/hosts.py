@@ -65,19 +65,13 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host that can run ranks.
+    """A host that can run ranks."""
 
-    Attributes:
-        name: Name or address, without brackets.
-        slots: Number of ranks that the host takes.
-        max_slots: Maximum number of ranks with ``--oversubscribe``; None if unlimited.
-        user: User for ssh; ssh's default if None.
-    """
-
-    name: str
-    slots: int
+    name: str  # name or address, without brackets
+    slots: int  # number of ranks that the host takes
+    # maximum number of ranks with ``--oversubscribe``; None if unlimited
     max_slots: int | None = None
-    user: str | None = None
+    user: str | None = None  # user for ssh; ssh's default if None
 
     def __post_init__(self) -> None:
         if self.slots < 1:

@@ -35,22 +35,14 @@ HostState = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedHost:
-    """A host that a job has or expects.
+    """A host that a job has or expects."""
 
-    Attributes:
-        name: Name or address that the launcher uses to start ranks on the host.
-        slots: Number of ranks that the host takes.
-        state: Whether the host can run ranks.
-        generation: ID that changes if a new host of the same name replaces this one; empty if the
-            host is absent.
-        why: The manager's reason for a state other than "there"; empty if unknown.
-    """
-
-    name: str
-    slots: int
-    state: HostState
+    name: str  # name or address that the launcher uses to start ranks on the host
+    slots: int  # number of ranks that the host takes
+    state: HostState  # whether the host can run ranks
+    # ID that changes if a new host of the same name replaces this one; empty if the host is absent
     generation: str = ""
-    why: str = ""
+    why: str = ""  # the manager's reason for a state other than "there"; empty if unknown
 
 
 def format_managed_hosts(hosts: Iterable[ManagedHost]) -> str:

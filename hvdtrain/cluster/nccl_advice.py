@@ -45,17 +45,11 @@ _REMEDIES = (
 
 
 class ProbeReport(NamedTuple):
-    """What a rank knows about a failed test of the devices.
+    """What a rank knows about a failed test of the devices."""
 
-    Attributes:
-        host: Name of the rank's host.
-        problem: Why the test failed on this rank; empty if another rank failed.
-        detail: NCCL's last error; empty if unknown.
-    """
-
-    host: str
-    problem: str
-    detail: str = ""
+    host: str  # name of the rank's host
+    problem: str  # why the test failed on this rank; empty if another rank failed
+    detail: str = ""  # NCCL's last error; empty if unknown
 
 
 def explain(reports: Sequence[ProbeReport]) -> str:

@@ -31,27 +31,18 @@ Role = Literal["chief", "worker", "ps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of one rank.
+    """The place of one rank."""
 
-    Attributes:
-        rank: Index of the process in the job.
-        host: Name of the rank's host, as the user wrote it.
-        local_rank: Index of the process on its host.
-        local_size: Number of the job's processes on this host.
-        node_rank: Index of this host among the hosts with ranks.
-        role: ``"chief"`` for rank 0, ``"ps"`` for a parameter server, otherwise ``"worker"``.
-        gpus: Indices of the rank's GPUs on the host; empty for parameter servers, and if the host's
-            GPUs are unknown.
-        cores: The rank's first and last core, both inclusive; None if the host's cores are unknown.
-    """
-
-    rank: int
-    host: str
-    local_rank: int
-    local_size: int
-    node_rank: int
-    role: Role
+    rank: int  # index of the process in the job
+    host: str  # name of the rank's host, as the user wrote it
+    local_rank: int  # index of the process on its host
+    local_size: int  # number of the job's processes on this host
+    node_rank: int  # index of this host among the hosts with ranks
+    role: Role  # ``"chief"`` for rank 0, ``"ps"`` for a parameter server, otherwise ``"worker"``
+    # indices of the rank's GPUs on the host; empty for parameter servers, and if the host's GPUs
+    # are unknown
     gpus: tuple[int, ...]
+    # the rank's first and last core, both inclusive; None if the host's cores are unknown
     cores: tuple[int, int] | None
 
 

@@ -21,15 +21,10 @@ __all__ = ["Roles", "assign_roles", "remaining_tasks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The ranks of workers and parameter servers.
+    """The ranks of workers and parameter servers."""
 
-    Attributes:
-        workers: Ranks of the workers; the first is rank 0, the chief.
-        servers: Ranks of the parameter servers; empty in modes without servers.
-    """
-
-    workers: tuple[int, ...]
-    servers: tuple[int, ...]
+    workers: tuple[int, ...]  # ranks of the workers; the first is rank 0, the chief
+    servers: tuple[int, ...]  # ranks of the parameter servers; empty in modes without servers
 
 
 def assign_roles(size: int, settings: Settings) -> Roles:

@@ -32,15 +32,10 @@ _LISTS_EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class TaskHosts:
-    """The host of each task. A host with several tasks is repeated.
+    """The host of each task. A host with several tasks is repeated."""
 
-    Attributes:
-        workers: Hosts of the workers by task index; the first is the chief's.
-        servers: Hosts of the parameter servers by task index.
-    """
-
-    workers: tuple[str, ...]
-    servers: tuple[str, ...] = ()
+    workers: tuple[str, ...]  # hosts of the workers by task index; the first is the chief's
+    servers: tuple[str, ...] = ()  # hosts of the parameter servers by task index
 
 
 def parse_cluster(text: str, source: str) -> TaskHosts:

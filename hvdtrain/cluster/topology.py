@@ -49,25 +49,17 @@ _VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The place of one process in the job.
+    """The place of one process in the job."""
 
-    Attributes:
-        rank: Index of this process in the job; rank 0 is the chief.
-        size: Number of processes in the job.
-        local_rank: Index of this process on its host.
-        local_size: Number of processes of the job on this host.
-        node_rank: Index of this host among the hosts of the job. None until
-            ``hvdtrain.init()`` if the launcher doesn't provide the index. mpirun on several hosts
-            doesn't (``OMPI_COMM_WORLD_NODE_RANK`` is a local rank).
-        launcher: The launcher of this process; ``"none"`` if it runs alone.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
+    rank: int = 0  # index of this process in the job; rank 0 is the chief
+    size: int = 1  # number of processes in the job
+    local_rank: int = 0  # index of this process on its host
+    local_size: int = 1  # number of processes of the job on this host
+    # Index of this host among the hosts of the job. None until ``hvdtrain.init()`` if the launcher
+    # doesn't provide the index. mpirun on several hosts doesn't (``OMPI_COMM_WORLD_NODE_RANK`` is a
+    # local rank).
     node_rank: int | None = 0
-    launcher: Launcher = "none"
+    launcher: Launcher = "none"  # the launcher of this process; ``"none"`` if it runs alone
 
     @property
     def is_chief(self) -> bool:

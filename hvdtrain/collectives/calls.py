@@ -189,10 +189,7 @@ def encode(obj: Any, codec: Codec) -> np.ndarray:
 
 
 def decode(data: np.ndarray, codec: Codec) -> Any:
-    """Deserialize the result of ``encode``.
-
-    JSON turns tuples into lists.
-    """
+    """Deserialize the result of ``encode``. JSON turns tuples into lists."""
     if codec == "pickle":
         return pickle.loads(data.tobytes())
     return json.loads(data.tobytes().decode())

@@ -47,19 +47,14 @@ def _segments_ahead(ranks: int) -> int:
 
 @dataclass(eq=False)
 class Transfer:
-    """An allreduce in progress.
-
-    Attributes:
-        ranks: The number by which ``average`` divides the sum.
-        left: Number of segments that are not complete.
-    """
+    """An allreduce in progress."""
 
     data: np.ndarray
     out: np.ndarray
     op: ReduceOp
-    ranks: int
+    ranks: int  # the number by which ``average`` divides the sum
     wire: WireFormat | None = None
-    left: int = 0
+    left: int = 0  # number of segments that are not complete
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         """Convert values to the bytes to send.
@@ -87,17 +82,15 @@ class _Segment:
 
     The array is divided into one part per rank. ``parts[r]`` is the range of the array that
     contains the slice of rank ``r``'s part.
-
-    Attributes:
-        encoded: Pairs of arrays. The first contains bytes that were received in a wire format, and
-            the second receives the decoded values.
-        received: Contribution of each rank to this rank's slice.
     """
 
     transfer: Transfer
     parts: tuple[tuple[int, int], ...]
     requests: list[Any] = field(default_factory=list)
+    # Pairs of arrays. The first contains bytes that were received in a wire format, and the second
+    # receives the decoded values.
     encoded: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    # contribution of each rank to this rank's slice
     received: list[np.ndarray] = field(default_factory=list)
 
 

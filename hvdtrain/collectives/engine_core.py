@@ -45,23 +45,15 @@ _REASON = "\0"
 
 
 class FinishedOperation(NamedTuple):
-    """A completed or failed operation, which is passed to observers.
+    """A completed or failed operation, which is passed to observers."""
 
-    Attributes:
-        title: Operation and name.
-        call: Operation, name and all other values that the ranks compared. Long text is shortened.
-        start_s: Start time on the monotonic clock.
-        stop_s: End time on the monotonic clock.
-        waited_s: Seconds spent waiting for other ranks, not counting short waits.
-        error: Error type and message, or "" if the operation succeeded.
-    """
-
-    title: str
+    title: str  # operation and name
+    # Operation, name and all other values that the ranks compared. Long text is shortened.
     call: str
-    start_s: float
-    stop_s: float
-    waited_s: float
-    error: str
+    start_s: float  # start time on the monotonic clock
+    stop_s: float  # end time on the monotonic clock
+    waited_s: float  # seconds spent waiting for other ranks, not counting short waits
+    error: str  # error type and message, or "" if the operation succeeded
 
 
 class EngineCore(RankState):

@@ -35,10 +35,7 @@ PROBES = 16
 
 
 class RanksLost(Exception):
-    """Raised to stop the current operation because a rank died.
-
-    ``Recovery`` catches this.
-    """
+    """Raised to stop the current operation because a rank died. ``Recovery`` catches this."""
 
 
 def is_loss(mpi: ModuleType, error: Any) -> bool:
@@ -102,10 +99,7 @@ class FailureDetector:
         self._pending: list[tuple[Any, np.ndarray]] = []
 
     def close(self) -> None:
-        """Free the communicator.
-
-        All ranks must call this.
-        """
+        """Free the communicator. All ranks must call this."""
         self.detectors.remove(self)
         self._comm.Free()
 

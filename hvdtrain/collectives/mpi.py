@@ -279,10 +279,7 @@ class MpiTransport(Transport):
             self.free_detector()
 
     def free_detector(self) -> None:
-        """Free the communicator of the failure detector.
-
-        All ranks must call this.
-        """
+        """Free the communicator of the failure detector. All ranks must call this."""
         if not self.ranks.survives_losses and not self.detector.failed:
             self.detector.close()
 

@@ -1,7 +1,4 @@
-"""Initialization of MPI.
-
-Importing ``mpi4py.MPI`` starts MPI, so no other module imports it.
-"""
+"""Initialization of MPI. Importing ``mpi4py.MPI`` starts MPI, so no other module imports it."""
 
 from __future__ import annotations
 

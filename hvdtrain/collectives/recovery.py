@@ -53,32 +53,22 @@ Result = TypeVar("Result")
 
 
 class RecoveryState(NamedTuple):
-    """The state of a rank at the moment when it stopped.
+    """The state of a rank at the moment when it stopped."""
 
-    Attributes:
-        member: The initial rank.
-        operation: Number of the rank's current or latest operation.
-        completed: Number of the latest operation whose result the rank has.
-        source: Initial rank, such as the root of a broadcast, without which the operation can't be
-            repeated. -1 if there is no such rank.
-    """
-
-    member: int
-    operation: int
-    completed: int
+    member: int  # the initial rank
+    operation: int  # number of the rank's current or latest operation
+    completed: int  # number of the latest operation whose result the rank has
+    # Initial rank, such as the root of a broadcast, without which the operation can't be repeated.
+    # -1 if there is no such rank.
     source: int
 
 
 class RecoveryDecision(NamedTuple):
-    """The decision how to continue after a loss. It is the same on all remaining ranks.
+    """The decision how to continue after a loss. It is the same on all remaining ranks."""
 
-    Attributes:
-        complete: Number of the latest operation whose result all ranks have.
-        orphaned: Number of the operation that can't be repeated because its ``source`` was lost; 0
-            if there is no such operation.
-    """
-
-    complete: int
+    complete: int  # number of the latest operation whose result all ranks have
+    # number of the operation that can't be repeated because its ``source`` was lost; 0 if there is
+    # no such operation
     orphaned: int
 
 
@@ -196,10 +186,7 @@ class Recovery:
         self._spin_wait.until(lambda: self._detector.all_stopped, call.short_text)
 
     def _reconnect(self, state: RecoveryState, threaded: bool = True) -> None:
-        """Set up the transport for the remaining ranks.
-
-        All remaining ranks must call this.
-        """
+        """Set up the transport for the remaining ranks. All remaining ranks must call this."""
         states: list[RecoveryState] = []
 
         def shrink() -> None:

@@ -76,24 +76,17 @@ MOST_FREE_BYTES = 1 << 50
 
 @dataclass
 class _Job:
-    """An allreduce in progress.
-
-    Attributes:
-        base: Number of chunks of earlier operations.
-        in_arena: Whether the outputs of all ranks are in the arena.
-        sums: This rank's output in the arena, if sums can be computed in it.
-        others: Outputs in the arena to which this rank copies its sums.
-        transfers: Transfers between hosts in progress, by chunk number.
-    """
+    """An allreduce in progress."""
 
     reduction: Reduction
     slots: Sequence[Sequence[np.ndarray]]
     results: Sequence[np.ndarray]
     scratch: np.ndarray
-    base: int
-    in_arena: bool = False
-    sums: np.ndarray | None = None
-    others: Sequence[np.ndarray] = ()
+    base: int  # number of chunks of earlier operations
+    in_arena: bool = False  # whether the outputs of all ranks are in the arena
+    sums: np.ndarray | None = None  # this rank's output in the arena, if sums can be computed in it
+    others: Sequence[np.ndarray] = ()  # outputs in the arena to which this rank copies its sums
+    # transfers between hosts in progress, by chunk number
     transfers: dict[int, Transfer] = field(default_factory=dict)
 
 
@@ -155,10 +148,7 @@ class SharedMemoryTransport(MpiTransport):
         )
 
     def free(self) -> None:
-        """Free communicators and shared memory.
-
-        All ranks must call this.
-        """
+        """Free communicators and shared memory. All ranks must call this."""
         super().free()
         if self.ranks.survives_losses:
             return

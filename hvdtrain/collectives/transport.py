@@ -174,10 +174,7 @@ class Transport:
         np.copyto(out, data)
 
     def messages(self) -> PointToPoint:
-        """Open a channel for point-to-point messages.
-
-        All ranks must call this.
-        """
+        """Open a channel for point-to-point messages. All ranks must call this."""
         raise ConfigurationError(
             "Messages need at least two ranks, got one process; start more with mpirun, srun or "
             "hvdtrain run."
@@ -195,10 +192,7 @@ class Transport:
         return self._pool.take(nbytes)
 
     def start_over(self) -> None:
-        """Discard an operation that has started but has not finished.
-
-        All ranks must call this.
-        """
+        """Discard an operation that has started but has not finished. All ranks must call this."""
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
@@ -227,7 +221,4 @@ class Transport:
         """Stop background threads."""
 
     def free(self) -> None:
-        """Free memory and communicators after the last operation.
-
-        All ranks must call this.
-        """
+        """Free memory and communicators after the last operation. All ranks must call this."""

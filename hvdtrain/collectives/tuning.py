@@ -73,32 +73,21 @@ TAG = 4
 
 
 class Hierarchy(NamedTuple):
-    """The place of a rank on its host, and the number of hosts.
+    """The place of a rank on its host, and the number of hosts."""
 
-    Attributes:
-        local_rank: Index of the rank among the remaining ranks of its host.
-        window_ranks: Initial local ranks of the host's remaining ranks.
-        hosts: Number of hosts.
-        cross_groups: Number of cross groups. A cross group consists of the ranks with a certain
-            local rank, one on every host. A host may have more ranks than there are cross groups.
-    """
-
-    local_rank: int
-    window_ranks: tuple[int, ...]
-    hosts: int
+    local_rank: int  # index of the rank among the remaining ranks of its host
+    window_ranks: tuple[int, ...]  # initial local ranks of the host's remaining ranks
+    hosts: int  # number of hosts
+    # Number of cross groups. A cross group consists of the ranks with a certain local rank, one on
+    # every host. A host may have more ranks than there are cross groups.
     cross_groups: int
 
 
 class Link(NamedTuple):
-    """The slowest link between neighbouring ranks, measured in both directions at once.
+    """The slowest link between neighbouring ranks, measured in both directions at once."""
 
-    Attributes:
-        latency_s: Time in seconds of a message of a few bytes.
-        bytes_per_s: Throughput of long messages.
-    """
-
-    latency_s: float
-    bytes_per_s: float
+    latency_s: float  # time in seconds of a message of a few bytes
+    bytes_per_s: float  # throughput of long messages
 
 
 def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], member: int) -> Hierarchy:

@@ -27,25 +27,19 @@ _MAX_SHOWN = 4
 
 @dataclass(kw_only=True)
 class InputReport:
-    """A rank's description of its input, which the ranks exchange as JSON.
+    """A rank's description of its input, which the ranks exchange as JSON."""
 
-    Attributes:
-        structure: Names and values that must be equal on all ranks.
-        content: Names and values that must be equal if all ranks pass the same data.
-        steps: The number of steps that the ranks need to read this rank's data once. None if
-            unknown or infinite.
-        endless: Whether the data is infinite.
-        written_files: The files that are written while the data is read. Each rank must write
-            different files.
-        error: The reason why the input can't be used. None if it can be used.
-    """
-
+    # names and values that must be equal on all ranks
     structure: dict[str, Any] = field(default_factory=dict)
+    # names and values that must be equal if all ranks pass the same data
     content: dict[str, Any] = field(default_factory=dict)
+    # The number of steps that the ranks need to read this rank's data once. None if unknown or
+    # infinite.
     steps: int | None = None
-    endless: bool = False
+    endless: bool = False  # whether the data is infinite
+    # The files that are written while the data is read. Each rank must write different files.
     written_files: list[str] = field(default_factory=list)
-    error: str | None = None
+    error: str | None = None  # The reason why the input can't be used. None if it can be used.
 
 
 def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:

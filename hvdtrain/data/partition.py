@@ -50,24 +50,22 @@ class Position:
     is 100, and ``missed`` contains the numbers 90 to 99. From a position, a pass first reads the
     ``missed`` units, and then continues at place ``start``.
 
-    Attributes:
-        epoch: The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is
-            the number of passes that were started before.
-        start: The first place whose unit no rank has taken yet. Training has used all units before
-            this place, except for the ``missed`` units.
-        missed: The places before ``start``, in ascending order, whose units were taken by ranks
-            that were lost.
-        joint_batch: The number of units that all ranks together took in a full step at the time
-            when the pass was started. With ``shuffle="batch"``, this number determines the order.
-            None before the pass starts.
-
     Raises:
         DataError: If the values are not valid.
     """
 
+    # The epoch that determines the order of the pass. For a ``tf.data`` pipeline, this is the
+    # number of passes that were started before.
     epoch: int
+    # The first place whose unit no rank has taken yet. Training has used all units before this
+    # place, except for the ``missed`` units.
     start: int = 0
+    # the places before ``start``, in ascending order, whose units were taken by ranks that were
+    # lost
     missed: tuple[int, ...] = ()
+    # The number of units that all ranks together took in a full step at the time when the pass was
+    # started. With ``shuffle="batch"``, this number determines the order. None before the pass
+    # starts.
     joint_batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -172,16 +170,11 @@ class JointSteps:
     """The remaining steps of a pass over the data, and each rank's share of each step.
 
     A unit is a sample if the input consists of arrays, and a batch otherwise.
-
-    Attributes:
-        units: The number of units that are left. None if unknown or infinite.
-        each: The number of units that one rank takes in a full step.
-        size: The number of ranks.
     """
 
-    units: int | None
-    each: int
-    size: int
+    units: int | None  # The number of units that are left. None if unknown or infinite.
+    each: int  # the number of units that one rank takes in a full step
+    size: int  # the number of ranks
 
     @property
     def steps(self) -> int | None:

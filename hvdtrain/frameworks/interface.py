@@ -60,15 +60,12 @@ class DeviceReductions(Protocol):
 
 
 class Framework(Protocol):
-    """A framework. The modules ``hvdtrain.frameworks.<name>.tensors`` implement it.
+    """A framework. The modules ``hvdtrain.frameworks.<name>.tensors`` implement it."""
 
-    Attributes:
-        ERRORS: The exceptions behind which the framework hides an error that a function of
-            ``run_on_host`` raises in compiled code.
-        SPARSE_ROWS: Functions for sparse gradients, or None if all gradients are dense.
-    """
-
+    # the exceptions behind which the framework hides an error that a function of ``run_on_host``
+    # raises in compiled code
     ERRORS: tuple[type[Exception], ...]
+    # functions for sparse gradients, or None if all gradients are dense
     SPARSE_ROWS: SparseRows | None
 
     def run_on_host(

@@ -41,15 +41,10 @@ class KeptArray:
 
 
 class Kept(NamedTuple):
-    """The arrays that are kept from step to step for one variable.
+    """The arrays that are kept from step to step for one variable."""
 
-    Attributes:
-        unsent: The part of this rank's gradients that was not sent yet.
-        state: State of the compressor, which is identical on all ranks and may be empty.
-    """
-
-    unsent: KeptArray
-    state: KeptArray
+    unsent: KeptArray  # the part of this rank's gradients that was not sent yet
+    state: KeptArray  # state of the compressor, which is identical on all ranks and may be empty
 
 
 class ErrorFeedback:

@@ -32,16 +32,12 @@ NO_GRADIENT = "None"
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A description of the gradients of a step, which must be the same on all ranks.
+    """A description of the gradients of a step, which must be the same on all ranks."""
 
-    Attributes:
-        names: Names of the variables. Numbers in them are replaced, so that names don't differ by
-            rank.
-        kinds: Kind, dtype and shape of each gradient: dense, rows of ``tf.IndexedSlices`` (with the
-            shape of a row), or ``NO_GRADIENT``.
-    """
-
+    # Names of the variables. Numbers in them are replaced, so that names don't differ by rank.
     names: tuple[str, ...]
+    # kind, dtype and shape of each gradient: dense, rows of ``tf.IndexedSlices`` (with the shape of
+    # a row), or ``NO_GRADIENT``
     kinds: tuple[str, ...]
 
     @property

@@ -26,20 +26,14 @@ _BLOCK_ITEMS = 32 << 10
 
 
 class SentMeans(NamedTuple):
-    """The result of averaging arrays of all ranks.
+    """The result of averaging arrays of all ranks."""
 
-    Attributes:
-        means: The approximate means, bitwise identical on all ranks.
-        unsent: This rank's arrays minus ``means``. The mean of ``unsent`` over the ranks is the
-            error of ``means``.
-        states: The states to pass to the next call of ``average``.
-        weight: The mean of the ranks' weights.
-    """
-
-    means: list[np.ndarray]
+    means: list[np.ndarray]  # the approximate means, bitwise identical on all ranks
+    # This rank's arrays minus ``means``. The mean of ``unsent`` over the ranks is the error of
+    # ``means``.
     unsent: list[np.ndarray]
-    states: list[np.ndarray]
-    weight: float
+    states: list[np.ndarray]  # the states to pass to the next call of ``average``
+    weight: float  # the mean of the ranks' weights
 
 
 class PowerSGD:

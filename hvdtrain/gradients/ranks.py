@@ -38,14 +38,10 @@ class Ranks(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EngineRanks:
-    """All ranks of an engine.
+    """All ranks of an engine."""
 
-    Attributes:
-        engine: The engine.
-        on_devices: Reduces tensors on devices. None if this is not possible.
-    """
-
-    engine: Engine
+    engine: Engine  # the engine
+    # Reduces tensors on devices. None if this is not possible.
     on_devices: DeviceReductions | None = None
 
     @property

@@ -16,32 +16,26 @@ __all__ = ["ReduceOptions"]
 class ReduceOptions:
     """Options of a ``GradientReducer``.
 
-    Attributes:
-        non_finite: With ``"error"``, every rank raises an error if a gradient contains NaN or
-            infinity. The error names the rank and the variable. ``"ignore"`` allows such gradients.
-        wire: Name of the format in which float32 data is sent between hosts, which ``wire_format``
-            accepts.
-        powersgd_rank: Rank (number of columns) of the matrices that PowerSGD sends. 0 means no
-            compression.
-        unchecked: Function that combines gradients instead, with the arguments gradients and ranks.
-            Names and values are then not checked.
-        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to tensors before they are reduced.
-        groups: Number of groups, or lists of variables to combine together.
-        scale_local: Whether to divide the gradients of local variables by the number of ranks.
-        what: What is averaged, for error messages: ``"gradient"`` or ``"weight"``.
-
     Raises:
         ValueError: If ``groups`` is invalid.
     """
 
+    # With ``"error"``, every rank raises an error if a gradient contains NaN or infinity. The error
+    # names the rank and the variable. ``"ignore"`` allows such gradients.
     non_finite: str = "error"
+    # name of the format in which float32 data is sent between hosts, which ``wire_format`` accepts
     wire: str = "none"
+    # Rank (number of columns) of the matrices that PowerSGD sends. 0 means no compression.
     powersgd_rank: int = 0
+    # Function that combines gradients instead, with the arguments gradients and ranks. Names and
+    # values are then not checked.
     unchecked: Callable[[Sequence[Any], Ranks], list[Any]] | None = None
+    # whether to convert ``tf.IndexedSlices`` to tensors before they are reduced
     sparse_as_dense: bool = False
-    groups: Groups = None
+    groups: Groups = None  # number of groups, or lists of variables to combine together
+    # whether to divide the gradients of local variables by the number of ranks
     scale_local: bool = True
-    what: str = "gradient"
+    what: str = "gradient"  # what is averaged, for error messages: ``"gradient"`` or ``"weight"``
 
     def __post_init__(self) -> None:
         check_groups(self.groups)

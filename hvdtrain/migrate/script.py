@@ -35,17 +35,11 @@ for _optimizer in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RM
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """A rewritten script.
+    """A rewritten script."""
 
-    Attributes:
-        old: The original bytes.
-        new: The rewritten bytes.
-        findings: Line number and description of each edit that remains.
-    """
-
-    old: bytes
-    new: bytes
-    findings: tuple[tuple[int, str], ...]
+    old: bytes  # the original bytes
+    new: bytes  # the rewritten bytes
+    findings: tuple[tuple[int, str], ...]  # line number and description of each edit that remains
 
     @property
     def changed_lines(self) -> int:

@@ -54,21 +54,14 @@ Gradient = np.ndarray | Rows | None
 
 @dataclass(frozen=True, kw_only=True)
 class ShardGradients:
-    """The gradients of a shard. A shard consists of pieces, which are parts of variables.
+    """The gradients of a shard. A shard consists of pieces, which are parts of variables."""
 
-    Attributes:
-        shard: The shard, which determines the layout.
-        flat: A buffer with the shard's layout that contains the dense gradients.
-        rows: The sparse gradients. A key is the index of a piece.
-        missing: The indices of the pieces without a gradient.
-        slot: The slot of shared memory that contains ``flat``. ``SENT`` if ``flat`` is sent in a
-            message.
-    """
-
-    shard: Shard
-    flat: np.ndarray
+    shard: Shard  # the shard, which determines the layout
+    flat: np.ndarray  # a buffer with the shard's layout that contains the dense gradients
+    # The sparse gradients. A key is the index of a piece.
     rows: Mapping[int, Rows] = field(default_factory=dict)
-    missing: Set[int] = frozenset()
+    missing: Set[int] = frozenset()  # the indices of the pieces without a gradient
+    # The slot of shared memory that contains ``flat``. ``SENT`` if ``flat`` is sent in a message.
     slot: int = SENT
 
     @classmethod

@@ -76,28 +76,22 @@ class Kind(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """A worker's request to a server.
-
-    Attributes:
-        step: For a gradient, the step number from the server's last reply.
-        version: For a gradient, the version of the weights with which the gradient was computed.
-        weight: The weight of the gradient relative to other workers' gradients.
-        learning_rate: The chief's learning rate. NaN leaves the server's learning rate unchanged.
-        stop: Whether this worker stops the training of all workers.
-        signal: The number of a signal that this worker received, or 0. A signal from the chief ends
-            the training.
-        position: The worker's position in its data after this gradient. Servers store it for
-            snapshots. ``NO_POSITION`` leaves the stored position unchanged.
-    """
+    """A worker's request to a server."""
 
     kind: Kind
-    step: int = 0
+    step: int = 0  # for a gradient, the step number from the server's last reply
+    # for a gradient, the version of the weights with which the gradient was computed
     version: int = 0
     has_gradient: bool = False
-    weight: float = 0.0
+    weight: float = 0.0  # the weight of the gradient relative to other workers' gradients
+    # The chief's learning rate. NaN leaves the server's learning rate unchanged.
     learning_rate: float = float("nan")
-    stop: bool = False
+    stop: bool = False  # whether this worker stops the training of all workers
+    # The number of a signal that this worker received, or 0. A signal from the chief ends the
+    # training.
     signal: int = 0
+    # The worker's position in its data after this gradient. Servers store it for snapshots.
+    # ``NO_POSITION`` leaves the stored position unchanged.
     position: tuple[int, ...] = NO_POSITION
 
     def pack(self) -> np.ndarray:
@@ -118,28 +112,19 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A server's reply.
+    """A server's reply."""
 
-    Attributes:
-        step: The number of the next step of the worker.
-        version: The version of the weights, which is the number of updates that were applied to
-            them.
-        stop: Whether the worker must stop training.
-        signal: In a reply to the chief, the number of a signal that some rank received. In a reply
-            to another worker, the signal with which the chief ended the training. 0 if there is no
-            signal.
-        training: How many workers may still send gradients.
-        error: The index in ``REFUSALS`` of the error with which the request was refused.
-        refusal: Why the request was refused, or "" if it was not. The weights in the reply to a
-            refused request are undefined.
-    """
-
-    step: int
+    step: int  # the number of the next step of the worker
+    # the version of the weights, which is the number of updates that were applied to them
     version: int
-    stop: bool = False
+    stop: bool = False  # whether the worker must stop training
+    # In a reply to the chief, the number of a signal that some rank received. In a reply to another
+    # worker, the signal with which the chief ended the training. 0 if there is no signal.
     signal: int = 0
-    training: int = 0
-    error: int = 0
+    training: int = 0  # how many workers may still send gradients
+    error: int = 0  # the index in ``REFUSALS`` of the error with which the request was refused
+    # Why the request was refused, or "" if it was not. The weights in the reply to a refused
+    # request are undefined.
     refusal: str = ""
 
     def pack(self) -> np.ndarray:

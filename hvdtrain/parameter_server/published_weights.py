@@ -93,18 +93,13 @@ class PublishedWeights:
 
 
 class SharedMemory(NamedTuple):
-    """The memory that this rank shares with other ranks on its host.
+    """The memory that this rank shares with other ranks on its host."""
 
-    Attributes:
-        published: The weights of each server on this host. If this rank is a server, its own
-            weights are included.
-        readers: The ranks that can read this rank's weights.
-        slots: Buffers for dense gradients. On a worker, a key is a server. On a server, a key is a
-            worker.
-    """
-
+    # The weights of each server on this host. If this rank is a server, its own weights are
+    # included.
     published: Mapping[int, PublishedWeights]
-    readers: frozenset[int]
+    readers: frozenset[int]  # the ranks that can read this rank's weights
+    # Buffers for dense gradients. On a worker, a key is a server. On a server, a key is a worker.
     slots: Mapping[int, Sequence[np.ndarray]]
 
 

@@ -42,35 +42,26 @@ class Server:
     In an elastic job, training continues without workers that die. A worker that sends no requests
     is called silent. Other workers don't wait for a silent worker until it sends a request again.
     If the chief or another server dies, ``serve`` raises an error.
-
-    Attributes:
-        messages: The connection to the workers.
-        updates: The updates of this server's shard.
-        memory: Memory shared with workers on this host. Workers on other hosts send gradients and
-            receive weights in messages.
-        workers: The ranks that train. The first one is the chief.
-        consistency: Decides when workers may proceed.
-        require_finite: Whether to refuse gradients with NaN or infinity.
-        received_signal: Function that returns the number of a signal that this rank received, or 0.
-            The server forwards the signal to the chief.
-        silence_s: Seconds without a request after which a worker is considered silent.
-        least_workers: Minimum number of workers. Training ends when fewer are left.
-        warn: Called with a line of text when a worker becomes silent, and when it sends a request
-            again.
-        ended_by: The signal with which the chief ended the training, or 0.
     """
 
-    messages: PointToPoint
-    updates: ShardUpdates
+    messages: PointToPoint  # the connection to the workers
+    updates: ShardUpdates  # the updates of this server's shard
+    # Memory shared with workers on this host. Workers on other hosts send gradients and receive
+    # weights in messages.
     memory: SharedMemory
     _: KW_ONLY
-    workers: Sequence[int]
-    consistency: Consistency
-    require_finite: bool = True
+    workers: Sequence[int]  # The ranks that train. The first one is the chief.
+    consistency: Consistency  # decides when workers may proceed
+    require_finite: bool = True  # whether to refuse gradients with NaN or infinity
+    # Function that returns the number of a signal that this rank received, or 0. The server
+    # forwards the signal to the chief.
     received_signal: Callable[[], int] = lambda: 0
+    # seconds without a request after which a worker is considered silent
     silence_s: float = math.inf
-    least_workers: int = 1
+    least_workers: int = 1  # Minimum number of workers. Training ends when fewer are left.
+    # called with a line of text when a worker becomes silent, and when it sends a request again
     warn: Callable[[str], None] = lambda line: None
+    # the signal with which the chief ended the training, or 0
     ended_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

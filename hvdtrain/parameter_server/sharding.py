@@ -67,21 +67,16 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class VariableSlice:
-    """Elements ``[start, stop)`` of a flattened variable.
+    """Elements ``[start, stop)`` of a flattened variable."""
 
-    Attributes:
-        variable: The index of the variable.
-        shape: ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if the
-            slice is the complete variable, and ``(stop - start,)`` otherwise.
-        offset: Position in the shard's buffer in bytes. It is a multiple of ``ALIGNMENT_BYTES``.
-    """
-
-    variable: int
+    variable: int  # the index of the variable
     start: int
     stop: int
+    # ``(rows, ...)`` if the slice consists of whole rows, the variable's shape if the slice is the
+    # complete variable, and ``(stop - start,)`` otherwise
     shape: tuple[int, ...]
     dtype: str
-    offset: int
+    offset: int  # Position in the shard's buffer in bytes. It is a multiple of ``ALIGNMENT_BYTES``.
 
     @property
     def nbytes(self) -> int:

@@ -32,20 +32,15 @@ class Origin(NamedTuple):
 
 @dataclass(kw_only=True)
 class StalenessStats:
-    """Statistics of the gradients that one server received.
+    """Statistics of the gradients that one server received."""
 
-    Attributes:
-        pushed: Number of gradients received, per worker.
-        taken: Number of gradients that were applied.
-        late: Number of gradients that were dropped because their step had already ended.
-        staleness: Maps each staleness to the number of updates with this staleness. The staleness
-            of an update is the number of earlier updates that were made after the worker received
-            the weights for its gradient.
-    """
-
+    # number of gradients received, per worker
     pushed: Counter[int] = field(default_factory=Counter)
-    taken: int = 0
-    late: int = 0
+    taken: int = 0  # number of gradients that were applied
+    late: int = 0  # number of gradients that were dropped because their step had already ended
+    # Maps each staleness to the number of updates with this staleness. The staleness of an update
+    # is the number of earlier updates that were made after the worker received the weights for its
+    # gradient.
     staleness: Counter[int] = field(default_factory=Counter)
 
     @property

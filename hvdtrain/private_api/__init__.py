@@ -13,18 +13,13 @@ __all__ = ["PrivateApi"]
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateApi:
-    """The private API of an installed library.
+    """The private API of an installed library."""
 
-    Attributes:
-        library: Name of the library.
-        version: Installed version.
-        tested: Oldest and newest minor version with which hvdtrain's tests have passed.
-        error: Class of the exception that is raised if a part of the API is missing.
-    """
-
-    library: str
-    version: str
+    library: str  # name of the library
+    version: str  # installed version
+    # oldest and newest minor version with which hvdtrain's tests have passed
     tested: tuple[str, str]
+    # class of the exception that is raised if a part of the API is missing
     error: type[HvdtrainError]
 
     def missing(self, names: object) -> HvdtrainError:

@@ -128,10 +128,7 @@ def in_use() -> bool:
 
 
 def is_connected() -> bool:
-    """Return whether ``connect`` was called.
-
-    A process can call ``connect`` only once.
-    """
+    """Return whether ``connect`` was called. A process can call ``connect`` only once."""
     return _connected
 
 

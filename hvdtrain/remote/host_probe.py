@@ -55,89 +55,55 @@ _DISTRIBUTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """The launcher's request to a probe.
+    """The launcher's request to a probe."""
 
-    Attributes:
-        names: Names of all hosts, which the probe resolves.
-        folder: The launcher's working directory.
-        token_file: Name of a file that the launcher wrote to its working directory; empty if the
-            directory isn't writable.
-        token: Content of that file.
-        addresses: Addresses of the launcher on its route to this host.
-        port: Port on which the launcher listens; 0 if it does not listen.
-        details: Whether to collect the details for ``hvdtrain check --report``.
-        imports: Whether to import the framework of Keras' backend.
-    """
-
-    names: tuple[str, ...] = ()
-    folder: str = ""
+    names: tuple[str, ...] = ()  # names of all hosts, which the probe resolves
+    folder: str = ""  # the launcher's working directory
+    # name of a file that the launcher wrote to its working directory; empty if the directory isn't
+    # writable
     token_file: str = ""
-    token: str = ""
-    addresses: tuple[str, ...] = ()
-    port: int = 0
-    details: bool = False
-    imports: bool = False
+    token: str = ""  # content of that file
+    addresses: tuple[str, ...] = ()  # addresses of the launcher on its route to this host
+    port: int = 0  # port on which the launcher listens; 0 if it does not listen
+    details: bool = False  # whether to collect the details for ``hvdtrain check --report``
+    imports: bool = False  # whether to import the framework of Keras' backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Facts about a host. Unknown facts are None or empty.
+    """Facts about a host. Unknown facts are None or empty."""
 
-    Attributes:
-        machine: Unique ID of the machine. It does not depend on hostnames.
-        started_s: The host's clock at the start of the probe.
-        ended_s: The host's clock at the end of the probe.
-        python: Version of Python.
-        versions: Versions of the installed packages, keyed by name.
-        backend: The backend that Keras uses.
-        backend_gpus: Number of GPUs that the backend's framework sees.
-        backend_error: Why the backend's framework can't be imported.
-        mpi: Name and version of the MPI library that mpi4py loads.
-        mpi_error: Why mpi4py can't load an MPI library.
-        folder: Whether this host has the launcher's working directory: ``same`` (it is shared),
-            ``other`` (a different directory has this path) or ``absent``.
-        gpus: The GPUs that ``CUDA_VISIBLE_DEVICES`` allows, or all GPUs.
-        gpu_error: Why the driver or CUDA failed.
-        memlock_bytes: Limit for locked memory; -1 if unlimited.
-        infiniband: InfiniBand devices.
-        shm_bytes: Size of /dev/shm.
-        shm_free_bytes: Free space in /dev/shm.
-        names: Addresses of each host name. The list is empty if the name can't be resolved.
-        back_error: Why the launcher can't be reached over TCP.
-        local_address: This host's address in a connection to the launcher.
-        interface: Network interface with the address ``local_address``.
-        speed_mbit: Speed of the interface in Mbit/s.
-        cores: Number of available cores.
-        load: Load average of the last minute.
-        details: Text of each section for ``hvdtrain check --report``, if requested.
-        errors: Why parts of the probe failed, keyed by the name of the part.
-    """
-
-    machine: str = ""
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    python: str = ""
+    machine: str = ""  # Unique ID of the machine. It does not depend on hostnames.
+    started_s: float = 0.0  # the host's clock at the start of the probe
+    ended_s: float = 0.0  # the host's clock at the end of the probe
+    python: str = ""  # version of Python
+    # versions of the installed packages, keyed by name
     versions: Mapping[str, str] = field(default_factory=dict)
-    backend: str = ""
-    backend_gpus: int | None = None
-    backend_error: str = ""
-    mpi: str = ""
-    mpi_error: str = ""
+    backend: str = ""  # the backend that Keras uses
+    backend_gpus: int | None = None  # number of GPUs that the backend's framework sees
+    backend_error: str = ""  # why the backend's framework can't be imported
+    mpi: str = ""  # name and version of the MPI library that mpi4py loads
+    mpi_error: str = ""  # why mpi4py can't load an MPI library
+    # whether this host has the launcher's working directory: ``same`` (it is shared), ``other`` (a
+    # different directory has this path) or ``absent``
     folder: str = ""
-    gpus: Sequence[GpuState] = ()
-    gpu_error: str = ""
-    memlock_bytes: int | None = None
-    infiniband: Sequence[str] = ()
-    shm_bytes: int | None = None
-    shm_free_bytes: int | None = None
+    gpus: Sequence[GpuState] = ()  # the GPUs that ``CUDA_VISIBLE_DEVICES`` allows, or all GPUs
+    gpu_error: str = ""  # why the driver or CUDA failed
+    memlock_bytes: int | None = None  # limit for locked memory; -1 if unlimited
+    infiniband: Sequence[str] = ()  # InfiniBand devices
+    shm_bytes: int | None = None  # size of /dev/shm
+    shm_free_bytes: int | None = None  # free space in /dev/shm
+    # Addresses of each host name. The list is empty if the name can't be resolved.
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    back_error: str = ""
-    local_address: str = ""
-    interface: str = ""
-    speed_mbit: int | None = None
-    cores: int | None = None
-    load: float | None = None
+    back_error: str = ""  # why the launcher can't be reached over TCP
+    local_address: str = ""  # this host's address in a connection to the launcher
+    interface: str = ""  # network interface with the address ``local_address``
+    speed_mbit: int | None = None  # speed of the interface in Mbit/s
+    cores: int | None = None  # number of available cores
+    load: float | None = None  # load average of the last minute
+    # text of each section for ``hvdtrain check --report``, if requested
     details: Mapping[str, str] = field(default_factory=dict)
+    # why parts of the probe failed, keyed by the name of the part
     errors: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -22,21 +22,13 @@ _QUIET = {
 
 
 class Framework(NamedTuple):
-    """A framework, as Keras' backend.
+    """A framework, as Keras' backend."""
 
-    Attributes:
-        title: Its name in messages.
-        distributions: Python packages that provide it.
-        install: How to install it.
-        with_gpus: How to install it with support for NVIDIA GPUs.
-        gpu_program: Python code that prints the number of GPUs that it sees.
-    """
-
-    title: str
-    distributions: tuple[str, ...]
-    install: str
-    with_gpus: str
-    gpu_program: str
+    title: str  # its name in messages
+    distributions: tuple[str, ...]  # Python packages that provide it
+    install: str  # how to install it
+    with_gpus: str  # how to install it with support for NVIDIA GPUs
+    gpu_program: str  # Python code that prints the number of GPUs that it sees
 
 
 # By the name of Keras' backend.

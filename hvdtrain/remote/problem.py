@@ -102,21 +102,14 @@ _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A problem and its remedy.
+    """A problem and its remedy."""
 
-    Attributes:
-        summary: The observed state.
-        expected: The required state.
-        remedy: How to fix the problem, with a command if possible.
-        hosts: The affected hosts; empty if the problem does not concern particular hosts.
-        is_error: Whether the problem prevents training. Otherwise it is a warning.
-    """
-
-    summary: str
-    expected: str
-    remedy: str
+    summary: str  # the observed state
+    expected: str  # the required state
+    remedy: str  # how to fix the problem, with a command if possible
+    # the affected hosts; empty if the problem does not concern particular hosts
     hosts: tuple[str, ...] = ()
-    is_error: bool = True
+    is_error: bool = True  # Whether the problem prevents training. Otherwise it is a warning.
 
 
 def format_problem(problem: Problem) -> str:

@@ -67,36 +67,22 @@ _SSH_MESSAGES: tuple[tuple[str, FailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The reason why a host did not answer.
+    """The reason why a host did not answer."""
 
-    Attributes:
-        kind: The kind of failure, which determines the remedy.
-        message: The line of ssh's, srun's or Python's output that shows the cause.
-    """
-
-    kind: FailureKind
-    message: str = ""
+    kind: FailureKind  # the kind of failure, which determines the remedy
+    message: str = ""  # the line of ssh's, srun's or Python's output that shows the cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of probing a host: facts or a failure.
+    """The result of probing a host: facts or a failure."""
 
-    Attributes:
-        host: Name of the host, as the user wrote it; empty for the launcher itself.
-        ranks: Number of ranks planned for the host.
-        facts: Facts about the host; None if the host did not answer.
-        failure: Reason why the host did not answer; None if the host answered.
-        asked_s: The launcher's clock at the request.
-        answered_s: The launcher's clock at the answer.
-    """
-
-    host: str
-    ranks: int = 1
-    facts: HostFacts | None = None
-    failure: Failure | None = None
-    asked_s: float = 0.0
-    answered_s: float = 0.0
+    host: str  # name of the host, as the user wrote it; empty for the launcher itself
+    ranks: int = 1  # number of ranks planned for the host
+    facts: HostFacts | None = None  # facts about the host; None if the host did not answer
+    failure: Failure | None = None  # reason why the host did not answer; None if the host answered
+    asked_s: float = 0.0  # the launcher's clock at the request
+    answered_s: float = 0.0  # the launcher's clock at the answer
 
 
 def clock_offset_s(answer: Answer) -> tuple[float, float]:

@@ -33,20 +33,14 @@ class EpochPlace:
     """How far training has read its data, after some step.
 
     Training may read its data several times. Each time is called a pass over the data.
-
-    Attributes:
-        position: Position within a pass over the data. None if the next epoch begins a new pass.
-        epoch_step: Number of completed steps of the current epoch.
-        epochs: Number of epochs that have ended since training began.
-        passes: Number of passes that began before the pass in which training continues.
-        ranks: Number of ranks.
     """
 
+    # Position within a pass over the data. None if the next epoch begins a new pass.
     position: Position | None
-    epoch_step: int
-    epochs: int
-    passes: int
-    ranks: int
+    epoch_step: int  # number of completed steps of the current epoch
+    epochs: int  # number of epochs that have ended since training began
+    passes: int  # number of passes that began before the pass in which training continues
+    ranks: int  # number of ranks
 
     @classmethod
     def from_json(cls, value: Any) -> EpochPlace:

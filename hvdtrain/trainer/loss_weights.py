@@ -45,16 +45,12 @@ Scalar = Any  # a number, or a scalar tensor of Keras' backend
 
 
 class Term(NamedTuple):
-    """A loss that is a mean over unmasked values or sample weights instead of a mean over rows.
+    """A loss that is a mean over unmasked values or sample weights instead of a mean over rows."""
 
-    Attributes:
-        count: Number of unmasked values in this rank's batch, or the sum of its sample weights. 0
-            if the rank has no rows.
-        factor: The factor f_r of the loss.
-    """
-
+    # Number of unmasked values in this rank's batch, or the sum of its sample weights. 0 if the
+    # rank has no rows.
     count: Scalar
-    factor: Scalar
+    factor: Scalar  # the factor f_r of the loss
 
 
 def are_sums(model: keras.Model) -> bool:

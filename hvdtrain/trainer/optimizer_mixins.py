@@ -28,18 +28,14 @@ Scalar = Any  # a number, or a scalar tensor of Keras' backend
 
 
 class Weighting(NamedTuple):
-    """How an optimizer combines the gradients of one step with those of other ranks and steps.
+    """How an optimizer combines the gradients of one step with those of other ranks and steps."""
 
-    Attributes:
-        factor: A factor by which gradients are multiplied before they are accumulated. None means
-            1.
-        weight: The weight of this rank, by which its gradients were multiplied. If ranks are lost,
-            ``GradientReducer.average`` divides by the weights of the remaining ranks.
-        op: How gradients are combined over the ranks: ``"average"`` or ``"sum"``.
-    """
-
+    # A factor by which gradients are multiplied before they are accumulated. None means 1.
     factor: Scalar | None = None
+    # The weight of this rank, by which its gradients were multiplied. If ranks are lost,
+    # ``GradientReducer.average`` divides by the weights of the remaining ranks.
     weight: Scalar | None = None
+    # how gradients are combined over the ranks: ``"average"`` or ``"sum"``
     op: Literal["average", "sum"] = "average"
 
 

@@ -80,10 +80,7 @@ class ObjectState:
         """Do nothing. Subclasses may override this to react to lost ranks."""
 
     def commit(self) -> None:
-        """Call ``save`` and ``check_host_updates``.
-
-        All ranks must call this.
-        """
+        """Call ``save`` and ``check_host_updates``. All ranks must call this."""
         self.save()
         self.check_host_updates()
 
@@ -124,10 +121,7 @@ class ObjectState:
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Replace the state of all ranks with the state of rank 0.
-
-        All ranks must call this.
-        """
+        """Replace the state of all ranks with the state of rank 0. All ranks must call this."""
         self.save()
         self._saved = world.collectives().broadcast_object(
             self._saved, name="elastic state", codec="pickle"

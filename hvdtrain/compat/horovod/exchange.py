@@ -29,23 +29,16 @@ __all__ = ["ExchangeOptions", "exchange"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """Options of ``exchange``.
+    """Options of ``exchange``."""
 
-    Attributes:
-        op: The reduction, such as ``"average"``.
-        compression: Class that converts tensors to the dtype in which they are sent.
-        prescale: Factor by which the inputs are multiplied.
-        postscale: Factor by which the results are multiplied.
-        device_dense: Device on which tensors are combined. "" stands for TensorFlow's default.
-        device_sparse: Device on which ``tf.IndexedSlices`` are combined. "" stands for TensorFlow's
-            default.
-    """
-
-    op: TensorOp = "average"
+    op: TensorOp = "average"  # the reduction, such as ``"average"``
+    # class that converts tensors to the dtype in which they are sent
     compression: type[Compressor] = Compression.none
-    prescale: float = 1.0
-    postscale: float = 1.0
+    prescale: float = 1.0  # factor by which the inputs are multiplied
+    postscale: float = 1.0  # factor by which the results are multiplied
+    # Device on which tensors are combined. "" stands for TensorFlow's default.
     device_dense: str = ""
+    # Device on which ``tf.IndexedSlices`` are combined. "" stands for TensorFlow's default.
     device_sparse: str = ""
 
 

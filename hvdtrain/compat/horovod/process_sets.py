@@ -236,10 +236,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set, and return whether it was usable.
-
-    All ranks must call this.
-    """
+    """Close a process set, and return whether it was usable. All ranks must call this."""
     if process_set is global_process_set or not process_set._usable:
         return False
     _added.remove(process_set)

@@ -49,10 +49,7 @@ class TensorFlowState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Replace the state of all ranks with the state of rank 0.
-
-        All ranks must call this.
-        """
+        """Replace the state of all ranks with the state of rank 0. All ranks must call this."""
         broadcast_variables(self.variables, root_rank=0)
         super().sync()
 

@@ -29,21 +29,13 @@ __all__ = ["HostSteps", "StepWeights", "rows_of"]
 
 
 class StepWeights(NamedTuple):
-    """The weights of this rank's batch in one training step.
+    """The weights of this rank's batch in one training step."""
 
-    Attributes:
-        batch: The batch, as Keras passes it to a step.
-        rows: The number of rows that count. If it is 0, the batch only has the right structure.
-        joint_rows: The number of rows of all ranks.
-        row_weight: The weight w_r in a mean over the rows of all ranks.
-        weighting: How the optimizers combine the gradients of the step over ranks. Its ``factor``
-            is a number.
-    """
-
-    batch: Any
-    rows: int
-    joint_rows: int
-    row_weight: float
+    batch: Any  # the batch, as Keras passes it to a step
+    rows: int  # The number of rows that count. If it is 0, the batch only has the right structure.
+    joint_rows: int  # the number of rows of all ranks
+    row_weight: float  # the weight w_r in a mean over the rows of all ranks
+    # How the optimizers combine the gradients of the step over ranks. Its ``factor`` is a number.
     weighting: Weighting
 
 

@@ -35,30 +35,22 @@ class Steps(Protocol):
 
     The steps receive either a ``Share`` from a divided input, or a batch that was passed to
     ``train_on_batch``, ``test_on_batch`` or ``predict_on_batch``.
-
-    Attributes:
-        statistics: The statistics that layers keep of their batches.
-        additive: Tests the model's custom metrics.
-        joint_rows_known: Whether ``Share.joint_rows`` is set in each step. The trainer sets it.
-        predicted_rows: For each step of a prediction, an int64 array of shape (1, 2). It contains
-            the number of rows that count, which is 0 or all, and the number of rows of the batch.
-        step_rows: The number of rows that count in the current training step. None between steps.
-        step_weight: The factor by which the optimizers multiply the gradients of the current
-            training step. None between steps, or if the loss itself is multiplied.
-        samples: The number of samples that this rank has trained on.
-        ran: The number of training steps in this process, including the current one.
-        rows: The number of samples that counted in the last training or test step.
     """
 
-    statistics: MovingStatistics
-    additive: AdditiveMetrics
-    joint_rows_known: bool
+    statistics: MovingStatistics  # the statistics that layers keep of their batches
+    additive: AdditiveMetrics  # tests the model's custom metrics
+    joint_rows_known: bool  # Whether ``Share.joint_rows`` is set in each step. The trainer sets it.
+    # For each step of a prediction, an int64 array of shape (1, 2). It contains the number of rows
+    # that count, which is 0 or all, and the number of rows of the batch.
     predicted_rows: list[Any]
+    # The number of rows that count in the current training step. None between steps.
     step_rows: Any
+    # The factor by which the optimizers multiply the gradients of the current training step. None
+    # between steps, or if the loss itself is multiplied.
     step_weight: Any
-    samples: Number
-    ran: Number
-    rows: Number
+    samples: Number  # the number of samples that this rank has trained on
+    ran: Number  # the number of training steps in this process, including the current one
+    rows: Number  # the number of samples that counted in the last training or test step
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""

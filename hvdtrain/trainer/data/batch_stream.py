@@ -61,17 +61,11 @@ def stream_kind(x: Any) -> str | None:
 
 
 class _Step(NamedTuple):
-    """A step that all ranks take together, as this rank reads it from the stream.
+    """A step that all ranks take together, as this rank reads it from the stream."""
 
-    Attributes:
-        batch: This rank's batch. None if the stream ended before this batch.
-        joint_rows: The number of rows in the batches of all ranks in this step.
-        digest: The digest of the stream up to this step. Empty if the ranks don't compare their
-            streams.
-    """
-
-    batch: Batch | None
-    joint_rows: int
+    batch: Batch | None  # This rank's batch. None if the stream ended before this batch.
+    joint_rows: int  # the number of rows in the batches of all ranks in this step
+    # The digest of the stream up to this step. Empty if the ranks don't compare their streams.
     digest: str
 
 

@@ -25,18 +25,13 @@ class Share(NamedTuple):
     """This rank's share of a step that all ranks take together.
 
     On TensorFlow, ``rows`` and ``joint_rows`` are int32 scalars. On torch and JAX they are ints.
-
-    Attributes:
-        batch: A batch as Keras passes it to a step in a single process.
-        rows: The number of rows of ``batch`` that count. It is either the number of all rows of
-            ``batch``, or 0. It is 0 if this rank's data has ended. ``batch`` then only provides the
-            right structure.
-        joint_rows: The sum of ``rows`` over all ranks. -1 or None if the sum is unknown.
     """
 
-    batch: Any
+    batch: Any  # a batch as Keras passes it to a step in a single process
+    # The number of rows of ``batch`` that count. It is either the number of all rows of ``batch``,
+    # or 0. It is 0 if this rank's data has ended. ``batch`` then only provides the right structure.
     rows: Any
-    joint_rows: Any
+    joint_rows: Any  # The sum of ``rows`` over all ranks. -1 or None if the sum is unknown.
 
 
 class HostBatches(DataAdapter):

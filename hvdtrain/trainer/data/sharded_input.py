@@ -21,34 +21,25 @@ __all__ = ["Pass", "ShardPlan", "ShardedInput"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How an input is divided among ranks.
+    """How an input is divided among ranks."""
 
-    Attributes:
-        rank: The rank of this process.
-        size: The number of ranks.
-        seed: A non-negative integer that determines the order of the data on all ranks.
-        collectives: The connection between the ranks.
-        steps: ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``. None to
-            read the whole data.
-        batch_size: The number of rows that a rank takes in a step. Used only for arrays. None
-            selects Keras' default.
-        shuffle: Whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch.
-        class_weight: The argument of ``fit``.
-        presharded: Whether each rank passes different data and uses all of it. Ranks with less data
-            compute with rows = 0 in the last steps of an epoch.
-        trains: Whether an ``EpochIterator`` reads the data.
-    """
-
-    rank: int
-    size: int
-    seed: int
-    collectives: Engine
+    rank: int  # the rank of this process
+    size: int  # the number of ranks
+    seed: int  # a non-negative integer that determines the order of the data on all ranks
+    collectives: Engine  # the connection between the ranks
+    # ``steps_per_epoch`` of ``fit``, or ``steps`` of ``evaluate`` and ``predict``. None to read the
+    # whole data.
     steps: int | None = None
+    # The number of rows that a rank takes in a step. Used only for arrays. None selects Keras'
+    # default.
     batch_size: int | None = None
+    # whether to shuffle arrays or the batches of a ``PyDataset`` in each epoch
     shuffle: Shuffle = False
-    class_weight: Any = None
+    class_weight: Any = None  # the argument of ``fit``
+    # Whether each rank passes different data and uses all of it. Ranks with less data compute with
+    # rows = 0 in the last steps of an epoch.
     presharded: bool = False
-    trains: bool = False
+    trains: bool = False  # whether an ``EpochIterator`` reads the data
 
     @property
     def shards(self) -> int:
@@ -68,24 +59,18 @@ class ShardPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A pass over the data, from some position to the end of the data.
+    """A pass over the data, from some position to the end of the data."""
 
-    Attributes:
-        steps: The number of steps that are left, which is the same on all ranks. None if unknown or
-            infinite.
-        position: The position where reading starts.
-        joint: The division of the remaining units among steps and ranks. A unit is a sample or a
-            batch.
-        presharded: Whether each rank has different data. Then no other rank can read this rank's
-            data.
-        make: A function that creates ``dataset``. The result may also be ``HostBatches`` on
-            TensorFlow, or a ``tf.data.Dataset`` on other backends.
-    """
-
+    # The number of steps that are left, which is the same on all ranks. None if unknown or
+    # infinite.
     steps: int | None
-    position: Position
+    position: Position  # the position where reading starts
+    # The division of the remaining units among steps and ranks. A unit is a sample or a batch.
     joint: JointSteps
+    # Whether each rank has different data. Then no other rank can read this rank's data.
     presharded: bool
+    # A function that creates ``dataset``. The result may also be ``HostBatches`` on TensorFlow, or
+    # a ``tf.data.Dataset`` on other backends.
     make: Callable[[], Any]
 
     @functools.cached_property

@@ -25,14 +25,10 @@ class OuterOptimizer:
     Training of Language Models", arXiv 2311.08105). With a learning rate of 1 and no momentum, the
     algorithm only averages weights, which is called local SGD (Stich 2019, "Local SGD Converges
     Fast and Communicates Little", arXiv 1805.09767).
-
-    Attributes:
-        learning_rate: The factor by which the change is multiplied.
-        momentum: The fraction of the velocity that is kept in each step. It is at least 0 and below
-            1.
     """
 
-    learning_rate: float = 1.0
+    learning_rate: float = 1.0  # the factor by which the change is multiplied
+    # The fraction of the velocity that is kept in each step. It is at least 0 and below 1.
     momentum: float = 0.0
 
     @property

@@ -48,17 +48,11 @@ _CHIEF_LOST = "The rank that read the checkpoint was lost. Start the job again."
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """How far one rank has read its data. Used if ranks are at different steps.
+    """How far one rank has read its data. Used if ranks are at different steps."""
 
-    Attributes:
-        epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
-        place: The position in the data.
-        samples: The number of samples that the rank has trained on.
-    """
-
-    epoch: int
-    place: EpochPlace
-    samples: int
+    epoch: int  # The current epoch or, between two epochs, the next one. The first epoch is 0.
+    place: EpochPlace  # the position in the data
+    samples: int  # the number of samples that the rank has trained on
 
     def to_numbers(self) -> tuple[int, ...]:
         """Return this position as nine numbers, which ``from_numbers`` converts back."""
@@ -107,41 +101,29 @@ class WorkerPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The state of a training without its arrays, which a checkpoint contains as JSON.
+    """The state of a training without its arrays, which a checkpoint contains as JSON."""
 
-    Attributes:
-        step: The number of completed steps of the training.
-        epoch: The current epoch or, between two epochs, the next one. The first epoch is 0.
-        place: The position in the data.
-        unit: The unit of positions: "samples" or "batches".
-        seed: The seed that determines the order of data that hvdtrain shuffles, such as arrays.
-        tensorflow_seed: TensorFlow's global seed, which determines the order of ``tf.data``.
-        presharded: Whether each rank has different data.
-        samples: The number of samples that all ranks have trained on.
-        callbacks: The state of each callback, by its class name.
-        history: The history that ``fit`` returns, so far. "epoch" is a list of epochs, and "logs"
-            maps each name to a list of values.
-        others: The positions of all ranks except the chief. Empty if all ranks are at the chief's
-            position.
-        begins: The positions where passes over the data started, except for passes that started at
-            the beginning of the data. They are needed to interpret ``others``.
-        each: The number of units that a rank takes in a step. 0 if unknown.
-        built: For each optimizer, the indices of the model's variables for which it was built.
-    """
-
-    step: int
-    epoch: int
-    place: EpochPlace
-    unit: str
-    seed: int
+    step: int  # the number of completed steps of the training
+    epoch: int  # The current epoch or, between two epochs, the next one. The first epoch is 0.
+    place: EpochPlace  # the position in the data
+    unit: str  # the unit of positions: "samples" or "batches"
+    seed: int  # the seed that determines the order of data that hvdtrain shuffles, such as arrays
+    # TensorFlow's global seed, which determines the order of ``tf.data``
     tensorflow_seed: int | None
-    presharded: bool
-    samples: int
+    presharded: bool  # whether each rank has different data
+    samples: int  # the number of samples that all ranks have trained on
+    # the state of each callback, by its class name
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # The history that ``fit`` returns, so far. "epoch" is a list of epochs, and "logs" maps each
+    # name to a list of values.
     history: Mapping[str, Any] = field(default_factory=dict)
+    # The positions of all ranks except the chief. Empty if all ranks are at the chief's position.
     others: Sequence[WorkerPosition] = ()
+    # The positions where passes over the data started, except for passes that started at the
+    # beginning of the data. They are needed to interpret ``others``.
     begins: Sequence[Position] = ()
-    each: int = 0
+    each: int = 0  # The number of units that a rank takes in a step. 0 if unknown.
+    # for each optimizer, the indices of the model's variables for which it was built
     built: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -51,29 +51,21 @@ logger = logging.getLogger(__package__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServedJob:
-    """One rank's view of a model in a job with workers and parameter servers.
-
-    Attributes:
-        collectives: Communication between all ranks.
-        messages: Communication between workers and servers.
-        reducer: Reduces tensors within this rank only. If TensorFlow replaces an error of hvdtrain
-            by a different error, the reducer stores the first error.
-        specs: The specs of all trainable variables.
-        shards: The shard of each server.
-        memory: Memory shared with other ranks on this host.
-    """
+    """One rank's view of a model in a job with workers and parameter servers."""
 
     model: keras.Model
-    collectives: Engine
+    collectives: Engine  # communication between all ranks
     membership: Membership
-    messages: PointToPoint
+    messages: PointToPoint  # communication between workers and servers
+    # Reduces tensors within this rank only. If TensorFlow replaces an error of hvdtrain by a
+    # different error, the reducer stores the first error.
     reducer: GradientReducer
     steps: ModelSteps
     settings: Settings
     roles: Roles
-    specs: Sequence[Spec]
-    shards: Sequence[Shard]
-    memory: SharedMemory
+    specs: Sequence[Spec]  # the specs of all trainable variables
+    shards: Sequence[Shard]  # the shard of each server
+    memory: SharedMemory  # memory shared with other ranks on this host
 
     @property
     def is_chief(self) -> bool:

@@ -136,10 +136,7 @@ class TorchState(ObjectState):
                 value.reset()
 
     def sync(self) -> None:
-        """Replace the state of all ranks with the state of rank 0.
-
-        All ranks must call this.
-        """
+        """Replace the state of all ranks with the state of rank 0. All ranks must call this."""
         for value in self._stateful.values():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), root_rank=0)

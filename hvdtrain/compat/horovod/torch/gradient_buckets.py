@@ -28,24 +28,17 @@ _Call = Callable[[], list[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """The options of a reduction of gradients.
+    """The options of a reduction of gradients."""
 
-    Attributes:
-        op: The reduction, such as ``Average``.
-        compression: Class that converts gradients to the dtype in which they are sent.
-        prescale: Factor by which gradients are multiplied before the reduction.
-        postscale: Factor by which the results are multiplied.
-        groups: Number of buckets, or a list of parameters for each bucket. With None, parameters
-            are divided into buckets of a certain size in bytes.
-        sparse_as_dense: Whether to convert sparse gradients to dense gradients before they are
-            reduced.
-    """
-
-    op: ReduceOp = Average
+    op: ReduceOp = Average  # the reduction, such as ``Average``
+    # class that converts gradients to the dtype in which they are sent
     compression: type[Compressor] = Compression.none
-    prescale: float = 1.0
-    postscale: float = 1.0
+    prescale: float = 1.0  # factor by which gradients are multiplied before the reduction
+    postscale: float = 1.0  # factor by which the results are multiplied
+    # Number of buckets, or a list of parameters for each bucket. With None, parameters are divided
+    # into buckets of a certain size in bytes.
     groups: Groups = None
+    # whether to convert sparse gradients to dense gradients before they are reduced
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:

@@ -37,16 +37,11 @@ Compute = OneDevice | Towers
 
 
 class Predicted(NamedTuple):
-    """The result of a prediction step on this rank's share of the data.
+    """The result of a prediction step on this rank's share of the data."""
 
-    Attributes:
-        outputs: The outputs of the model.
-        rows: Two numbers, int64 of shape (1, 2). The first is the number of rows that count. The
-            second is the number of rows of the batch. The first is either equal to the second, or
-            0.
-    """
-
-    outputs: Any
+    outputs: Any  # the outputs of the model
+    # Two numbers, int64 of shape (1, 2). The first is the number of rows that count. The second is
+    # the number of rows of the batch. The first is either equal to the second, or 0.
     rows: Any
 
 
