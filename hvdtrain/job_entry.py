@@ -104,11 +104,7 @@ def enter_job(framework: str = "tensorflow") -> World:
 
 
 def _check_framework(framework: str, settings: Settings, choice: EngineChoice) -> None:
-    """Check that the settings support the framework.
-
-    Raises:
-        ConfigurationError: If the mode or the library that combines gradients needs TensorFlow.
-    """
+    """Check that the settings support the framework."""
     if framework == "tensorflow":
         return
     uses = f"the program uses {_FRAMEWORKS[framework][0]}"
@@ -130,11 +126,7 @@ def _check_framework(framework: str, settings: Settings, choice: EngineChoice) -
 
 
 def _check_same_framework(frameworks: Sequence[str]) -> None:
-    """Check that all ranks use the same framework.
-
-    Raises:
-        ConfigurationError: If frameworks differ. All ranks raise this error.
-    """
+    """Check that all ranks use the same framework."""
     for rank, framework in enumerate(frameworks):
         if framework != frameworks[0]:
             raise ConfigurationError(
@@ -145,11 +137,7 @@ def _check_same_framework(frameworks: Sequence[str]) -> None:
 
 
 def _import_devices(framework: str) -> Any:
-    """Import the module that finds and binds the devices of a framework.
-
-    Raises:
-        LaunchError: If the framework is not installed.
-    """
+    """Import the module that finds and binds the devices of a framework."""
     title, package, extra = _FRAMEWORKS[framework]
     try:
         return importlib.import_module(f"hvdtrain.frameworks.{framework}.devices")

@@ -24,12 +24,7 @@ def plural(number: int, thing: str) -> str:
 
 
 def format_list(things: Iterable[object], noun: str = "") -> str:
-    """List the first eight things and count the others: "a, b, 2 more hosts".
-
-    Args:
-        things: The things to list. ``str`` converts each of them to text.
-        noun: Plural noun, such as ``hosts``, for the things that are counted instead of listed.
-    """
+    """List the first eight things and count the others: "a, b, 2 more hosts"."""
     parts = [str(thing) for thing in things]
     more = len(parts) - _MAX_LISTED
     rest = [f"{more} more {noun}".rstrip()] if more > 0 else []

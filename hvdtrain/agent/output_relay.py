@@ -70,12 +70,7 @@ def _visible(line: str) -> str:
 
 
 class OutputRelay:
-    """Relays the output of one program.
-
-    Args:
-        selector: Notifies this object when the program has written output.
-        launcher: The connection to the launcher, which receives every line.
-    """
+    """Relays the output of one program."""
 
     def __init__(self, selector: selectors.BaseSelector, launcher: LauncherLink) -> None:
         self._selector = selector

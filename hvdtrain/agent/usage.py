@@ -23,11 +23,7 @@ UNKNOWN: GpuUsage = (None, None)
 
 
 class UsageWatch:
-    """Measures a program and its children periodically.
-
-    Args:
-        gpus: The object that measures the use of GPUs.
-    """
+    """Measures a program and its children periodically."""
 
     def __init__(self, gpus: GpuWatch) -> None:
         self._gpus = gpus

@@ -178,11 +178,7 @@ def rows_needed(ranks: int, batch_size: int, between_steps: int) -> int:
 
 
 def _check_elastic() -> None:
-    """Check that the job is elastic and runs on one host.
-
-    Raises:
-        ConfigurationError: If the job is not elastic, or runs on several hosts.
-    """
+    """Check that the job is elastic and runs on one host."""
     topology = read_topology(os.environ)
     requirement = "recovery needs an elastic job on one host"
     if topology.local_size != topology.size:

@@ -90,12 +90,7 @@ def measure(options: ServersOptions) -> None:
 
 
 class _Runs:
-    """Runs of workers and one server with the same model.
-
-    Args:
-        collectives: The engine.
-        updates: Updates of each worker per run.
-    """
+    """Runs of workers and one server with the same model."""
 
     def __init__(self, collectives: Engine, updates: int) -> None:
         self._collectives = collectives

@@ -18,11 +18,7 @@ __all__ = ["BenchReport", "format_number", "format_seconds"]
 class BenchReport:
     """The results of one benchmark, printed immediately and written as JSON at the end.
 
-    Args:
-        benchmark: Name of the benchmark.
-        options: Options of the benchmark.
-        ranks: Number of ranks.
-        is_writer: Function that returns whether this process prints and writes.
+    The function ``is_writer`` returns whether this process prints and writes.
     """
 
     def __init__(

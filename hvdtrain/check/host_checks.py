@@ -273,15 +273,7 @@ def find_problems(
     python: str,
     use_gpus: bool = True,
 ) -> list[Problem]:
-    """Return the problems that all checks find, errors first.
-
-    Args:
-        launcher: The launcher's own answer.
-        answers: The answers of the hosts.
-        method: How the hosts were reached.
-        python: Path of the launcher's Python.
-        use_gpus: Whether ranks would use GPUs.
-    """
+    """Return the problems that all checks find, errors first."""
     checks: list[Check] = [
         *(check_versions, check_backend, _check_folder, _check_names, _check_machines),
         *(_check_connections, _check_memory, _check_clock, _check_load, _check_errors),

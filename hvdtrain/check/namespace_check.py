@@ -73,11 +73,7 @@ def _planned_job(options: Sequence[str], ranks: int) -> PodJob:
 
 
 def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
-    """Check whether the cluster would accept the job.
-
-    Raises:
-        JobError: If the cluster does not answer.
-    """
+    """Check whether the cluster would accept the job."""
     version = (api.read("/version") or {}).get("gitVersion", "of unknown version")
     yield _Row("cluster", f"Kubernetes {version.removeprefix('v')}")
     if api.may("get", "namespaces") and api.read(f"/api/v1/namespaces/{api.namespace}") is None:

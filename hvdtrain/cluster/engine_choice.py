@@ -47,11 +47,6 @@ class DeviceCapabilities(NamedTuple):
 def choose_engine(topology: Topology, backend: str, *, has_servers: bool = False) -> EngineChoice:
     """Choose between MPI and Horovod, with the same result on all ranks.
 
-    Args:
-        topology: The place of this process in the job.
-        backend: The value of ``--backend``.
-        has_servers: Whether some ranks are parameter servers.
-
     Raises:
         LaunchError: If the launcher doesn't support the backend.
         ConfigurationError: If parameter servers don't support the backend.
@@ -83,12 +78,6 @@ def choose_device_engine(
     backend: str, capabilities: Sequence[DeviceCapabilities], *, has_servers: bool, elastic: bool
 ) -> EngineChoice:
     """Choose between MPI and NCCL for dense gradients, with the same result on all ranks.
-
-    Args:
-        backend: The value of ``--backend``.
-        capabilities: The capabilities of each rank.
-        has_servers: Whether some ranks are parameter servers.
-        elastic: Whether training continues without lost ranks.
 
     Raises:
         LaunchError: If the backend is ``nccl`` and the ranks don't support it.
@@ -122,10 +111,7 @@ def choose_device_engine(
 def without_nccl(backend: str, obstacle: str, *, failed: bool = False) -> EngineChoice:
     """Choose MPI because NCCL can't be used.
 
-    Args:
-        backend: The value of ``--backend``.
-        obstacle: Why NCCL can't be used.
-        failed: Whether NCCL failed unexpectedly.
+    ``obstacle`` is the reason, and ``failed`` says whether NCCL failed unexpectedly.
 
     Raises:
         LaunchError: If the backend is ``nccl``.

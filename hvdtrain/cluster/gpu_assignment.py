@@ -95,9 +95,7 @@ def first_gpus(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> li
 def gpu_warnings(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> list[str]:
     """Return warnings about missing GPUs, GPUs of different models, and GPUs with problems.
 
-    Args:
-        ranks: The reports of all ranks.
-        chosen: The result of ``assign_gpus``.
+    ``chosen`` is the result of ``assign_gpus``.
     """
     warnings = []
     without = [

@@ -55,8 +55,7 @@ class ProbeReport(NamedTuple):
 def explain(reports: Sequence[ProbeReport]) -> str:
     """Return which ranks failed the test of the devices, why, and what to do.
 
-    Args:
-        reports: The reports of all ranks. At least one has a problem.
+    At least one of the reports has a problem.
     """
     ranks: dict[str, list[int]] = {}
     for rank, (_, problem, detail) in enumerate(reports):
@@ -87,10 +86,7 @@ def socket_problem(
     NCCL_SOCKET_IFNAME lists prefixes of interface names, or complete names after ``=``. After
     ``^``, the list contains the interfaces that NCCL must not use.
 
-    Args:
-        environ: Environment variables.
-        interfaces: IP addresses of each interface that is up.
-        several_hosts: Whether NCCL connects different hosts.
+    ``interfaces`` maps each interface that is up to its IP addresses.
     """
     setting = environ.get("NCCL_SOCKET_IFNAME", "")
     if not setting:

@@ -63,11 +63,8 @@ def remaining_tasks(
     Parameter servers stay on their hosts, although their ranks may change. All other ranks are
     workers.
 
-    Args:
-        before: The places of all ranks before hosts were lost.
-        hosts: The remaining hosts.
-        ranks: The new number of ranks. None means one rank per slot.
-        oversubscribe: Allow more ranks than slots.
+    ``before`` contains the places of all ranks before hosts were lost. If ``ranks`` is None, there
+    is one rank per slot.
 
     Raises:
         ConfigurationError: If all workers or all parameter servers are lost.

@@ -41,9 +41,7 @@ class TaskHosts:
 def parse_cluster(text: str, source: str) -> TaskHosts:
     """Parse a JSON cluster, or the ``cluster`` entry of ``TF_CONFIG``.
 
-    Args:
-        text: The JSON text.
-        source: The origin of the text, for error messages.
+    ``source`` names the origin of the text in error messages.
 
     Raises:
         ConfigurationError: If the text is invalid or names no worker.

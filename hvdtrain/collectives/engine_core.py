@@ -57,11 +57,7 @@ class FinishedOperation(NamedTuple):
 
 
 class EngineCore(RankState):
-    """Runs operations one at a time, checks that all ranks make the same call, and records errors.
-
-    Args:
-        transport: Moves the bytes. The engine opens the transport.
-    """
+    """Runs operations one at a time, checks that ranks make the same calls, and records errors."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__()
@@ -257,11 +253,7 @@ class EngineCore(RankState):
         return total.astype(array.dtype, copy=False).reshape(share.shape)
 
     def _call_of_others(self, call: Call, joined: Sequence[int]) -> Call:
-        """Return the call of the ranks that have not joined.
-
-        Raises:
-            MismatchError: If the call needs all ranks.
-        """
+        """Return the call of the ranks that have not joined."""
         self.transport.start_over()
         # The joined ranks don't know the call.
         text = "" if self.rank in joined else json.dumps([call.kind, call.name, call.detail])

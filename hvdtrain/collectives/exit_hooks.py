@@ -39,9 +39,7 @@ def install(engine: Engine, report_failure: ReportFailure = lambda cause, error:
     Call this again if the program calls ``init()`` after ``shutdown()``: the new engine replaces
     the old one.
 
-    Args:
-        engine: Connects the ranks.
-        report_failure: Reports a failure to the launcher.
+    ``report_failure`` reports a failure to the launcher.
     """
     global _current
     if not isinstance(engine.transport, MpiTransport):

@@ -240,8 +240,7 @@ class Settings(ModeSettings):
 def check_common_variables(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Check that all ranks have the same settings. The result is the same on all ranks.
 
-    Args:
-        by_rank: ``Settings.common_variables`` of each rank.
+    ``by_rank`` contains the ``Settings.common_variables`` of each rank.
 
     Raises:
         MismatchError: If a variable differs between ranks.

@@ -444,11 +444,7 @@ class GradientReducer:
             self.contributions.add(collectives.contributed)
 
     def _begin(self, signature: Signature) -> Engine:
-        """Check that all ranks have the same gradients, and return the engine.
-
-        Raises:
-            TooFewRanksError: If too few ranks remain, unless lost ranks are tolerated.
-        """
+        """Check that all ranks have the same gradients, and return the engine."""
         collectives = self.collectives
         self._signatures.agree(collectives, signature)
         if not self._tolerates_losses and collectives.too_few is not None:

@@ -54,9 +54,6 @@ class JobRecorder(Observer):
 
     The recorder also watches the folder for requests to stop the job. On a request, it sends this
     process SIGTERM, or SIGUSR1 if the ranks should save a checkpoint first.
-
-    Args:
-        folder: The job's folder.
     """
 
     def __init__(self, folder: JobFolder) -> None:
@@ -274,11 +271,7 @@ def _merge_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, fl
 
 
 class RollUp:
-    """Aggregates the rows of each interval into one row.
-
-    Args:
-        span_s: The length of an interval in seconds.
-    """
+    """Aggregates the rows of each interval into one row."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s

@@ -143,9 +143,6 @@ class StatusLine:
         stream: The output.
         columns: The width of the terminal. With 0, the output is not a terminal, and the status is
             not shown.
-
-    Attributes:
-        columns: The width of the terminal.
     """
 
     def __init__(self, stream: TextIO, columns: int) -> None:

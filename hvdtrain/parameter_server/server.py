@@ -276,12 +276,7 @@ class Server:
         self._liveness.note_reply(worker, time.monotonic())
 
     def _receive_gradients(self, worker: int) -> ShardGradients:
-        """Receive a worker's gradients.
-
-        Raises:
-            MismatchError: If the gradients belong to a different model.
-            NonFiniteError: If the gradients contain NaN or infinity.
-        """
+        """Receive a worker's gradients."""
         header = np.empty(1 + len(self._shard.pieces), np.int64)
         self._receive(worker, [header])
         slots = self.memory.slots.get(worker, ())

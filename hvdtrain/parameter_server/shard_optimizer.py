@@ -271,9 +271,6 @@ def _entries(
     Their keys also contain the index of this variable and the start of the shard's piece, as in
     ``momentums/0003/0``. ``numbers`` contains, for each piece, the index of its variable in the
     optimizer.
-
-    Raises:
-        ModelError: If the optimizer has other kinds of variables.
     """
     count = len(own_trainable_variables(optimizer))
     all_ids = {id(variable) for variable in optimizer.variables}

@@ -43,9 +43,7 @@ class ClusterApi:
 
     All methods raise a ``JobError`` if the cluster refuses a request or does not answer.
 
-    Args:
-        client: A ``DynamicClient`` of the package kubernetes.
-        namespace: The name of the namespace.
+    ``client`` is a ``DynamicClient`` of the package kubernetes.
     """
 
     def __init__(self, client: Any, namespace: str) -> None:

@@ -371,8 +371,7 @@ def _wait(pending: Callable[[], str], is_stopped: Callable[[], bool]) -> bool:
 
     Print the text whenever it changes, and repeat it every ``REPEAT_S`` seconds.
 
-    Returns:
-        False if the job is stopped.
+    Return False if the job is stopped.
     """
     printed, printed_s = "", 0.0
     while text := pending():

@@ -135,9 +135,7 @@ RATE = "_get_current_learning_rate"
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
     """Check that Keras has the private API that hvdtrain needs.
 
-    Args:
-        model: Compiled model.
-        optimizers: Plain optimizers of the model.
+    ``optimizers`` are the plain optimizers of the model.
 
     Raises:
         ModelError: If Keras lacks a part of this API.

@@ -151,10 +151,7 @@ def reserve_port() -> Iterator[int]:
 def connect(addresses: Sequence[str], rank: int, port: int) -> None:
     """Start TensorFlow's server in this process, and connect it to the servers of the other ranks.
 
-    Args:
-        addresses: Address of each rank's server, "host:port".
-        rank: Rank of this process.
-        port: Port of this process's server.
+    ``addresses`` contains the address of each rank's server as "host:port".
 
     Raises:
         tf.errors.OpError: If the server does not start.

@@ -28,9 +28,6 @@ _SCAN_SHARE = 0.05
 class JobIndex:
     """An index of the jobs in a directory. Several threads may use it at the same time.
 
-    Args:
-        directory: The directory that contains the job folders.
-
     Attributes:
         directory: The directory that contains the job folders.
         version: A number that increases with each change of a job.

@@ -51,12 +51,7 @@ SEARCH_S = 0.1
 
 
 class JobApi:
-    """The routes for jobs.
-
-    Args:
-        index: The jobs.
-        environ: The environment of submitted jobs.
-    """
+    """The routes for jobs."""
 
     def __init__(self, index: JobIndex, environ: Mapping[str, str]) -> None:
         self._index = index

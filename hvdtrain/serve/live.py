@@ -30,9 +30,7 @@ COMMENT_S = 15.0
 def live_routes(index: JobIndex, closing: asyncio.Event) -> list[Route]:
     """Return the routes of server-sent events.
 
-    Args:
-        index: The jobs.
-        closing: An event that is set when the server ends. All streams then end.
+    All streams end when ``closing`` is set, which means that the server ends.
     """
 
     def stream(kind: str, read: Callable[[], Mapping[str, Any]]) -> StreamingResponse:

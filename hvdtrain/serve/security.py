@@ -126,11 +126,7 @@ class Keys:
 
 
 class OneTimeCodes:
-    """Login codes for links. Each is valid once, for a limited time, and only in this process.
-
-    Args:
-        valid_s: Seconds until an unused code expires.
-    """
+    """Login codes for links. Each is valid once, for a limited time, and only in this process."""
 
     def __init__(self, valid_s: float) -> None:
         self._valid_s = valid_s

@@ -40,11 +40,7 @@ def connect(
 
     All ranks must call this.
 
-    Args:
-        collectives: Engine that connects the ranks.
-        on_gpus: Whether to reduce on GPUs.
-        hosts: Host number of each rank.
-        bucket_bytes: The argument of ``DeviceCollectives``.
+    ``hosts`` contains the number of each rank's host.
 
     Raises:
         LaunchError: On all ranks, if a rank is unreachable, can't start its server, or fails the

@@ -44,11 +44,8 @@ def probe(collectives: Engine, addresses: Sequence[str], device: str, hint: str)
 
     All ranks must call this. After an error, the process can't use TensorFlow's collectives again.
 
-    Args:
-        collectives: Engine that connects the ranks.
-        addresses: Address of each rank's server, "host:port".
-        device: Name of this rank's device.
-        hint: TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
+    ``addresses`` contains the address of each rank's server as "host:port". ``hint`` is
+    TensorFlow's implementation, ``"nccl"`` or ``"ring"``.
 
     Raises:
         LaunchError: On all ranks, if the reduction fails or takes too long on any rank.

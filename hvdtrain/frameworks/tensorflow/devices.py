@@ -64,10 +64,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
     With ``--mode towers`` and no GPUs, each tower gets a logical CPU device. The chief logs a
     warning about ranks without GPUs, and about GPUs that are faulty, in use or of different models.
 
-    Args:
-        topology: Says which rank this process is, and on which host.
-        settings: Settings. Only ``share_gpus`` and ``towers`` are used.
-        ranks: For each rank, the result of ``find_gpus``.
+    ``ranks`` contains the result of ``find_gpus`` of each rank.
 
     Returns:
         A list with the first GPU of each rank, or None for a rank without GPUs.

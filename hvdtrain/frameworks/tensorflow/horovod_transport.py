@@ -46,9 +46,6 @@ def _load_horovod() -> ModuleType:
 class HorovodTransport(Transport):
     """Sends and receives data with the operations of ``horovod.tensorflow``.
 
-    Args:
-        timeout_s: Seconds to wait for other ranks.
-
     Raises:
         LaunchError: If Horovod can't be imported.
     """

@@ -224,11 +224,7 @@ class PodBackend:
         return QueueState("Kubernetes", state, reason, known)
 
     def _answer(self, pods: PodOptions) -> _NamespaceAnswer:
-        """Return the newest answer about the namespace of the pods.
-
-        Raises:
-            JobError: If the cluster refused the query or did not answer.
-        """
+        """Return the newest answer about the namespace of the pods."""
         key = (pods.context, pods.namespace)
         watcher = QueueWatcher(functools.partial(_ask, *key), self._interval_s)
         answer = self._watchers.setdefault(key, watcher).answer()
