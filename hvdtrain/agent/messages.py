@@ -85,16 +85,11 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 class Decoder:
-    """Decodes messages whose bytes arrive in pieces.
-
-    Attributes:
-        max_bytes: Maximum size of a message.
-        taken: Number of bytes received.
-    """
+    """Decodes messages whose bytes arrive in pieces."""
 
     def __init__(self) -> None:
-        self.max_bytes = MAX_MESSAGE_BYTES
-        self.taken = 0
+        self.max_bytes = MAX_MESSAGE_BYTES  # maximum size of a message
+        self.taken = 0  # number of bytes received
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
@@ -169,11 +164,7 @@ def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
 
 
 class LauncherLink:
-    """An agent's connection to the launcher. Messages are queued instead of blocking the agent.
-
-    Attributes:
-        is_lost: Whether the launcher or its host is gone.
-    """
+    """An agent's connection to the launcher. Messages are queued instead of blocking the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -181,7 +172,7 @@ class LauncherLink:
         self._unsent = bytearray()
         self._states: dict[str, bytes] = {}
         self._unconfirmed_bytes = 0
-        self.is_lost = False
+        self.is_lost = False  # whether the launcher or its host is gone
 
     def fileno(self) -> int:
         """Return the file descriptor, for ``selectors``."""

@@ -105,13 +105,6 @@ class ReportPipe:
 
     The agent doesn't wait until the pipe is closed, because children of the program may keep it
     open.
-
-    Attributes:
-        variables: Environment variables that tell the program where to write its reports.
-        pid: ID of the process that prints its stacks on SIGQUIT; None until the program has
-            reported the ID.
-        gpu_id: ID of the program's first GPU; empty until the program has reported the ID.
-        latest: The newest report. Its fields are unchecked.
     """
 
     def __init__(self) -> None:
@@ -119,9 +112,13 @@ class ReportPipe:
         os.set_blocking(self._reader, False)
         os.set_inheritable(self._writer, True)
         self._decoder = Decoder()
+        # ID of the process that prints its stacks on SIGQUIT; None until the program has reported
+        # the ID
         self.pid: int | None = None
+        # ID of the program's first GPU; empty until the program has reported the ID
         self.gpu_id = ""
-        self.latest: Mapping[str, Any] = {}
+        self.latest: Mapping[str, Any] = {}  # The newest report. Its fields are unchecked.
+        # environment variables that tell the program where to write its reports
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:

@@ -86,14 +86,10 @@ def gpu_usage(gpus: Sequence[GpuState], pids: Collection[int], own: str) -> GpuU
 
 
 class GpuWatch:
-    """Measures the use of a rank's GPUs.
-
-    Attributes:
-        own: ID of the rank's first GPU; empty until the rank has reported it.
-    """
+    """Measures the use of a rank's GPUs."""
 
     def __init__(self) -> None:
-        self.own = ""
+        self.own = ""  # ID of the rank's first GPU; empty until the rank has reported it
         self._reader = GpuReader(faults=False)
 
     def look(self, pids: Collection[int]) -> GpuUsage:

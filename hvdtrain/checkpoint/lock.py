@@ -61,17 +61,13 @@ def acquire(directory: Path, timeout_s: float) -> WriteLock:
 
 
 class WriteLock:
-    """The lock of one directory.
-
-    Attributes:
-        exclusive: Whether other processes are kept out. It is False if the file system lacks locks.
-        mutex: A lock between the threads of this process.
-    """
+    """The lock of one directory."""
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self._path = directory / _NAME
         self._descriptor = -1
-        self.mutex = threading.Lock()
+        self.mutex = threading.Lock()  # a lock between the threads of this process
+        # Whether other processes are kept out. It is False if the file system lacks locks.
         self.exclusive = self._acquire(time.monotonic() + timeout_s)
 
     def is_valid(self) -> bool:

@@ -110,13 +110,10 @@ class ExitCodeWatch:
     program end. In this case the interpreter reads the exception's ``code``. This read is
     recognized because no Python code calls the property, unlike in a program that catches the
     exception and inspects its code. Programs that raise ``SystemExit`` themselves are not detected.
-
-    Attributes:
-        code: The exit code, or 0 until the interpreter has read it.
     """
 
     def __init__(self) -> None:
-        self.code = 0
+        self.code = 0  # the exit code, or 0 until the interpreter has read it
         self._original = sys.exit
         sys.exit = self._exit
 

@@ -29,11 +29,6 @@ class RankState:
     The transport updates the attributes about the ranks of the job. The engine updates the
     attributes about its current operation. Attributes that are not listed here are described in
     ``Engine``.
-
-    Attributes:
-        operation: Number of this rank's current or latest operation, from 1.
-        inside: Start time (``time.monotonic()``) and text of the operation in progress, or None.
-            Other threads may read this.
     """
 
     def __init__(self) -> None:
@@ -44,7 +39,9 @@ class RankState:
         self.survives_losses = False
         self.generation = 0
         self.too_few: TooFewRanksError | None = None
-        self.operation = 0
+        self.operation = 0  # number of this rank's current or latest operation, from 1
+        # Start time (``time.monotonic()``) and text of the operation in progress, or None. Other
+        # threads may read this.
         self.inside: tuple[float, str] | None = None
 
     @property

@@ -55,12 +55,6 @@ class SpinWait:
         spins: Whether waits spin at first. This should be false unless each rank has its own core,
             because spinning would slow other ranks down.
         needs_all: Argument for ``FailureDetector.check``.
-
-    Attributes:
-        patient: Whether the time-out is disabled. Long waits are then logged periodically.
-        is_waiting: Whether a wait is in progress and has finished spinning.
-        waited_until_s: End time of the last wait (``time.monotonic()``).
-        waited_s: Total seconds of all waits, not counting waits that ended while spinning.
     """
 
     def __init__(
@@ -70,9 +64,11 @@ class SpinWait:
         self._timeout_s = timeout_s
         self._needs_all = needs_all
         self._spin_s = SPIN_S if spins else 0.0
+        # Whether the time-out is disabled. Long waits are then logged periodically.
         self.patient = False
-        self.is_waiting = False
-        self.waited_until_s = 0.0
+        self.is_waiting = False  # whether a wait is in progress and has finished spinning
+        self.waited_until_s = 0.0  # end time of the last wait (``time.monotonic()``)
+        # total seconds of all waits, not counting waits that ended while spinning
         self.waited_s = 0.0
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:

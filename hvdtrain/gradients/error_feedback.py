@@ -25,13 +25,10 @@ __all__ = ["ErrorFeedback", "Kept", "KeptArray"]
 
 
 class KeptArray:
-    """A float32 array that is kept from step to step and saved in checkpoints. Initially zeros.
-
-    Attributes:
-        value: The array. ``assign`` replaces the array, and nothing modifies it in place.
-    """
+    """A float32 array that is kept from step to step and saved in checkpoints. Initially zeros."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
+        # The array. ``assign`` replaces the array, and nothing modifies it in place.
         self.value = np.zeros(shape, np.float32)
         self.dtype = self.value.dtype
 

@@ -50,13 +50,6 @@ _SENT_AS = {"fp16": "float16", "bf16": "bfloat16"}
 class GradientReducer:
     """Averages gradients over ranks.
 
-    Attributes:
-        feedback: Keeps the unsent parts of gradients. None without PowerSGD.
-        contributions: Records which ranks contributed to each step.
-        framework: The framework of the gradients.
-        error: The latest communication error. If such an error is raised in compiled code, the
-            framework raises a different exception, and ``take_error`` returns the original error.
-
     Args:
         ranks: The ranks that combine gradients.
         options: How they combine gradients.
@@ -70,16 +63,19 @@ class GradientReducer:
         framework: Framework | None = None,
     ) -> None:
         self._ranks = ranks
-        self.framework = framework or frameworks.of_keras()
+        self.framework = framework or frameworks.of_keras()  # the framework of the gradients
         self._average_uncompiled = self.framework.uncompiled(self._average)
         self._reduce_uncompiled = self.framework.uncompiled(self._reduce)
         self._options = options or ReduceOptions()
         rank = self._options.powersgd_rank
+        # Keeps the unsent parts of gradients. None without PowerSGD.
         self.feedback = ErrorFeedback(PowerSGD(rank)) if rank else None
         self._local: dict[int, Any] = {}
         self._signatures = Signatures()
         self._tolerates_losses = False
-        self.contributions = Contributions()
+        self.contributions = Contributions()  # records which ranks contributed to each step
+        # The latest communication error. If such an error is raised in compiled code, the framework
+        # raises a different exception, and ``take_error`` returns the original error.
         self.error: HvdtrainError | None = None
 
     @classmethod

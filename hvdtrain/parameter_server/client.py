@@ -33,15 +33,6 @@ class Client:
 
     Weights are returned as a list with an array for each trainable variable. All arrays of this
     list stay unchanged as long as the caller holds a reference to one of them.
-
-    Attributes:
-        pushed: Number of gradients that were sent.
-        stopped: Whether another worker stopped the training.
-        own_signal: The number of a signal that this worker received, or 0. It is sent with each
-            request.
-        signal: The number of the signal in the servers' replies, or 0.
-        training: Number of workers that may still send gradients. Each reply updates it.
-        last_reply_s: When the last reply arrived, in seconds on the monotonic clock.
     """
 
     def __init__(
@@ -52,12 +43,13 @@ class Client:
         shards: Sequence[Shard],
         memory: SharedMemory,
     ) -> None:
-        self.pushed = 0
-        self.stopped = False
+        self.pushed = 0  # number of gradients that were sent
+        self.stopped = False  # whether another worker stopped the training
+        # The number of a signal that this worker received, or 0. It is sent with each request.
         self.own_signal = 0
-        self.signal = 0
-        self.training = 0
-        self.last_reply_s = 0.0
+        self.signal = 0  # the number of the signal in the servers' replies, or 0
+        self.training = 0  # Number of workers that may still send gradients. Each reply updates it.
+        self.last_reply_s = 0.0  # when the last reply arrived, in seconds on the monotonic clock
         self._messages = messages
         self._specs = specs
         self._servers = [

@@ -156,17 +156,12 @@ class WorkerLiveness:
     its next request. The chief never becomes silent, because it validates and saves checkpoints
     between steps, and because training can't continue without it anyway. A worker is not silent
     before its first step, because that step includes the compilation of the model.
-
-    Attributes:
-        connected: The workers that are neither done nor lost.
-        training: The workers that may still send gradients.
-        stepped: The workers that have made a step.
     """
 
     def __init__(self, workers: Sequence[int], silence_s: float = math.inf) -> None:
-        self.connected = set(workers)
-        self.training = set(workers)
-        self.stepped: set[int] = set()
+        self.connected = set(workers)  # the workers that are neither done nor lost
+        self.training = set(workers)  # the workers that may still send gradients
+        self.stepped: set[int] = set()  # the workers that have made a step
         self._chief = workers[0]
         self._silence_s = silence_s
         self._replied: dict[int, float] = {}  # time of the last reply; infinity once silent

@@ -72,10 +72,6 @@ class ShardUpdates:
         log: Receives a line of JSON for each update. The line lists the gradients that were
             applied, and the version of the weights with which each gradient was computed. A single
             process can replay the updates from the log.
-
-    Attributes:
-        version: How many times the weights have changed.
-        counts: Statistics of the gradients.
     """
 
     def __init__(
@@ -83,8 +79,8 @@ class ShardUpdates:
     ) -> None:
         self.table = table
         self.published = published
-        self.version = 0
-        self.counts = StalenessStats()
+        self.version = 0  # how many times the weights have changed
+        self.counts = StalenessStats()  # statistics of the gradients
         self._log = log
         self._published_version = -1
         self._mean = GradientMean()

@@ -42,9 +42,6 @@ class VariableTable:
             and whether weight decay applies to them. It does not use their values, which ``load``
             sets.
 
-    Attributes:
-        paths: The path of each piece's variable in the model.
-
     Raises:
         ModelError: If the optimizer can't be applied to parts of the model.
     """
@@ -52,6 +49,7 @@ class VariableTable:
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
         self.shard = shard
         wholes = [variables[piece.variable] for piece in shard.pieces]
+        # the path of each piece's variable in the model
         self.paths = [whole.path for whole in wholes]
         with tf.device(_DEVICE):
             self._variables = [_piece_of(v, piece) for v, piece in zip(wholes, shard.pieces)]

@@ -26,16 +26,11 @@ _SCAN_SHARE = 0.05
 
 
 class JobIndex:
-    """An index of the jobs in a directory. Several threads may use it at the same time.
-
-    Attributes:
-        directory: The directory that contains the job folders.
-        version: A number that increases with each change of a job.
-    """
+    """An index of the jobs in a directory. Several threads may use it at the same time."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.version = 0
+        self.directory = directory  # the directory that contains the job folders
+        self.version = 0  # a number that increases with each change of a job
         self._lock = threading.Lock()
         # The thread and requests refresh the index, but only one of them at a time.
         self._refreshing = threading.Lock()

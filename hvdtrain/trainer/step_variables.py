@@ -15,14 +15,10 @@ __all__ = ["HostVariable", "step_variable"]
 
 
 class HostVariable:
-    """An array with the methods of a variable.
-
-    Attributes:
-        value: The array, which is never changed in place.
-    """
+    """An array with the methods of a variable."""
 
     def __init__(self, value: Any, *, dtype: str, name: str) -> None:
-        self.value = np.array(value, dtype)
+        self.value = np.array(value, dtype)  # the array, which is never changed in place
         self.name = self.path = name
         self.dtype = dtype
 

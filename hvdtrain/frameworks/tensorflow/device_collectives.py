@@ -297,9 +297,6 @@ class _HostFunctions:
         begin: Function that is called before the first bucket, and returns the key of this bucket.
         end: Function that is called after the last bucket. It gets the arguments of all calls of
             ``leave``.
-
-    Attributes:
-        left: Result of the function that was added last, for use as a control dependency.
     """
 
     def __init__(
@@ -316,6 +313,7 @@ class _HostFunctions:
         self._bucket = 0
         self._first_key = 0
         self._signals: list[tf.Tensor] = []
+        # result of the function that was added last, for use as a control dependency
         self.left: list[tf.Tensor] = []
 
     # An operation on a GPU ends before its results are computed. So the functions have values of

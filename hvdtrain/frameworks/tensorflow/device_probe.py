@@ -91,16 +91,11 @@ def _wait(collectives: Engine, attempt: _Attempt, timeout_s: float) -> list[str]
 
 
 class _Attempt:
-    """A test reduction that runs in its own thread, because NCCL may never return.
-
-    Attributes:
-        finished: Set when the reduction has ended.
-        problem: Why the reduction failed. Empty if it has not failed.
-    """
+    """A test reduction that runs in its own thread, because NCCL may never return."""
 
     def __init__(self, rank: int, addresses: Sequence[str], device: str, hint: str) -> None:
-        self.finished = threading.Event()
-        self.problem = ""
+        self.finished = threading.Event()  # set when the reduction has ended
+        self.problem = ""  # Why the reduction failed. Empty if it has not failed.
         self._rank = rank
         self._addresses = addresses
         self._device = device

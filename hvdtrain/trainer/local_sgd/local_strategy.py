@@ -108,15 +108,13 @@ class _LocalLossWeights(IndependentLossWeights):
 
     A loss that is a sum is multiplied by the number of ranks. The mean of this loss over the ranks
     is therefore the sum over the batches of all ranks.
-
-    Attributes:
-        ranks: The number of ranks.
     """
 
     exchanges = ("test",)
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
+        # the number of ranks
         self.ranks = keras.Variable(
             float(reducer.collectives.size), dtype="float32", trainable=False, name="ranks"
         )

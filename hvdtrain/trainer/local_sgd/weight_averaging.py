@@ -63,9 +63,6 @@ class WeightAveraging:
         reducer: Averages the weights.
         sync_every: Number of steps in a round.
         outer: Optimizer that applies the average.
-
-    Attributes:
-        velocities: Velocities of the outer optimizer, equal on all ranks.
     """
 
     def __init__(
@@ -85,6 +82,7 @@ class WeightAveraging:
         # The weight of this rank's steps relative to other ranks.
         self._counts = keras.Variable(0.0, dtype="float64", trainable=False, name="counts")
         self._anchors = [] if outer.is_plain_average else self._like_variables("anchor")
+        # velocities of the outer optimizer, equal on all ranks
         self.velocities = self._like_variables("outer_velocity") if outer.momentum else []
 
     def begin_step(self) -> None:

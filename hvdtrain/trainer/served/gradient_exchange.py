@@ -116,13 +116,11 @@ class GradientExchange:
     With ``--overlap`` the worker computes the next step while the gradients of a step are sent. The
     weights of the next step don't include the update with these gradients yet. Between epochs,
     during validations and during checkpoints, no gradients are on their way.
-
-    Attributes:
-        position: Function that returns this worker's position in its data, given ``ModelSteps.ran``
-            and ``ModelSteps.samples``.
     """
 
     def __init__(self, job: ServedJob) -> None:
+        # function that returns this worker's position in its data, given ``ModelSteps.ran`` and
+        # ``ModelSteps.samples``
         self.position: Callable[[int, int], tuple[int, ...]] | None = None
         self._client: Client | None = None
         self._variables = list(job.model.trainable_variables)

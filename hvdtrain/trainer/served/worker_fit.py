@@ -49,13 +49,11 @@ class WorkerFit(keras.callbacks.Callback):
 
     Because it is the first callback, it loads weights from the servers before the user's callbacks
     read them. When training ends, it doesn't overwrite weights that the user's callbacks assign.
-
-    Attributes:
-        membership: The list of all workers, which determines this worker's rank among them.
     """
 
     def __init__(self, job: ServedJob, exchange: GradientExchange) -> None:
         super().__init__()
+        # the list of all workers, which determines this worker's rank among them
         self.membership = _WorkerMembership(job.collectives.member, job.roles.workers)
         self._session: WorkerSession | None = None
         self._job = job

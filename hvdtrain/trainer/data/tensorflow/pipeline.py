@@ -174,21 +174,18 @@ class PipelinePasses:
     The number of passes is stored in the dataset, because its random generators advance with every
     pass. Another ``fit`` with the same dataset therefore continues with the next order, as in
     Keras.
-
-    Attributes:
-        changes: Whether the order of the elements may change from pass to pass.
-        at_once: Whether creating an iterator is enough to draw the next order.
-        at_first: Whether reading one element is enough to draw the next order. Otherwise the pass
-            must be read to its end.
-        repeatable: Whether the saved state of an iterator determines the order of its pass.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
         paths = _reshuffling_paths(dataset)
-        self.changes = bool(paths)
+        self.changes = bool(paths)  # whether the order of the elements may change from pass to pass
+        # whether creating an iterator is enough to draw the next order
         self.at_once = all(above <= _DRAW_AT_ONCE for above in paths)
+        # Whether reading one element is enough to draw the next order. Otherwise the pass must be
+        # read to its end.
         self.at_first = all(above <= _DRAW_AT_ONCE | _DRAW_AT_FIRST for above in paths)
+        # whether the saved state of an iterator determines the order of its pass
         self.repeatable = all(above <= _DRAW_AT_ONCE | _DRAW_LATER for above in paths)
         self._epoch: int | None = None  # the epoch of the last pass that was started
         self._started_after: int | None = None  # the number of passes started up to that pass

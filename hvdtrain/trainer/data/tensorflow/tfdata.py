@@ -50,16 +50,12 @@ _PASSES = "_hvdtrain_whole_passes"
 
 
 class _StreamRecord:
-    """Digests of the batches that were read in one pass over the data.
-
-    Attributes:
-        first: The digest of the batches of all ranks in the first step, or None before that step.
-        whole: The digest of all batches, or None before the last step.
-    """
+    """Digests of the batches that were read in one pass over the data."""
 
     def __init__(self) -> None:
+        # the digest of the batches of all ranks in the first step, or None before that step
         self.first: str | None = None
-        self.whole: str | None = None
+        self.whole: str | None = None  # the digest of all batches, or None before the last step
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
         """Store the digest of all batches that were read so far.
