@@ -44,12 +44,8 @@ def time_in_turn(
 
     All ranks start a measurement together, and the result is the time of the slowest rank.
 
-    Args:
-        collectives: The engine.
-        operations: Functions by name, the same on every rank.
-        repetitions: Number of measurements of each operation, after a warm-up.
-        calls: Number of calls per measurement. Use several for fast operations, because the
-            processor time of one call is too short to measure.
+    The warm-up is not counted. Use several ``calls`` per measurement for fast operations, because
+    the processor time of one call is too short to measure.
     """
     wall_s = np.empty((len(operations), repetitions + 1, calls))
     cpu_s = np.empty((len(operations), repetitions + 1))

@@ -31,11 +31,7 @@ __all__ = ["Allreduce", "install_loops", "rescale_rates"]
 
 
 class Allreduce:
-    """The strategy in which ranks average their gradients in each step.
-
-    Args:
-        sparse_as_dense: Whether to convert sparse gradients to dense tensors.
-    """
+    """The strategy in which ranks average their gradients in each step."""
 
     def __init__(self, *, sparse_as_dense: bool = False) -> None:
         self._reducer = GradientReducer.of_job(sparse_as_dense=sparse_as_dense)
@@ -68,11 +64,7 @@ def install_loops(
 ) -> None:
     """Replace the methods of a model that all ranks call together. All ranks must call this.
 
-    Args:
-        patch: The patch of the model, whose optimizers have been prepared.
-        reducer: Averages gradients or weights.
-        steps: The model's steps.
-        averaging: Averages the weights if ranks train different weights between averages.
+    ``averaging`` averages the weights if ranks train different weights between averages.
     """
     model, collectives = patch.model, patch.collectives
     if patch.membership.elastic:

@@ -65,13 +65,7 @@ def stops_at_nan(callbacks: Sequence[Any]) -> bool:
 
 
 class CallbacksOfSteps(keras.callbacks.CallbackList):
-    """The callbacks of ``fit``, which are not called for steps without data.
-
-    Args:
-        callbacks: All callbacks but those that Keras adds.
-        iterator: The iterator over the steps.
-        **options: The arguments with which Keras' ``fit`` creates the list.
-    """
+    """The callbacks of ``fit``, which are not called for steps without data."""
 
     def __init__(self, callbacks: list[Any], iterator: EpochIterator, **options: Any) -> None:
         super().__init__(callbacks, add_history=True, **options)

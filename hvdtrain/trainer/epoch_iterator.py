@@ -127,9 +127,7 @@ class EpochIterator:
     def place(self, *, epoch_step: int) -> EpochPlace:
         """Return the position at which training continues after the current block of steps.
 
-        Args:
-            epoch_step: Number of completed steps of this epoch. Pass 0 if the epoch ends with this
-                block.
+        ``epoch_step`` is the number of completed steps of this epoch, or 0 if the epoch ends here.
         """
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 

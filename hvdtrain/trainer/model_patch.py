@@ -42,12 +42,7 @@ class Strategy(Protocol):
 class ModelPatch:
     """Replaces methods of one model object. The model's class is not changed.
 
-    Args:
-        model: A compiled and built model.
-        collectives: The connection between the ranks.
-        settings: The settings of the job.
-        strategy: Determines which methods are replaced, and by what.
-        presharded: Whether each rank has its own data.
+    ``strategy`` determines which methods are replaced, and by what.
     """
 
     def __init__(

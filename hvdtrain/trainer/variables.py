@@ -17,8 +17,7 @@ def array_of(variable: Any) -> np.ndarray:
 
     Copy the result to keep it, because some backends change values in place.
 
-    Args:
-        variable: A Keras variable, a ``tf.Variable``, or an object with a NumPy array ``value``.
+    The variable may also be a ``tf.Variable``, or an object with a NumPy array ``value``.
     """
     value = _value(variable)
     if isinstance(value, np.ndarray):

@@ -139,12 +139,8 @@ class ShardedArrays(ShardedInput):
     def _make(self, position_of_pass: Callable[[], Position], rows: int, steps: int) -> Any:
         """Make this rank's share of each step in a pass over the data.
 
-        Args:
-            position_of_pass: Returns the position where the pass starts. Called when the pass
-                starts.
-            rows: The number of samples that are left at that position.
-            steps: The number of steps, which is the same on all ranks. If this rank's data ends
-                earlier, the last steps have rows = 0.
+        ``rows`` is the number of samples that are left at the position where the pass starts. If
+        this rank's data ends early, the last steps have rows = 0.
         """
         full_steps, rest, own_rest = self._step_sizes(rows)
         joint_batch = self.each * self.plan.shards

@@ -166,10 +166,8 @@ class ShardedStream(ShardedInput):
     ) -> HostBatches:
         """Make this rank's share of each step.
 
-        Args:
-            start: Called when the result is iterated. Returns the queue that contains the steps.
-            limit: Returns the maximum number of steps, which may grow while steps are read.
-            steps: The number of steps, or None if it is unknown.
+        ``start`` is called when the result is iterated. The result of ``limit``, the maximum number
+        of steps, may grow while steps are read.
         """
         # Without padding, the stream ends in the same step on all ranks.
         pads = self.plan.presharded or self.steps is not None

@@ -188,11 +188,8 @@ def digest(leaves: Sequence[Any], before: str = "") -> str:
 def standardize(batch: Any, class_weight: Any, source: str, max_parts: int | None = None) -> Any:
     """Convert a batch that Python code yielded to the structure that Keras uses.
 
-    Args:
-        batch: The batch.
-        class_weight: The argument of ``fit``.
-        source: The name of the code that made the batch, for error messages.
-        max_parts: The largest number of parts that Keras accepts.
+    ``source`` names the code that made the batch, for error messages. Keras accepts at most
+    ``max_parts`` parts.
 
     Raises:
         ValueError: If Keras doesn't accept the batch.

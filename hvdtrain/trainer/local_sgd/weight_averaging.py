@@ -57,12 +57,6 @@ class WeightAveraging:
 
     A round also ends at the end of an epoch, before a validation and before a checkpoint. The next
     round starts with the next step, from the weights at that time.
-
-    Args:
-        model: A compiled and built model.
-        reducer: Averages the weights.
-        sync_every: Number of steps in a round.
-        outer: Optimizer that applies the average.
     """
 
     def __init__(
@@ -95,9 +89,8 @@ class WeightAveraging:
 
         Must come last in the graph of each step.
 
-        Args:
-            contribution: The weight of this step in the average, as float64. It is the number of
-                samples of the step.
+        ``contribution`` is the weight of this step in the average: the number of samples, as
+        float64.
         """
         self._steps.assign_add(1)
         self._counts.assign_add(contribution)

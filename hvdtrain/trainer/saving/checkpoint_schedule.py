@@ -64,12 +64,7 @@ def _is_count(value: object) -> bool:
 
 
 class CheckpointSchedule:
-    """Decides when the ranks synchronize and when they take a checkpoint.
-
-    Args:
-        every_steps: Steps between checkpoints, or None.
-        every_s: Seconds between checkpoints, or None.
-    """
+    """Decides when the ranks synchronize and when they take a checkpoint."""
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self.every_steps = every_steps
@@ -110,12 +105,7 @@ class CheckpointSchedule:
         return step >= self.next_look or self.is_due(step, before)
 
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
-        """Return whether a checkpoint is due and has not been taken yet. Only the chief calls this.
-
-        Args:
-            now_s: The current time.
-            due: Whether the current step makes a checkpoint due.
-        """
+        """Return whether a checkpoint is due, but not taken yet. Only the chief calls this."""
         late = self.every_s is not None and now_s - self._taken_s >= self.every_s
         self._overdue = self._overdue or due or late
         return self._overdue

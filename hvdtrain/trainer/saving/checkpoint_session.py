@@ -118,10 +118,6 @@ class CheckpointSession:
 
         A caught signal doesn't end the process at once. Training ends after the current step.
 
-        Args:
-            epochs: The iterator over the data, which is moved to the position of the checkpoint.
-            seed: The seed that determines the order of the data.
-
         Raises:
             CheckpointError: If the checkpoint belongs to a different kind of data.
         """
@@ -146,9 +142,6 @@ class CheckpointSession:
 
         If training resumes at the beginning of an epoch, this method also restores the model. If
         training resumes within an epoch, ``on_epoch_begin`` restores it.
-
-        Args:
-            epochs: The argument ``epochs`` of ``fit``.
         """
         saved = self._saved
         if saved is None:
@@ -346,9 +339,8 @@ class CheckpointSession:
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
         """Copy the model's state, and start to write it to the disk. All ranks must call this.
 
-        Args:
-            earlier: This rank's own values from ``TrainingState.copy_own``, to save instead of the
-                current values.
+        ``earlier`` contains values from ``TrainingState.copy_own`` to save instead of the current
+        ones.
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):

@@ -178,15 +178,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Return a copy of the training's state. The next call overwrites its arrays.
 
-    Args:
-        state: The state of the model.
-        epochs: The iterator over the data.
-        ranks: The own values of all ranks, as ``TrainingState.gather_own`` returns them.
-        others: The positions of the other ranks, as in ``TrainingProgress``.
-        epoch: The current or next epoch, as in ``TrainingProgress``.
-        epoch_step: The number of completed steps of this epoch.
-        logs: The logs of an epoch that has just ended, or None.
-        seed: The seed that determines the order of the data.
+    ``ranks`` contains the own values of all ranks, as ``TrainingState.gather_own`` returns them.
+    ``logs`` are the logs of an epoch that has just ended, or None.
     """
     for rank, other in enumerate(others, 1):
         ranks = {**ranks, f"rank/{rank}/samples": np.array(other.samples)}
@@ -235,10 +228,7 @@ def find_checkpoint(
 
     After this call, no other job can write to the store.
 
-    Args:
-        store: The store on the chief, or None on other ranks.
-        state: The state of the model.
-        collectives: The connection between the ranks.
+    ``store`` is None on all ranks but the chief.
 
     Returns:
         Two values: the progress, and the whole checkpoint. The second is None on all ranks except

@@ -124,8 +124,7 @@ class TrainingState:
         All ranks must call this before the metrics are reset. If a rank is lost during the call,
         its values are missing. The result is empty on all ranks except the chief.
 
-        Args:
-            earlier: Values from ``copy_own`` to use instead of the current ones.
+        ``earlier`` contains values from ``copy_own`` to use instead of the current ones.
         """
         values = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
         collectives = self.collectives
@@ -181,8 +180,7 @@ class TrainingState:
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
         """Restore the weights and the optimizer on all ranks. All ranks must call this.
 
-        Args:
-            saved: On the chief, a result of ``shared``. On other ranks, None.
+        ``saved`` is a result of ``shared`` on the chief, and None on other ranks.
         """
         if saved is not None:
             arrays = self._by_place(saved)
@@ -194,9 +192,8 @@ class TrainingState:
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
         """Restore each rank's own values. All ranks must call this.
 
-        Args:
-            saved: On the chief, a result of ``gather_own``. On other ranks, None.
-            ranks: The number of ranks that ``saved`` was gathered from.
+        On the chief, ``saved`` is a result of ``gather_own`` from ``ranks`` ranks. It is None on
+        other ranks.
         """
         template = self._own_values(accumulated=True)
         collectives = self.collectives
@@ -221,11 +218,7 @@ class TrainingState:
     ) -> None:
         """Restore this rank's own values from the own values of all ranks, without communication.
 
-        Args:
-            saved: A result of ``gather_own``.
-            ranks: The number of ranks that ``saved`` was gathered from.
-            rank: This rank.
-            size: The current number of ranks.
+        ``saved`` is a result of ``gather_own`` from ``ranks`` ranks.
         """
         template = self._own_values(accumulated=True)
         self._assign_own(self._part(saved, template, ranks, rank, size))
@@ -318,12 +311,8 @@ class TrainingState:
     ) -> dict[str, np.ndarray]:
         """Return the own values for one rank, from the values that other ranks have saved.
 
-        Args:
-            saved: The own values of all ranks in the checkpoint.
-            template: The current own values of this rank, whose keys and sizes the result has.
-            ranks: The number of ranks that saved values.
-            rank: The rank to return values for.
-            size: The current number of ranks.
+        ``saved`` contains the own values of ``ranks`` ranks in the checkpoint. The result has the
+        keys and sizes of ``template``, this rank's current own values.
         """
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}

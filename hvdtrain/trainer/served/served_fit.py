@@ -125,11 +125,7 @@ class ServedJob:
 
         All ranks must call this at the end of ``fit``.
 
-        Args:
-            pushed: Number of gradients that this rank sent.
-            stats: Statistics of the gradients that this server received. None on a worker.
-            history: The ``History`` callback of this rank's ``fit``. On a server it receives the
-                chief's history.
+        ``stats`` is None on a worker. On a server, ``history`` receives the chief's history.
         """
         rank = self.collectives.member
         entry = {"rank": rank, "pushed": pushed, "counts": stats and stats.to_json()}

@@ -193,12 +193,8 @@ class ShardedPipeline(ShardedInput):
     ) -> tf.data.Dataset:
         """Make a dataset with this rank's share of each step.
 
-        Args:
-            dataset: The user's batches.
-            batches: The number of batches. None if unknown or infinite.
-            steps: The number of steps, which is the same on all ranks, or None if it is unknown. If
-                this rank's data ends earlier, the last steps have rows = 0.
-            record: Receives the digests of the batches.
+        ``record`` receives the digests of the batches. If this rank's data ends early, the last
+        steps have rows = 0.
         """
         plan = self.plan
         padding = 0
