@@ -1,15 +1,17 @@
-"""The ASGI application of the web page: routes, sessions, and access control."""
+"""The ASGI application of the web page: routes, sessions, and events about changes of jobs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,14 +19,23 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from hvdtrain.jobs.files import last_json_line, size_of
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import remaining_s
+from hvdtrain.jobs.log import log_end
 from hvdtrain.jobs.spec import BackendKind
 from hvdtrain.serve.index import JobIndex
-from hvdtrain.serve.job_api import JobApi
-from hvdtrain.serve.live import live_routes
+from hvdtrain.serve.job_api import JobApi, job_of, view_to_json
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys, OneTimeCodes
 from hvdtrain.version import __version__
@@ -33,6 +44,9 @@ __all__ = ["make_app"]
 
 STATIC = Path(__file__).with_name("static")
 _MOST_FORM_BYTES = 4096
+POLL_S = 0.5
+# How often a comment is sent, so that a broken connection is noticed.
+COMMENT_S = 15.0
 # The page names its icon, because browsers would otherwise request /favicon.ico.
 _LOGGED_IN = """\
 <!doctype html>
@@ -67,7 +81,7 @@ def make_app(
     """
     closing = asyncio.Event()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         index.start()
         yield
@@ -89,7 +103,7 @@ def make_app(
             Route("/", index_page, methods=["GET"]),
             *session,
             *JobApi(index, os.environ if environ is None else environ).routes(),
-            *live_routes(index, closing),
+            *_live_routes(index, closing),
             Route("/metrics", metrics, methods=["GET"]),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
@@ -161,3 +175,61 @@ def _session_routes(
         Route("/logout", logout, methods=["POST"]),
         Route("/api/session", session, methods=["GET"]),
     ]
+
+
+def _live_routes(index: JobIndex, closing: asyncio.Event) -> list[Route]:
+    """Return the routes of server-sent events.
+
+    All streams end when ``closing`` is set, which means that the server ends.
+    """
+
+    def stream(kind: str, read: Callable[[], Mapping[str, Any]]) -> StreamingResponse:
+        return StreamingResponse(
+            _events(kind, read, closing),
+            media_type="text/event-stream",
+            headers={"x-accel-buffering": "no"},
+        )
+
+    async def follow_jobs(request: Request) -> Response:
+        return stream("jobs", lambda: {"version": index.version})
+
+    async def follow_job(request: Request) -> Response:
+        job = await run_in_threadpool(job_of, index, request)
+        return stream("job", lambda: _job_values(index, job))
+
+    return [
+        Route("/api/live", follow_jobs, methods=["GET"]),
+        Route("/api/jobs/{name}/live", follow_job, methods=["GET"]),
+    ]
+
+
+def _job_values(index: JobIndex, job: JobFolder) -> Mapping[str, Any]:
+    view = index.view(job.name)
+    return {
+        "view": None if view is None else view_to_json(view),
+        "metrics": last_json_line(job.metrics),
+        "left_s": None if view is None else remaining_s(job, view),
+        "log_end": log_end(job.log),
+        "events": size_of(job.events),
+    }
+
+
+async def _events(
+    kind: str, read: Callable[[], Mapping[str, Any]], closing: asyncio.Event
+) -> AsyncIterator[str]:
+    """Yield an event when the values change, and a comment if they don't change for long."""
+    sent: Mapping[str, Any] = {}
+    quiet_s = 0.0
+    while not closing.is_set():
+        current = await run_in_threadpool(read)
+        changed = {name: value for name, value in current.items() if sent.get(name) != value}
+        sent = current
+        quiet_s += POLL_S
+        if changed:
+            quiet_s = 0.0
+            yield f"event: {kind}\ndata: {json.dumps(changed)}\n\n"
+        elif quiet_s >= COMMENT_S:
+            quiet_s = 0.0
+            yield ": no change\n\n"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), POLL_S)

@@ -176,6 +176,6 @@ class InputWait:
 def _clock_for(dataset: Any) -> _Clock:
     if isinstance(dataset, HostBatches):
         return _HostClock()
-    from hvdtrain.trainer.data.tensorflow.dataset_clock import DatasetClock
+    from hvdtrain.trainer.data.tensorflow.datasets import DatasetClock
 
     return DatasetClock()

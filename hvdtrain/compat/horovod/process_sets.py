@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import world
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.compat.horovod.framework_errors import raise_as_in_framework
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.job_entry import Framework
 
@@ -24,6 +24,23 @@ __all__ = [
     "init_with",
     "remove_process_set",
 ]
+
+
+@contextmanager
+def _raise_as_in_framework() -> Iterator[None]:
+    """Convert hvdtrain's errors in the ``with`` block to errors that are also TensorFlow's.
+
+    If the program doesn't use TensorFlow, nothing is converted. With PyTorch, Horovod raises
+    RuntimeError, and hvdtrain's errors are RuntimeErrors anyway.
+    """
+    if "tensorflow" not in sys.modules:
+        yield
+        return
+    # Imports TensorFlow, which the program has already done.
+    from hvdtrain.frameworks.tensorflow.tf_errors import raise_as_in_tensorflow
+
+    with raise_as_in_tensorflow():
+        yield
 
 
 class ProcessSet:
@@ -90,7 +107,7 @@ class ProcessSet:
         """Return whether the set includes this rank."""
         return world.collectives().rank in self.ranks
 
-    @raise_as_in_framework()
+    @_raise_as_in_framework()
     def collectives(self) -> Engine:
         """Return the engine that runs the collectives of this set.
 
@@ -112,7 +129,7 @@ class ProcessSet:
         """Return None. Process sets reduce tensors on the host instead of on devices."""
         return None
 
-    @raise_as_in_framework()
+    @_raise_as_in_framework()
     def group_rank(self, rank: int) -> int:
         """Return the index in ``ranks`` of a rank of the job.
 
@@ -229,7 +246,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     _added[:] = [entry for entry in _added if entry._usable]
     if any(entry.ranks == process_set.ranks for entry in (global_process_set, *_added)):
         raise ValueError(f"A process set of ranks {process_set.ranks} already exists; use that.")
-    with raise_as_in_framework():
+    with _raise_as_in_framework():
         process_set._open(1 + max((entry.process_set_id or 0 for entry in _added), default=0))
     _added.append(process_set)
     return process_set
@@ -244,7 +261,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-@raise_as_in_framework()
+@_raise_as_in_framework()
 def find_process_set(process_set_id: int) -> ProcessSet:
     """Return the process set whose ``process_set_id`` is the given number.
 

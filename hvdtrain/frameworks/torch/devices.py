@@ -1,9 +1,10 @@
-"""Binding of ranks to GPUs in programs that use PyTorch."""
+"""GPUs and random generators of programs that use PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 
+import numpy as np
 import torch
 
 from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, first_gpus
@@ -17,10 +18,15 @@ __all__ = [
     "bind",
     "capabilities",
     "find_gpus",
+    "random_state",
     "reserve_thread_for_buckets",
+    "restore_random_state",
     "set_seed_unless_set",
     "set_up",
 ]
+
+_CPU_STATE, _GPU_STATE = "torch", "torch gpu"
+_GPU_STATE_BYTES = 16
 
 
 def set_up(settings: Settings, collectives: Engine) -> None:
@@ -73,3 +79,22 @@ def reserve_thread_for_buckets() -> None:
 
 def set_seed_unless_set(seed: int) -> None:
     """Do nothing, because the program seeds PyTorch's generators itself."""
+
+
+def random_state() -> dict[str, np.ndarray]:
+    """Return the states of the generators of the CPU and of this rank's GPU.
+
+    The shapes and dtypes are the same on every rank. Without a GPU, its state is zero.
+    """
+    gpu = np.zeros(_GPU_STATE_BYTES, np.uint8)
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_rng_state().numpy()
+    return {_CPU_STATE: torch.get_rng_state().numpy(), _GPU_STATE: gpu}
+
+
+def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
+    """Restore the result of ``random_state``. States of zeros and missing states are skipped."""
+    if _CPU_STATE in state and state[_CPU_STATE].any():
+        torch.set_rng_state(torch.from_numpy(state[_CPU_STATE].copy()))
+    if _GPU_STATE in state and state[_GPU_STATE].any() and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state[_GPU_STATE].copy()))

@@ -72,9 +72,9 @@ def _backend_state() -> dict[str, np.ndarray]:
         state = _pack_python(operations)
         return {"tensorflow seed": np.array(seed, np.int64), "tensorflow": state}
     if keras.backend.backend() == "torch":
-        from hvdtrain.frameworks.torch.random_state import random_state
+        from hvdtrain.frameworks.torch import devices
 
-        return random_state()
+        return devices.random_state()
     return {}
 
 
@@ -86,9 +86,9 @@ def _restore_backend_state(state: Mapping[str, np.ndarray]) -> None:
         if seed != _UNSET:
             random_seed.restore(seed, _unpack_python(state["tensorflow"]))
     if keras.backend.backend() == "torch":
-        from hvdtrain.frameworks.torch.random_state import restore_random_state
+        from hvdtrain.frameworks.torch import devices
 
-        restore_random_state(state)
+        devices.restore_random_state(state)
 
 
 def _pack_python(state: Any) -> np.ndarray:
