@@ -113,7 +113,6 @@ class _ReducesGradients:
         passes: int,
     ) -> None:
         self.backward_passes_per_step = passes
-        self._hvdtrain_process_set = process_set
         self._parameter_names = names
         self._hvdtrain_passes: dict[int, int] = {}
         self._hvdtrain_buckets = GradientBuckets(options, process_set)
