@@ -239,10 +239,7 @@ def _connect_devices(
     collectives: Engine,
     capabilities: Sequence[DeviceCapabilities],
 ) -> tuple[EngineChoice, DeviceCollectives | None]:
-    """Choose the library that combines gradients, and connect the devices if it is NCCL.
-
-    ``choice`` is the choice between MPI and Horovod that was made before.
-    """
+    """Choose the library for gradients, and connect the devices if it is NCCL."""
     if collectives.size == 1 or choice.engine != "mpi" or not capabilities:
         return choice, None
     choice = choose_device_engine(

@@ -69,10 +69,7 @@ def _unescape(path: str) -> str:
 
 
 def _below(root: str, path: str) -> PurePosixPath:
-    """Return a group's path relative to ``root``, the group at the mount point.
-
-    In a container, only the groups below ``root`` may be visible.
-    """
+    """Return a group's path relative to ``root``, which is the part that a container can see."""
     try:
         below = PurePosixPath(path).relative_to(root)
     except ValueError:

@@ -157,10 +157,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Return the parent and session of each process except zombies.
-
-    The result is empty outside Linux.
-    """
+    """Return the parent and session of each process except zombies; empty outside Linux."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -171,8 +168,5 @@ def _process_table() -> dict[int, tuple[int, int]]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """Return the fields of a process after its name: state, parent, group, session and so on.
-
-    The name comes before the last parenthesis, and may itself contain spaces and parentheses.
-    """
+    """Return the fields after a process's name, which may contain spaces and parentheses."""
     return stat.read_text(errors="replace").rpartition(")")[2].split()

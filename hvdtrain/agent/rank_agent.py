@@ -247,10 +247,7 @@ class Agent:
             self._stop(number, SIGNAL_GRACE_S if number in ENDING else None)
 
     def _stop_after_failure(self, stop: _Stop) -> None:
-        """Stop the program, because another rank has failed. A checkpoint in progress is completed.
-
-        The program may be blocked in a collective, and then handles no signals.
-        """
+        """Stop the program after its checkpoint in progress, because another rank has failed."""
         self._read_reports(self._report_pipe)
         latest = self._report_pipe.latest
         is_writing = latest.get("writing") is True and time.monotonic() < stop.until
@@ -261,10 +258,7 @@ class Agent:
             self._stop(stop.number, 0.0 if is_futile else stop.grace_s)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
-        """Send a signal to the program.
-
-        If ``grace_s`` is given, SIGKILL follows after ``grace_s`` seconds.
-        """
+        """Send a signal to the program, and SIGKILL after ``grace_s`` seconds unless it is None."""
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return

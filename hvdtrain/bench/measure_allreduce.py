@@ -179,10 +179,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def _measure_gradients(
     report: BenchReport, collectives: Engine, repetitions: int, max_bytes: int
 ) -> None:
-    """Time two kinds of reductions in a compiled function, and print and record the results.
-
-    The first reduces gradients of at most ``max_bytes`` in total. The second reduces 4 bytes.
-    """
+    """Time reductions of gradients, and of 4 bytes, in a compiled function."""
     reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)

@@ -75,10 +75,7 @@ class Loss:
 
 
 class _RankKiller(keras.callbacks.Callback):
-    """Records the time of each step, and kills this rank when ``_next_victim`` returns it.
-
-    Before the kill, the rank writes the time to its entry of ``killed_s``.
-    """
+    """Records the time of each step, and kills this rank when ``_next_victim`` returns it."""
 
     def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()

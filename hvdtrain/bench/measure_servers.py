@@ -130,10 +130,7 @@ class _Runs:
         )
 
     def _copy(self) -> float:
-        """Return how many seconds the server takes to copy the variables.
-
-        The other ranks wait meanwhile.
-        """
+        """Return how many seconds the server takes to copy the variables; other ranks wait."""
         self._collectives.barrier(name="hvdtrain bench")
         seconds = 0.0
         if self._table is not None:

@@ -91,10 +91,7 @@ def measure(options: TrainingOptions) -> None:
 def _measure_runs(
     model: keras.Model, name: str, options: TrainingOptions, collectives: Engine
 ) -> tuple[list[_Run], list[_Run]]:
-    """Alternate between runs of each rank alone and runs of all ranks together.
-
-    A rank that trains alone uses plain Keras.
-    """
+    """Alternate runs of each rank alone, with plain Keras, and of all ranks together."""
     plain = build_model(name)
     alone, joint = [], []
     for _ in range(options.runs):
@@ -263,10 +260,7 @@ def _measure_calls(report: BenchReport, collectives: Engine) -> None:
 
 
 def _measure_call(name: str, collectives: Engine) -> list[float]:
-    """Return two times of the slowest rank: a call with plain Keras, and a call on all ranks.
-
-    With plain Keras, only one rank calls ``fit`` at a time.
-    """
+    """Return two times of the slowest rank: of a call with plain Keras, and on all ranks."""
     alone_s = float("inf")
     for rank in range(collectives.size):
         if rank == collectives.rank:

@@ -242,10 +242,7 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, s
 
 @contextlib.contextmanager
 def _token_file() -> Iterator[tuple[str, str]]:
-    """Yield the name and the content of a temporary file in the working directory.
-
-    The name is empty if the directory isn't writable.
-    """
+    """Yield the name and content of a file in the working directory; no name if not writable."""
     token = secrets.token_hex(16)
     path = Path(f".hvdtrain-check-{secrets.token_hex(8)}")
     try:

@@ -62,10 +62,7 @@ def search_gpus(
 
 
 def _find_obstacle(obstacle: Callable[[], str]) -> str:
-    """Return why the framework sees none of the GPUs of this host.
-
-    The result is empty if CUDA doesn't see any GPU either.
-    """
+    """Return why the framework sees none of this host's GPUs; empty if CUDA sees none."""
     try:
         # With a broken GPU, the driver never answers, and neither does CUDA.
         states = GpuReader(faults=False).read(DRIVER_TIMEOUT_S)

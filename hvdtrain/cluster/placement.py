@@ -179,10 +179,7 @@ def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe
 
 
 def _gpu_indices(turn: int, gpus_per_rank: int, gpus: int) -> tuple[int, ...]:
-    """Return the GPUs of one rank on a host with ``gpus`` GPUs.
-
-    ``turn`` is the rank's index, from 0, among the host's ranks that use GPUs.
-    """
+    """Return the GPUs of the rank with the index ``turn`` among the host's ranks with GPUs."""
     first = turn * gpus_per_rank
     return tuple(sorted({index % gpus for index in range(first, first + gpus_per_rank) if gpus}))
 

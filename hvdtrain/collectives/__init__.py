@@ -58,10 +58,7 @@ def create(topology: Topology, settings: Settings) -> Engine:
 
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
-    """Return whether the other ranks can continue after a rank is lost.
-
-    If they can't, the chief logs the reason.
-    """
+    """Return whether ranks can continue after a loss. If not, the chief logs the reason."""
     from hvdtrain.collectives.mpi_start import why_not_elastic
 
     reason = why_not_elastic(mpi, os.environ)

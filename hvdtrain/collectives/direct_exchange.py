@@ -96,10 +96,7 @@ class DirectExchange:
             self._swap([sent], to, [received], source)
 
     def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
-        """In every round, double the number of ranks that have the data.
-
-        ``place`` is the number of ranks from the root to this rank, so it is 0 on the root.
-        """
+        """Double the ranks that have the data in every round. ``place`` is 0 on the root."""
         if not buffer.size:
             return
         reach = 1

@@ -606,10 +606,7 @@ class Engine(EngineCore):
         replicated: bool,
         detail: tuple[Any, ...],
     ) -> np.ndarray:
-        """Run an operation in which one rank, the root, sends data to all others.
-
-        ``attempt`` is called with the call and the root's current rank.
-        """
+        """Run an operation in which one rank, the root, sends data to all others."""
         check_root(root, self.size)
         source = self.members[root]
         detail = (*detail, "replicated") if replicated else detail

@@ -198,10 +198,7 @@ class EngineCore(RankState):
             self._raise_mismatch(call)
 
     def _counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        """Check that all ranks made the same call, then exchange ``counts`` between all ranks.
-
-        The result is int64 of shape (size, len(counts)).
-        """
+        """Check that all ranks made the same call, then exchange ``counts`` between all ranks."""
         self._agree(call)
         return self._gather_counts(counts)
 

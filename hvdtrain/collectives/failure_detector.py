@@ -327,10 +327,7 @@ class FailureDetector:
         return self._stopped.get(rank, -1) >= self._generation
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Process messages until ``done()`` is true or the time is over.
-
-        Return whether ``done()`` became true in time.
-        """
+        """Process messages until ``done()`` is true or the time is over; return ``done()``."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._receive("the end of the program")

@@ -317,10 +317,7 @@ class MpiTransport(Transport):
         return self._spin_wait.waited_s
 
     def _share_memory(self, comm: Any) -> bool:
-        """Allocate shared memory, and return whether that worked on all ranks.
-
-        All ranks must call this.
-        """
+        """Allocate shared memory on all ranks, and return whether that worked on all of them."""
         return True
 
     def agree(self, call: Call) -> bool:

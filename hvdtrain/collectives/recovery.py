@@ -230,20 +230,14 @@ class Recovery:
                 return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
-        """Return whether ``done`` is true on all ranks.
-
-        All ranks get the same answer, even if a rank dies meanwhile.
-        """
+        """Return whether ``done`` is true on all ranks, even if a rank dies meanwhile."""
         try:
             return bool(comm.Agree(int(done)))
         except self._mpi.Exception:
             return False
 
     def _run_with_timeout(self, function: Callable[[], None]) -> None:
-        """Run a function in a thread, and raise an error if it takes too long.
-
-        The thread is needed because MPI calls can't be interrupted.
-        """
+        """Run a function in a thread, because MPI calls can't be interrupted."""
         raised: list[BaseException] = []
 
         def run() -> None:

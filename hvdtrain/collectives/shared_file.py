@@ -179,10 +179,7 @@ def share_on_host(
 
 
 def _create_file(nbytes: int) -> str:
-    """Create a sparse file in shared memory.
-
-    Return its path, or "" if that is impossible.
-    """
+    """Create a sparse file in shared memory; return its path, or "" if impossible."""
     if nbytes == 0 or not can_share_files():
         return ""
     try:

@@ -225,10 +225,7 @@ class SharedMemoryTransport(MpiTransport):
         return DirectAllreduce(self._mpi, cross, self.segment_bytes) if crosses else None
 
     def _chunks_ahead(self) -> int:
-        """Return how many chunks to transfer between hosts at a time.
-
-        The number is limited by the number of slots.
-        """
+        """Return how many chunks to transfer between hosts at a time, limited by the slots."""
         share_bytes = self.chunk_bytes // self._carriers
         ahead = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
         return min(ahead * self._turns, self._window.slots - LEAST_SLOTS)
@@ -378,10 +375,7 @@ class SharedMemoryTransport(MpiTransport):
         return True
 
     def _cross_small(self, speaker: SmallAllreduce, job: _Job, alike: bool) -> bool:
-        """Combine the sums of all hosts if all ranks make the same call.
-
-        Return whether they make the same call.
-        """
+        """Combine the sums of all hosts if all calls are the same; return whether they are."""
         reduction = job.reduction
         if not alike:
             return speaker.agree(reduction.call, alike)
@@ -398,10 +392,7 @@ class SharedMemoryTransport(MpiTransport):
             reduction.finite.passed = not any(words[word] for words in self._words)
 
     def _begin(self, reduction: Reduction) -> _Job | None:
-        """Announce an allreduce.
-
-        Return None if there are several hosts and not all ranks made the same call.
-        """
+        """Announce an allreduce; None if there are several hosts and the calls differ."""
         if self._hosts > 1 and not self.agree(reduction.call):
             return None
         self._announce(reduction.call)

@@ -125,10 +125,7 @@ def _length(column: np.ndarray) -> float:
 
 
 def _normalized(columns: np.ndarray) -> np.ndarray:
-    """Scale columns to length 1. Columns of zeros stay zeros.
-
-    If the columns of Q have length 1, P has the magnitude of the gradient in the next step.
-    """
+    """Scale columns to length 1, so that P has the gradient's magnitude. Zeros stay zeros."""
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)
 

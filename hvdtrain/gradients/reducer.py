@@ -285,10 +285,7 @@ class GradientReducer:
         return is_sparse(gradient, self.framework)
 
     def _tensor(self, gradient: Gradient) -> Gradient:
-        """Convert a gradient that is an array to a tensor.
-
-        A custom training loop may pass arrays.
-        """
+        """Convert an array, which a custom training loop may pass, to a tensor."""
         if gradient is None or self._is_sparse(gradient):
             return gradient
         return self.framework.to_tensor(gradient)
@@ -303,10 +300,7 @@ class GradientReducer:
         return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
-        """Check that all ranks have the same gradients.
-
-        The function runs on the host, so it returns an empty list of arrays.
-        """
+        """Check on the host that all ranks have the same gradients. Returns no arrays."""
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
         return []
@@ -426,10 +420,7 @@ class GradientReducer:
     def _combining(
         self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
     ) -> Iterator[Engine]:
-        """Yield the engine for one reduction, and record which ranks contribute to it.
-
-        If the reduction fails, the error is stored for ``take_error``.
-        """
+        """Yield the engine for one reduction. Record who contributes, and errors."""
         with self.remember_error():
             collectives = self._begin(signature)
             try:

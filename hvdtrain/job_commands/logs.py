@@ -98,10 +98,7 @@ def _folder_log(
 
 
 def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
-    """Return the time and text of each line of the queue's log.
-
-    Return None if the log is in the job's folder.
-    """
+    """Return times and texts of the queue's log; None if the log is in the job's folder."""
     try:
         spec = job.read_spec()
     except JobError:

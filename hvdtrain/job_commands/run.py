@@ -113,10 +113,7 @@ def _new_folder(spec: JobSpec, environ: Mapping[str, str]) -> JobFolder | None:
 
 @contextlib.contextmanager
 def _recorder(folder: JobFolder) -> Iterator[JobRecorder]:
-    """Yield a recorder for a job.
-
-    If the block raises an error, record that the job has ended with this error.
-    """
+    """Yield a recorder for a job. It records an error of the block as the job's end."""
     recorder = JobRecorder(folder)
     try:
         yield recorder

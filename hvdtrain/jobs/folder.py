@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,10 +49,7 @@ _Content = TypeVar("_Content")
 
 
 class _File:
-    """A descriptor for a path in a job's folder.
-
-    A path is only computed when it is used, because most readers need only a few of the paths.
-    """
+    """A path in a job's folder, which is only computed when it is used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -160,11 +157,11 @@ class JobFolder:
 
     def write_spec(self, spec: JobSpec) -> None:
         """Replace the specification."""
-        write_json(self._spec, spec.to_json())
+        write_json(self._spec, asdict(spec))
 
     def write_state(self, state: JobState) -> None:
         """Replace the state atomically."""
-        write_json(self._state, state.to_json())
+        write_json(self._state, asdict(state))
 
     def mark_cancelled(self) -> None:
         """Record that the job was cancelled in the queue."""

@@ -152,10 +152,7 @@ class JobRecorder(Observer):
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Queue a row for a file, and return the row.
-
-        A row without a ``time`` gets the current time.
-        """
+        """Queue a row for a file, with the current time if it has none, and return the row."""
         row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:

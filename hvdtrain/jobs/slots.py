@@ -181,10 +181,7 @@ def acquire_slots(
 
 
 def _host_key(host: str) -> str:
-    """Return a unique name for a host. The name is valid as a file name.
-
-    "localhost" would not be unique, because every machine that shares the folder has that name.
-    """
+    """Return a unique name of a host that is valid as a file name, also for "localhost"."""
     return host_identity() if is_this_host(host) else host.lower().replace("/", "_")
 
 

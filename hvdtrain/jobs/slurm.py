@@ -165,10 +165,7 @@ def _newest_answer() -> SqueueAnswer:
 
 
 def _shared_answer(path: Path) -> SqueueAnswer:
-    """Return the answer in a file that all processes of this user on this host share.
-
-    If the answer is too old, run squeue, unless another process already does.
-    """
+    """Return the answer that this user's processes share. If it is too old, run squeue."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + TIMEOUT_S
     while True:

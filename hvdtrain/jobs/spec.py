@@ -9,8 +9,8 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple
 
 from hvdtrain.config import Settings, variable_name
 from hvdtrain.config.keras_backend import KERAS_BACKEND
@@ -78,10 +78,6 @@ class JobSpec:
     slurm_job: str = ""  # the ID of the Slurm job that this job runs in; empty without Slurm
     slurm_restarts: int = 0  # how many times Slurm has requeued its Slurm job
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the specification as JSON."""
-        return asdict(self)
-
 
 def make_spec(
     options: Sequence[str],
@@ -146,10 +142,7 @@ def change_spec(spec: JobSpec, changes: Sequence[str], backend: Backend | None =
 
 
 def _installed_versions() -> dict[str, str]:
-    """Return the versions of installed packages.
-
-    The packages are not imported, because importing them takes seconds.
-    """
+    """Return the versions of installed packages without importing them."""
     # Imported here because every command loads this module.
     from importlib import metadata
 

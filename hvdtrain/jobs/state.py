@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hvdtrain.agent.process_tree import process_state, start_ticks
 
@@ -98,10 +98,6 @@ class JobState:
     code: int | None = None  # the exit code; None until the job has ended
     cause: str = ""  # why it ended, as ``hvdtrain.launch.failure`` classifies it
     verdict: str = ""  # why it ended, as a message for users
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON."""
-        return asdict(self)
 
 
 class QueueState(NamedTuple):

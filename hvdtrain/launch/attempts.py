@@ -343,10 +343,7 @@ class _Attempts:
             )
 
     def _end(self, *, stopped: bool, summarises: bool) -> int:
-        """Log a summary and return the exit code.
-
-        ``stopped`` means that a signal arrived between two attempts.
-        """
+        """Log a summary and return the exit code. A signal between attempts sets ``stopped``."""
         wall_s = time.monotonic() - self._started_at
         summary = summarise(self._history, wall_s) if summarises else []
         for line in (*summary, describe_losses(self._history), describe_resume(self._history)):

@@ -243,10 +243,7 @@ def _describe_preemption(reports: JobProgress, what: str = "preempted") -> str:
 
 
 def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
-    """Return the first failure, leaving out ranks that were signalled before they ended.
-
-    A signalled rank is still considered if it exited with the preemption code.
-    """
+    """Return the first failure, without ranks that were signalled, unless they were preempted."""
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
@@ -299,11 +296,7 @@ def _missing_plugin(record: JobRecord) -> str | None:
 
 
 def _output(record: JobRecord) -> list[str]:
-    """Return the lines that mpirun or srun printed.
-
-    Blank lines, separator lines such as "-----" and repeated lines are left out. If the output is
-    long, only its beginning is returned.
-    """
+    """Return the first lines that mpirun or srun printed, without separators and repetitions."""
     lines = list(dict.fromkeys(line for line in record.starter_output if line.strip(" -=*")))
     left = len(lines) - _STARTER_LINES
     return lines if left <= 0 else [*lines[:_STARTER_LINES], f"... and {left} more lines"]

@@ -363,10 +363,7 @@ class ProgressPublisher:
             self._observer.on_event(RankTable(columns=self._columns()))
 
     def _columns(self) -> Mapping[str, Any]:
-        """Return columns with one value per rank, which is None if unknown.
-
-        Optional columns are left out if all of their values are unknown.
-        """
+        """Return columns with a value per rank, without optional columns that no rank reports."""
         latest, usage = self._reports.latest, self._reports.usage
         paces = self._reports.paces.recent()
         columns = {

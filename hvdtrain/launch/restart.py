@@ -145,10 +145,7 @@ def _progressed(history: Sequence[Outcome]) -> list[bool]:
 
 
 def _used_attempts(history: Sequence[Outcome]) -> int:
-    """Return how many attempts count against the limit of restarts.
-
-    Preempted attempts that made progress don't count.
-    """
+    """Return the attempts that count as restarts: all but those preempted after progress."""
     return sum(
         last.cause != "preempted" or not progressed
         for last, progressed in zip(history, _progressed(history))

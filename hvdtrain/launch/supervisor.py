@@ -205,10 +205,7 @@ class Supervisor:
         return starter
 
     def _read_starter(self, pipe: IO[bytes]) -> None:
-        """Read the output of mpirun or srun, and show it unless a rank has failed.
-
-        After a failure, mpirun or srun only prints comments on that failure.
-        """
+        """Show the output of mpirun or srun, except after a failure, on which it only comments."""
         data = os.read(pipe.fileno(), 1 << 16)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         if not data and self._partial_line:

@@ -89,10 +89,7 @@ def _original(path: Path) -> Path:
 
 
 def _write(path: Path, script: Migration) -> None:
-    """Replace a file atomically, and keep a backup of the original.
-
-    If this fails, raise an error and leave the file unchanged.
-    """
+    """Replace a file atomically, with a backup, or raise an error and leave it unchanged."""
     target = os.path.realpath(path)
     try:
         with tempfile.TemporaryDirectory(prefix=".migrate-", dir=os.path.dirname(target)) as folder:

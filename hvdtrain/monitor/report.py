@@ -163,10 +163,7 @@ def failed(cause: BaseException, error: BaseException) -> None:
 
 
 class _Reporter:
-    """The newest state, and the file descriptor to which it is written.
-
-    The descriptor is None if no launcher receives the reports.
-    """
+    """The newest state, and the launcher's file descriptor, or None without a launcher."""
 
     def __init__(self, file: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -278,10 +275,7 @@ class _Reporter:
 
 
 def _finite(value: float | Callable[[], float] | None) -> float | None:
-    """Return a number, or the number that a function returns.
-
-    Return None if the number is unknown or not finite, or if the function fails.
-    """
+    """Return a number, or a function's result; None if it is unknown or not finite, or fails."""
     try:
         # Functions of programs may return NumPy numbers, which are not JSON.
         number = float(value()) if callable(value) else value
@@ -310,10 +304,7 @@ def _update(**values: Any) -> _Reporter:
 
 
 def _open_pipe() -> int | None:
-    """Return the descriptor of the launcher's pipe; None if there is no launcher.
-
-    Child processes don't inherit the descriptor any more.
-    """
+    """Return the launcher's pipe, which children don't inherit; None without a launcher."""
     try:
         number, inode = map(int, os.environ.get(REPORT_FD, "").split(":"))
         status = os.fstat(number)

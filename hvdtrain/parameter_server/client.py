@@ -244,10 +244,7 @@ class Client:
         return self._use(pending)
 
     def _check(self, request: PendingRequest) -> None:
-        """Update the status from the replies.
-
-        Raise an error if a server has refused the request.
-        """
+        """Update the status from the replies. Raise an error if a server refused the request."""
         self.last_reply_s = request.replied_s
         for reply in request.replies:
             self.stopped = self.stopped or reply.stop
@@ -260,10 +257,7 @@ class Client:
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
     def _use(self, request: PendingRequest) -> list[np.ndarray]:
-        """Return the weights that the servers sent.
-
-        The next gradient is computed with these weights.
-        """
+        """Return the weights that the servers sent, to compute the next gradient with."""
         self._take_versions(request)
         return assemble(self._specs, self._shards, request.buffers)
 

@@ -229,10 +229,7 @@ def take_rows(
 
 
 def _add(total: Gradient, gradient: np.ndarray | Rows, weight: float) -> Gradient:
-    """Return ``total + weight * gradient``, with unique and sorted row indices.
-
-    Both arguments may be overwritten.
-    """
+    """Return ``total + weight * gradient`` with unique sorted rows. May overwrite both."""
     if isinstance(gradient, Rows):
         indices, values = gradient.indices, _weighted(gradient.values, weight)
         if isinstance(total, Rows):

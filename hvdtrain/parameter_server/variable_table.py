@@ -213,10 +213,7 @@ def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.
 
 
 def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Return a sparse gradient with unique rows.
-
-    Repeated rows are added up, because Keras would square each of them separately.
-    """
+    """Return a sparse gradient with unique rows, because Keras would square repeated ones."""
     unique, places = tf.unique(indices)
     sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
     return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))

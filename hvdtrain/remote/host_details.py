@@ -126,10 +126,7 @@ def _text(path: str) -> str:
 
 
 def _packages() -> str:
-    """List the installed packages that affect a job.
-
-    The list also contains the system's NCCL library, which is not part of a Python package.
-    """
+    """List the installed packages that affect a job, and the system's NCCL library."""
     found = {
         f"{distribution.name} {distribution.version}"
         for distribution in importlib.metadata.distributions()

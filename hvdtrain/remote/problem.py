@@ -205,10 +205,7 @@ def explain_start_failure(
 def _ssh_causes(
     lines: Sequence[str], python: str
 ) -> Iterator[tuple[Sequence[str], FailureKind, str]]:
-    """Yield three things for each error that ssh reports.
-
-    These are the lines that name the hosts, the kind of failure, and the line with the error.
-    """
+    """Yield lines that name hosts, the kind of failure, and the error, for each error of ssh."""
     others = [line for line in lines if not _LOCAL_LINE.match(line)]
     for line in lines:
         kind = ssh_failure(line) if _SSH.match(line) else None

@@ -132,10 +132,7 @@ def _is_users(hook: Any) -> bool:
 
 
 def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
-    """Return a callback that sets the loss to NaN on all ranks if one rank's loss is not finite.
-
-    ``TerminateOnNaN`` then ends training on all ranks.
-    """
+    """Return a callback that ends training on all ranks if one rank's loss is not finite."""
 
     def share(batch: int, logs: Any) -> None:
         non_finite = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
@@ -146,10 +143,7 @@ def _share_nan(collectives: Engine) -> keras.callbacks.Callback:
 
 
 def _stop_if_too_few(membership: Membership) -> keras.callbacks.Callback:
-    """Return a callback that raises an error if too few ranks are left.
-
-    The callback must run after ``Checkpoint``, so that a checkpoint is saved before the error.
-    """
+    """Return a callback that raises an error, after ``Checkpoint``, if too few ranks are left."""
 
     def check(number: int, logs: Any) -> None:
         if membership.too_few is not None:

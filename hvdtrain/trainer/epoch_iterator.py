@@ -288,10 +288,7 @@ class EpochIterator:
             self.is_idle = False
 
     def _begin_pass(self) -> int:
-        """Start to read the data again.
-
-        Return how many steps of the epoch are completed already.
-        """
+        """Start to read the data again, and return the number of completed steps."""
         first_step = 0
         self._unapplied = []  # their places belong to the previous pass
         elastic = self._membership.elastic

@@ -263,10 +263,7 @@ class FitLoop:
         verbose: Any,
         session: CheckpointSession | None,
     ) -> Iterator[list[Any]]:
-        """Yield the callbacks of ``fit``.
-
-        Lost ranks and signals are handled within the ``with`` block.
-        """
+        """Yield the callbacks of ``fit``. The ``with`` block handles lost ranks and signals."""
         membership = self._membership
         epochs = self._epochs = self._running = EpochIterator(
             sharded.reshard(rank=membership.rank, size=membership.size),

@@ -31,7 +31,7 @@ RUNNING = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1
 
 
 def test_a_state_is_restored_from_json() -> None:
-    assert from_json(JobState, json.loads(json.dumps(RUNNING.to_json()))) == RUNNING
+    assert from_json(JobState, json.loads(json.dumps(dataclasses.asdict(RUNNING)))) == RUNNING
     assert from_json(JobState, {"phase": "queued", "added_by_a_later_version": 1}) == QUEUED
 
 

@@ -100,10 +100,7 @@ class ObjectState:
             raise HostsUpdatedInterrupt("ranks were lost")
 
     def _ranks_lost(self) -> bool:
-        """Return whether ranks were lost since the last call.
-
-        All ranks must call this, and all ranks get the same answer.
-        """
+        """Return on all ranks whether ranks were lost since the last call."""
         collectives = world.collectives()
         if not collectives.survives_losses:
             return False

@@ -72,10 +72,7 @@ def exchange(
 def _differentiable_allreduce(
     tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
-    """Reduce tensors with an operation that has a gradient.
-
-    The gradient is computed for the sum of all ranks' losses.
-    """
+    """Reduce tensors, with the gradient of the sum of all ranks' losses."""
     gradient_name = f"gradient of {name}"
 
     def on_host(*arrays: np.ndarray) -> Arrays:

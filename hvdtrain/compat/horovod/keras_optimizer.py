@@ -28,10 +28,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(GradientAveragingMixin):
-    """Mixin with which an optimizer reduces its gradients over all ranks.
-
-    The optimizer is saved under its original class, without the mixin.
-    """
+    """Mixin with which an optimizer reduces its gradients. It is saved without the mixin."""
 
     _hvdtrain_sums = False
 

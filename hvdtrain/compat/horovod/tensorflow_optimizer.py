@@ -218,10 +218,7 @@ class _GradientAccumulator:
         return tf.convert_to_tensor(gradient)
 
     def _make_variables(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Create the variables that hold the sums, on the first call.
-
-        In TensorFlow 1, create them on the first call in each graph.
-        """
+        """Create the variables for the sums, once or, in TensorFlow 1, once per graph."""
 
         def make(shape: Any, dtype: tf.DType, name: str) -> Any:
             return tf.compat.v1.Variable(
@@ -242,8 +239,5 @@ class _GradientAccumulator:
 
 
 def _dependencies(operations: Sequence[Any]) -> list[Any]:
-    """Return the operations that must run before the next one, as control dependencies.
-
-    In eager mode, the list is empty, because the operations have already run.
-    """
+    """Return operations as control dependencies; none in eager mode, where they have run."""
     return [] if tf.executing_eagerly() else [op for op in operations if op is not None]

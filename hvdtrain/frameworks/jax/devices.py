@@ -90,10 +90,7 @@ def bind(topology: Topology, settings: Settings, ranks: Sequence[RankGpus]) -> l
 
 
 def _restrict(visible: Sequence[Gpu] | None, indices: Sequence[int], rank: int) -> None:
-    """Restrict JAX to the GPUs with these indices.
-
-    ``visible`` contains the GPUs that the rank sees, or is None if the rank must not use a GPU.
-    """
+    """Restrict JAX to the GPUs with these indices. If ``visible`` is None, use no GPU."""
     if visible is None:
         if not in_use():
             jax.config.update("jax_platforms", "cpu")

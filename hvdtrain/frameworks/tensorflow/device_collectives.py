@@ -271,10 +271,7 @@ class DeviceCollectives:
 
 
 def _abort(error: HvdtrainError) -> None:
-    """Abort all reductions, and end this process if that is not possible.
-
-    If NCCL hangs, no exception would ever end the program.
-    """
+    """Abort all reductions, or end this process if that fails, because NCCL may hang."""
     aborted = threading.Event()
 
     def abort() -> None:
@@ -377,18 +374,12 @@ def _wire_type(dtype: tf.DType, sent_as: Any, hint: str) -> tf.DType:
 
 
 def _first_value(flat: tf.Tensor) -> tf.Tensor:
-    """Return a copy of the first value of a tensor.
-
-    A slice would share the tensor's memory, so that TensorFlow could not reuse it.
-    """
+    """Return a copy of the first value. A slice would share the tensor's memory."""
     return tf.gather(flat, [0])
 
 
 def _not_finite(tensors: Sequence[tf.Tensor], total: tf.Tensor) -> list[tf.Tensor]:
-    """Return whether the sum of a bucket is finite.
-
-    If it is not, also return which of this rank's tensors contain NaN or infinity.
-    """
+    """Return whether the sum of a bucket is finite and, if not, which tensors are not."""
     finite = tf.reduce_all(tf.math.is_finite(total))
 
     def none() -> tf.Tensor:

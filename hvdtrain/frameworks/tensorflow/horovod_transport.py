@@ -161,10 +161,7 @@ def _needs_mpi(feature: str) -> ConfigurationError:
 
 
 def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
-    """Return an array in a dtype that Horovod can reduce.
-
-    float16 and bfloat16 become float32, as in all of hvdtrain's engines.
-    """
+    """Return an array in a dtype that Horovod reduces: float32 for 16-bit floats."""
     values = widen(array)
     if values.dtype == np.uint64:
         # Flipping the top bit keeps the order as a signed integer. Sums and products have the same
@@ -174,10 +171,7 @@ def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
 
 
 def _unpacked(result: tf.Tensor, dtype: np.dtype, op: ReduceOp) -> np.ndarray:
-    """Convert an array that Horovod has reduced back to ``dtype``.
-
-    If ``dtype`` is float16 or bfloat16, the result is float32.
-    """
+    """Convert Horovod's result to ``dtype``, or to float32 for 16-bit floats."""
     values = np.array(result)
     if dtype == np.uint64:
         values = values.view(np.uint64)

@@ -227,10 +227,7 @@ def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
 def _needed_operations(
     roots: Iterable[tf.Operation], fed: set[str], gates: set[tf.Operation]
 ) -> set[tf.Operation]:
-    """Return ``roots`` and all operations on which they depend.
-
-    The search stops at gates (see the module's docstring), which are not returned.
-    """
+    """Return ``roots`` and all operations on which they depend, up to gates."""
     needed: set[tf.Operation] = set()
     pending = list(roots)
     while pending:

@@ -131,11 +131,7 @@ def operation_label(kind: str, name: str | None, tensors: Sequence[tf.Tensor]) -
 
 
 def _ordered_session_methods(extend: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Return replacements for two methods of sessions.
-
-    With these methods, a session runs collectives in order, and raises the same errors as eager
-    execution.
-    """
+    """Return session methods that run collectives in order, and raise errors as in eager code."""
 
     def extend_graph(self: Any) -> None:
         SessionOrder.of(self.graph).extend()

@@ -73,10 +73,7 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def _read_length(self, *, limits: bool) -> None:
-        """Read the number of batches from the user's ``PyDataset``.
-
-        If ``limits`` is true, later epochs have at most this number of batches, as in Keras.
-        """
+        """Read the number of batches. If ``limits`` is true, later epochs have at most as many."""
         length = self._dataset.num_batches
         if length is None and not self.plan.steps:
             raise DataError(

@@ -269,10 +269,7 @@ class CheckpointSession:
             self._log(f"another rank now writes checkpoints to {self._options.directory}")
 
     def _take_if_asked(self, *, due: bool = False) -> None:
-        """Synchronize with the other ranks.
-
-        Then take a checkpoint if one is due, and exit if a rank has received a signal.
-        """
+        """Synchronize; then take a checkpoint if due, or exit after a signal on any rank."""
         number, take = self._synchronize(due=due)
         if number or take:
             self._take()
@@ -313,10 +310,7 @@ class CheckpointSession:
         return int(number), take
 
     def _end(self, number: int) -> None:
-        """Wait until the checkpoint has been written to the disk, then exit because of a signal.
-
-        All ranks must call this.
-        """
+        """Wait until the checkpoint is on the disk, then exit because of a signal, on all ranks."""
         name = signal.Signals(number).name
         self._save_together(self.writer.wait)
         if self._membership.is_chief:
@@ -368,10 +362,7 @@ class CheckpointSession:
             self._schedule.note_taken(now_s)
 
     def _save_for_good(self) -> None:
-        """Take a checkpoint, and wait until it has been written to the disk.
-
-        If the chief is lost before the checkpoint is written, take another checkpoint.
-        """
+        """Take a checkpoint and wait until it is on the disk. Repeat if the chief is lost."""
         while True:
             self._take()
             self._save_together(self.writer.wait)
@@ -392,10 +383,7 @@ class CheckpointSession:
         self._save_together(export)
 
     def _save_together(self, save: Callable[[], object]) -> None:
-        """Run ``save`` on the chief while the other ranks wait without a time-out.
-
-        All ranks must call this.
-        """
+        """Run ``save`` on the chief while the other ranks wait without a time-out."""
         with report.during("checkpoint"):
             if self._membership.is_chief:
                 self._save(save)
@@ -403,10 +391,7 @@ class CheckpointSession:
                 self._state.collectives.barrier(name="the chief saves")
 
     def _warn_once(self, error: CheckpointError | str) -> None:
-        """Log a warning, unless one was logged since the last checkpoint was written.
-
-        A disk may stay full for a long time, and every attempt to save would log the same warning.
-        """
+        """Log a warning once until a checkpoint is written, because a disk may stay full."""
         written = len(self.writer.written_s)
         if self._warned_after != written:
             self._warned_after = written
@@ -431,10 +416,7 @@ class CheckpointSession:
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """Return how far each other rank has read its data, if ranks are at different steps.
-
-        Only the chief calls this, just before it takes a checkpoint.
-        """
+        """Return how far other ranks have read, if steps differ. Only the chief calls this."""
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:

@@ -165,10 +165,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _restore(value: Any, receive: Any) -> Any:
-    """Return the values that ``_flatten`` has described.
-
-    Tensors come from the function ``receive``.
-    """
+    """Return the values that ``_flatten`` has described, with tensors from ``receive``."""
     if not isinstance(value, list):
         return value
     kind, *entries = value

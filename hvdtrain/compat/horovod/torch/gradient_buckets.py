@@ -149,10 +149,7 @@ class GradientBuckets:
         return self._options.op in (Average, Sum)
 
     def _start(self, run: Callable[[_Call], _Call]) -> None:
-        """Start to reduce the next bucket.
-
-        ``run`` starts a call, and returns a function that waits for its result.
-        """
+        """Start to reduce the next bucket with ``run``, which returns a function that waits."""
         number, options = len(self._started), self._options
         bucket, gradients = self._buckets[number], [p.grad for p in self._parameters]
         sparse: list[int] = []

@@ -71,11 +71,7 @@ class CompiledAveragingMixin(_ComputationsMixin, GradientAveragingMixin):
         compiled_if_possible("the optimizer's update", update, *averages)
 
     def _hvdtrain_averages_of(self, grads: Any, variables: Sequence[Any]) -> Any:
-        """Return the averaged gradients to apply.
-
-        In a step that only accumulates gradients, return tensors of the same shapes, which are not
-        used.
-        """
+        """Return averages to apply, or unused tensors in a step that accumulates."""
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         scale = self.loss_scale_factor  # type: ignore[attr-defined]
         if not steps:

@@ -266,11 +266,7 @@ def _recording_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable
 
 
 def _without_jit(model: keras.Model, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``make`` with the model's ``jit_compile`` switched off.
-
-    With ``jit_compile``, Keras would compile a whole step, including its collectives, which XLA
-    doesn't support.
-    """
+    """Return ``make`` without ``jit_compile``, because XLA can't compile collectives."""
 
     @functools.wraps(make)
     def make_uncompiled(*args: Any, **options: Any) -> Any:

@@ -153,10 +153,7 @@ class Towers:
             return self._join(passes, parts)
 
     def _divide(self, x: Any) -> list[_Part]:
-        """Divide a batch into a part for each tower.
-
-        The sizes of the parts differ by at most one row.
-        """
+        """Divide a batch into a part for each tower. Sizes differ by at most one row."""
         rows, towers = rows_of(x), len(self._devices)
         bounds = [rows * index // towers for index in range(towers + 1)]
         return [
@@ -314,10 +311,7 @@ def _added_losses(model: keras.Model) -> list[tf.Tensor]:
 
 
 def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Return the first ``rows`` rows of an output.
-
-    If the output has a mask, the result has one too.
-    """
+    """Return the first ``rows`` rows of an output, and of its mask if it has one."""
     if output.shape.rank == 0:
         raise ModelError(
             "Outputs must have a row for each sample with --mode towers, got a scalar; pass it to "
