@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def _write_job(
     job.path.mkdir()
     program = ("python", "train.py", "--learning-rate", f"{rng.random():.3g}")
     spec = JobSpec(options=("-np", "8"), program=program, folder="/", created_s=created_s)
-    (job.path / "spec.json").write_text(json.dumps(spec.to_json()))
+    (job.path / "spec.json").write_text(json.dumps(asdict(spec)))
     job_state = JobState(**{"phase": "ended", "attempt": 1, "since_s": created_s + 600, **state})
-    (job.path / "state.json").write_text(json.dumps(job_state.to_json()))
+    (job.path / "state.json").write_text(json.dumps(asdict(job_state)))
     return job
 
 
