@@ -8,7 +8,7 @@ __all__ = ["ENDING", "PREEMPTING", "ExitCode", "signal_name"]
 
 
 class ExitCode:
-    """Exit codes of ``hvdtrain run`` besides those of the program and 128 + a signal's number."""
+    """Exit codes of ``hvdtrain run`` that neither a program nor a signal determines."""
 
     PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a retry may succeed
     HANG = 124  # like timeout(1)
@@ -22,10 +22,7 @@ PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that an exit code stands for; None for other exit codes.
-
-    137, which is 128 + 9, stands for ``SIGKILL``.
-    """
+    """Return the signal that an exit code stands for: ``SIGKILL`` for 137; None otherwise."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:

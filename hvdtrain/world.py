@@ -130,10 +130,7 @@ def framework() -> str:
 
 
 def device_collectives() -> DeviceCollectives | None:
-    """Return the collectives on tensors that are on the devices.
-
-    Return None if ``collectives()`` combines the gradients instead.
-    """
+    """Return the collectives on device tensors; None if ``collectives()`` is used instead."""
     return _entered().device_collectives
 
 

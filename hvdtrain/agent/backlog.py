@@ -38,10 +38,7 @@ class Backlog(Generic[_Item]):
         self._full_since: float | None = None
 
     def put(self, item: _Item, size: int, *, lines: int = 1) -> None:
-        """Add an item with ``size`` bytes and ``lines`` lines.
-
-        If the queue is full, the oldest items are dropped.
-        """
+        """Add an item of ``size`` bytes and ``lines`` lines. If it is full, drop the oldest."""
         with self._added:
             self._items.append((item, size + ITEM_BYTES, lines))
             self._bytes += size + ITEM_BYTES
@@ -125,10 +122,7 @@ class BackgroundWriter:
         self._written = 0
 
     def write(self, data: bytes) -> None:
-        """Queue ``data``, which is written or dropped as a whole.
-
-        ``data`` is either a line or text that redraws a status line.
-        """
+        """Queue a line, or text that redraws a status line. It is written or dropped as a whole."""
         if self._is_broken:
             return
         if self._thread is None:

@@ -100,10 +100,7 @@ def _count_kills(group: ControlGroup) -> int | None:
 
 
 def memory_limit(group: ControlGroup) -> int | None:
-    """Return the lowest memory limit, in bytes, of the group and its ancestors.
-
-    The result is None if none of them has a limit.
-    """
+    """Return the lowest memory limit of the group and its ancestors, in bytes; None without one."""
     texts = [_read(folder / name).strip() for folder in group.ancestors() for name in _LIMITS]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)

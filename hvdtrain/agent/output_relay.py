@@ -37,10 +37,7 @@ class LineSplitter:
         self.status = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
-        """Yield the lines that ``data`` completes.
-
-        If ``final`` is true, an incomplete last line is yielded too.
-        """
+        """Yield the lines that ``data`` completes and, if ``final``, an incomplete last line."""
         self._rest += self._decoder.decode(data, final)
         *lines, self._rest = self._rest.split("\n")
         for line in lines:
@@ -123,10 +120,7 @@ class OutputRelay:
         self._pause(False)
 
     def finish(self) -> None:
-        """Relay the output that is left in the pipes.
-
-        Call this after all processes that write to the pipes have ended.
-        """
+        """Relay the output left in the pipes, after all processes that write there have ended."""
         for pipe, (name, splitter) in list(self._splitters.items()):
             for _ in range(_MAX_READS):
                 if pipe not in self._splitters or not self._read(pipe):

@@ -140,10 +140,7 @@ def _lead_group() -> None:
 
 
 def die_with_parent() -> None:
-    """Make this process lead a process group, and get SIGKILL when its parent dies.
-
-    Call this in a child process before it calls exec.
-    """
+    """Lead a process group, and die with the parent. Call this in a child before exec."""
     _lead_group()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

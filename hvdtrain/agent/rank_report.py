@@ -157,10 +157,7 @@ _Record = TypeVar("_Record", RankReport, FailureRecord, Usage)
 
 
 def read_record(record: type[_Record], message: Mapping[str, Any]) -> _Record | None:
-    """Return the record in a message, or None if the message is invalid.
-
-    Messages are checked because a program may write anything.
-    """
+    """Return the record in a message; None if it is invalid, as a program may write anything."""
     values: dict[str, Any] = {}
     for entry in fields(record):
         if entry.name not in message:

@@ -32,10 +32,7 @@ class UsageWatch:
         self._measured_s = time.monotonic()
 
     def look(self, pid: int) -> Usage | None:
-        """Measure the usage of a process and its children.
-
-        Returns None if the last measurement is recent, or if psutil is not installed.
-        """
+        """Return the usage of a process and its children; None if recent, or without psutil."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return None

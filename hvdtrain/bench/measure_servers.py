@@ -108,10 +108,7 @@ class _Runs:
         self._messages = collectives.messages()
 
     def measure(self, workers: int, runs: int) -> _Row:
-        """Measure ``runs`` runs, after a warm-up run. The workers are the first ranks.
-
-        All ranks must call this.
-        """
+        """Measure ``runs`` runs of the first ranks, after a warm-up. All ranks must call this."""
         copy_s, update_s = [], []
         for _ in range(runs + 1):
             copy_s.append(self._copy())

@@ -55,10 +55,7 @@ class _Starts:
 
 
 def measure(options: StartupOptions) -> None:
-    """Start two programs alternately with mpirun and with ``hvdtrain run``.
-
-    Print the results and write them to a file.
-    """
+    """Start two programs alternately with mpirun and ``hvdtrain run``, and report the times."""
     report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-P", "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
@@ -77,10 +74,7 @@ def measure(options: StartupOptions) -> None:
 
 
 def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command, and environment variables for it.
-
-    The variables let mpirun run as root, and start more ranks than there are cores.
-    """
+    """Return the mpirun command, and variables that let it run as root and oversubscribe."""
     argv = [str(mpirun.path), "-np", str(ranks)]
     if mpirun.family == "hydra":
         return argv, {}

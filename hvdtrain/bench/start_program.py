@@ -1,4 +1,4 @@
-"""The program that ``hvdtrain bench startup`` starts. It times the parts of its own start."""
+"""The program that ``hvdtrain bench startup`` starts. It times the parts of its start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ MARK = "hvdtrain-start-probe "
 
 
 def main() -> None:
-    """Import the framework of Keras' backend, and start hvdtrain.
-
-    The chief prints the slowest rank's times as JSON.
-    """
+    """Import the backend's framework, start hvdtrain, and print the slowest times as JSON."""
     times_s = [time.perf_counter()]
     importlib.import_module(configured_backend(os.environ))
     times_s.append(time.perf_counter())

@@ -110,10 +110,7 @@ def hidden_name(prefix: str, step: int) -> str:
 
 
 def free_name(directory: Path, step: int) -> str:
-    """Return a name for a new checkpoint of a step.
-
-    The name sorts after the names of the step's older checkpoints.
-    """
+    """Return a name for a new checkpoint of a step, which sorts after the older ones."""
     numbers = [folder.number for folder in _list_folders(directory) if folder.step == step]
     number = max(numbers, default=0) + 1
     # A file or a link may have this name, for example a link to a checkpoint that was moved.
@@ -131,10 +128,7 @@ def _has_manifest(folder: CheckpointFolder) -> bool:
 
 
 def remove(folder: CheckpointFolder) -> None:
-    """Remove a checkpoint.
-
-    The folder is renamed first, so that readers never see a checkpoint that lacks some files.
-    """
+    """Remove a checkpoint. It is renamed first, so that readers never see a part of it."""
     hidden = folder.path.with_name(hidden_name("removing", folder.step))
     folder.path.rename(hidden)
     sync(hidden.parent)

@@ -133,10 +133,7 @@ def _cuda_gpu(cuda: ctypes.CDLL, ordinal: int) -> Gpu | None:
 
 
 def read_states(rows: Sequence[Any]) -> tuple[GpuState, ...]:
-    """Decode the states of GPUs that another process sent as JSON.
-
-    That process may use a different version of hvdtrain.
-    """
+    """Decode the states of GPUs from JSON, perhaps of another version of hvdtrain."""
     known = {entry.name for entry in dataclasses.fields(GpuState)}
     return tuple(
         GpuState(**{name: _frozen(value) for name, value in row.items() if name in known})

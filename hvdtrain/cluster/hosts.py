@@ -355,10 +355,7 @@ def is_this_host(name: str) -> bool:
 
 
 def own_addresses(hosts: Sequence[str]) -> list[str]:
-    """Return the addresses from which this host reaches ``hosts``, and this host's name.
-
-    If ``hosts`` is empty, the result is the loopback address.
-    """
+    """Return this host's name and addresses as seen from ``hosts``; loopback if empty."""
     if not hosts:
         return ["127.0.0.1"]
     addresses = []

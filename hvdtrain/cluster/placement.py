@@ -158,10 +158,7 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 
 def _check_slots(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
-    """Raise an error for a job that has more ranks than slots.
-
-    If ``oversubscribe`` is true, raise only if the ranks exceed ``max_slots``.
-    """
+    """Raise an error if ranks exceed the slots, or ``max_slots`` if ``oversubscribe``."""
     limit = max_ranks(hosts, oversubscribe=True)
     fits = limit is None or ranks <= limit
     if not oversubscribe:
@@ -233,10 +230,7 @@ def select_part(environ: MutableMapping[str, str], local_rank: int) -> None:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use.
-
-    In a container, these are often not all cores of the host.
-    """
+    """Return the number of cores that this process may use, which a container often limits."""
     return len(core_numbers())
 
 

@@ -69,10 +69,7 @@ class SomeJoined(Exception):
 
 
 class Call:
-    """An operation and the arguments that must be equal on all ranks.
-
-    ``note`` is shown in errors and may differ between ranks.
-    """
+    """An operation, and arguments that must be equal on all ranks. ``note`` is only for errors."""
 
     __slots__ = ("detail", "digest", "kind", "name", "note", "short_text", "text", "title")
 
@@ -90,10 +87,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def make_call(kind: str, name: str, detail: tuple[Any, ...] = (), note: str = "") -> Call:
-    """Return the description of a call.
-
-    Descriptions are cached, because a training loop repeats the same calls.
-    """
+    """Return the description of a call, cached because a training loop repeats its calls."""
     return Call(kind, name, detail, note)
 
 
@@ -114,10 +108,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Return the number of rows for each of ``size`` ranks.
-
-    If ``splits`` is None, each rank gets the same number.
-    """
+    """Return the number of rows for each of ``size`` ranks; the same if ``splits`` is None."""
     if splits is None:
         if rows % size:
             raise ConfigurationError(

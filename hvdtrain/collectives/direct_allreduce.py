@@ -57,10 +57,7 @@ class Transfer:
     left: int = 0  # number of segments that are not complete
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Convert values to the bytes to send.
-
-        If no wire format is used, the result is a view of ``values``.
-        """
+        """Convert values to the bytes to send. Without a wire format, return a view."""
         if self.wire is None:
             return values.view(np.uint8)
         data = np.empty(self.wire.nbytes(values.size), np.uint8)
@@ -68,10 +65,7 @@ class Transfer:
         return data
 
     def decode(self, data: np.ndarray, values: np.ndarray) -> None:
-        """Convert received bytes to values.
-
-        If no wire format is used, ``values`` already contains the received values.
-        """
+        """Convert received bytes to values. Without a wire format, there is nothing to do."""
         if self.wire is not None:
             self.wire.decode(data, values)
 

@@ -498,10 +498,7 @@ class Engine(EngineCore):
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Disable the time-out of operations in the block.
-
-        Operations still raise an error if another rank fails.
-        """
+        """Disable the time-out of operations in the block. Failed ranks still raise an error."""
         with self.transport.without_timeout():
             yield
 
@@ -577,10 +574,7 @@ class Engine(EngineCore):
         self.transport.fail(reason)
 
     def close(self) -> None:
-        """Reject further operations and free resources.
-
-        If one rank calls this, all ranks must call it.
-        """
+        """Reject further operations and free resources. If one rank does this, all must."""
         for part in list(self._parts):
             part.close()
         if self.closed:
@@ -631,10 +625,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def error_location(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's program in a traceback.
-
-    If the traceback contains no line of the user's program, return its innermost line.
-    """
+    """Return the innermost line of the user's program in a traceback, or of any if none."""
     frames = traceback.extract_tb(trace)
     if not frames:
         return ""

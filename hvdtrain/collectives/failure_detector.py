@@ -144,10 +144,7 @@ class FailureDetector:
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
-        """Raise an error that lists the operation in which each other rank waits.
-
-        Ranks that don't answer are listed as not waiting.
-        """
+        """Raise an error with the operation in which each other rank waits, if it answers."""
         missing = self._ask_positions(waiting_in)
         self._silent = set(missing)
         positions = [
@@ -190,10 +187,7 @@ class FailureDetector:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the current operation can't complete because a rank has died.
-
-        True if this rank knows of the death, or if a rank has stopped because of a death.
-        """
+        """Whether the operation can't complete, because a rank died or stopped after a death."""
         return any(rank in self.lost or self._has_stopped(rank) for rank in self._others)
 
     @property
@@ -230,10 +224,7 @@ class FailureDetector:
         return self._wait_for(all_know, timeout_s) and not self._silent
 
     def announce_failure(self, reason: str) -> bool:
-        """Notify all ranks that this rank failed, unless another rank had failed before.
-
-        Return whether another rank had failed before.
-        """
+        """Notify all ranks of this rank's failure. Return whether another had failed before."""
         self._this_rank_failed = True
         self._receive("")
         if self._failure is not None:

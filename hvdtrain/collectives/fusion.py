@@ -62,10 +62,7 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the fused arrays that is reduced at once.
-
-    ``shares[r]`` lists the pieces that rank ``r`` combines.
-    """
+    """Part of the fused arrays that is reduced at once. Rank ``r`` combines ``shares[r]``."""
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]
@@ -289,10 +286,7 @@ class BufferPool:
 def empty_outputs(
     buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Divide ``buffer`` into arrays with the shapes of the layout.
-
-    Return these arrays, and a flat view of each array.
-    """
+    """Return arrays in ``buffer`` with the shapes of the layout, and flat views of them."""
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

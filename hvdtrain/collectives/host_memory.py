@@ -101,10 +101,7 @@ class Window:
 
 
 def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> Window | None:
-    """Allocate a window, or return None on all ranks of the host if that is impossible.
-
-    All ranks of the host must call this.
-    """
+    """Allocate a window on all ranks of the host, or return None on all of them."""
     ranks = host.Get_size()
     # The first rank decides, because the free memory changes all the time.
     slots = int(host.bcast(ring_slots(ranks, chunk_bytes, free_bytes(), away), 0))

@@ -53,10 +53,7 @@ def accumulator_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def widen(values: np.ndarray) -> np.ndarray:
-    """Convert an array to its accumulator dtype.
-
-    Nothing is copied if the array already has that dtype.
-    """
+    """Convert an array to its accumulator dtype, without a copy if it has that dtype."""
     return values.astype(accumulator_dtype(values.dtype), copy=False)
 
 

@@ -86,10 +86,7 @@ class MpiTransport(Transport):
         self._parent, self._numbers = parent, numbers
 
     def open(self, ranks: RankState) -> Transport:
-        """Measure the links, and set up communicators and failure detection.
-
-        All ranks must call this.
-        """
+        """Measure the links, and set up communicators and failure detection, on all ranks."""
         super().open(ranks)
         comm = self._all
         ranks.set_ranks(comm.Get_rank(), comm.Get_size(), self._numbers)
@@ -166,10 +163,7 @@ class MpiTransport(Transport):
         return measure_link(self._mpi, comm)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up everything that depends on the current ranks.
-
-        All ranks of ``comm`` must call this.
-        """
+        """Set up everything that depends on the ranks of ``comm``, which must all call this."""
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
@@ -184,10 +178,7 @@ class MpiTransport(Transport):
         return SmallAllreduce(self._mpi, comm, self.link, self._spin_wait, self._data_wait)
 
     def messages(self) -> PointToPoint:
-        """Open a channel for point-to-point messages on a new communicator.
-
-        All ranks must call this.
-        """
+        """Open a new communicator for point-to-point messages. All ranks must call this."""
         comm, members = self.comm.Dup(), self.ranks.members
         return PointToPoint(self._mpi, comm, members, self.detector, self.timeout_s, self._spins)
 
@@ -223,10 +214,7 @@ class MpiTransport(Transport):
         )
 
     def fail(self, reason: str) -> None:
-        """Notify every other rank that this rank has failed.
-
-        If some ranks of an elastic job can't be notified, end the job.
-        """
+        """Notify all ranks that this one has failed. If that fails in an elastic job, end it."""
         for detector in self.detector.detectors:
             if detector is not self.detector:
                 detector.announce_failure(reason)
@@ -266,10 +254,7 @@ class MpiTransport(Transport):
         self._watchdog.close()
 
     def free(self) -> None:
-        """Free the communicators, unless the job is elastic or a rank has failed.
-
-        All ranks must call this.
-        """
+        """Free the communicators on all ranks, unless the job is elastic or a rank has failed."""
         if self.ranks.survives_losses or self.detector.failed or self._mpi.Is_finalized():
             return
         for comm in self._communicators():

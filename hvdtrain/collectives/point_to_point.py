@@ -56,10 +56,7 @@ class PointToPoint:
 
     @property
     def waiting_in(self) -> str:
-        """A description of what this rank is waiting for, or "" if it is not waiting.
-
-        Other threads may read this.
-        """
+        """What this rank waits for, or "" if it is not waiting. Other threads may read this."""
         return self._inside
 
     @property

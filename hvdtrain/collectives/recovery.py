@@ -156,10 +156,7 @@ class Recovery:
         )
 
     def rejoin(self) -> None:
-        """Remove lost ranks from the job while no collective runs.
-
-        All remaining ranks must have stopped.
-        """
+        """Remove lost ranks from the job while no collective runs on the remaining ranks."""
         self._transport.revoke()
         # A program that is exiting can't start threads.
         self._reconnect(

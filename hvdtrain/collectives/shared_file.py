@@ -77,10 +77,7 @@ class SharedFile:
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def hide(self) -> None:
-        """Exclude the file from core dumps and forked children.
-
-        A core dump would allocate all memory of a sparse file.
-        """
+        """Exclude the file from forked children, and from core dumps, which would fill it."""
         self._memory.madvise(mmap.MADV_DONTDUMP)
         self._memory.madvise(mmap.MADV_DONTFORK)
 
@@ -90,10 +87,7 @@ class SharedFile:
         return os.fstat(self._descriptor).st_blocks * 512
 
     def array(self, start: int, nbytes: int) -> np.ndarray:
-        """Return a part of the file as a flat uint8 array.
-
-        The array is the base of all its views.
-        """
+        """Return a part of the file as a flat uint8 array, which is the base of all its views."""
         return np.frombuffer(self._memory, np.uint8, nbytes, start)
 
     def cut(self, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -165,10 +159,7 @@ def share_file(
 def share_on_host(
     mpi: ModuleType, host: Any, sizes: Sequence[int], sparse: bool = False
 ) -> SharedFile | None:
-    """Call ``share_file`` on all ranks of a communicator.
-
-    All ranks of the communicator must call this.
-    """
+    """Call ``share_file`` on all ranks of a communicator, which must all call this."""
     return share_file(
         sizes,
         host.Get_rank(),

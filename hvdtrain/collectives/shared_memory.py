@@ -170,10 +170,7 @@ class SharedMemoryTransport(MpiTransport):
         return self._hosts
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        """Set up everything that depends on the current ranks.
-
-        All ranks of ``comm`` must call this.
-        """
+        """Set up everything that depends on the ranks of ``comm``, which must all call this."""
         plan = plan_hierarchy(members, self._host_of, members[comm.Get_rank()])
         self._local_rank, self._window_ranks, self._hosts, self._cross_groups = plan
         super().connect(comm, members)
@@ -200,10 +197,7 @@ class SharedMemoryTransport(MpiTransport):
         comm.Barrier()
 
     def start_over(self) -> None:
-        """Reset the counters of chunks, which differ between ranks after an interrupted operation.
-
-        All ranks must call this.
-        """
+        """Reset the counters of chunks after an interrupted operation. All ranks must call this."""
         self.comm.Barrier()
         self._tickets = 0
         self._window.clear_words(self._window_ranks[self._local_rank])
@@ -247,10 +241,7 @@ class SharedMemoryTransport(MpiTransport):
         return views
 
     def take_buffer(self, nbytes: int) -> np.ndarray:
-        """Return an unused flat uint8 array for results.
-
-        Large arrays are in the arena, if there is space.
-        """
+        """Return an unused flat uint8 array for results. A large one is in the arena if it fits."""
         if self._arena is not None and nbytes >= self.least_in_arena:
             with contextlib.suppress(MemoryError):
                 return self._arena.pool.take(nbytes)

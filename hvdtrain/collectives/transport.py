@@ -143,10 +143,7 @@ class Transport:
         return True
 
     def allreduce(self, reduction: Reduction) -> bool:
-        """Combine the inputs of all ranks into the outputs.
-
-        Return False, without outputs, if not all ranks made the same call.
-        """
+        """Combine all inputs into the outputs. Return False if the ranks' calls differ."""
         for array, out in zip(reduction.inputs, reduction.outputs):
             np.copyto(out, array)
             if reduction.finite is not None:
@@ -178,10 +175,7 @@ class Transport:
         )
 
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        """Return a transport for some ranks in ascending order, or None on other ranks.
-
-        All ranks must call this.
-        """
+        """Return a transport for some ranks, or None on others. All ranks must call this."""
         return Transport()
 
     def take_buffer(self, nbytes: int) -> np.ndarray:

@@ -174,10 +174,7 @@ def choose_one_shot_bytes(ranks: int, link: Link) -> int:
 
 
 def measure_link(mpi: ModuleType, comm: Any) -> Link:
-    """Measure the slowest link between neighbours.
-
-    All ranks must call this. All of them get the same result.
-    """
+    """Measure the slowest link between neighbours, with the same result on all ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     elapsed_s = np.empty(len(TRIAL_BYTES))

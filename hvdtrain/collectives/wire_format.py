@@ -111,8 +111,5 @@ _FORMATS: dict[str, WireFormat | None] = {
 
 
 def wire_format(name: str) -> WireFormat | None:
-    """Return the format with the name fp16, bf16 or int8.
-
-    The name ``"none"`` gives None.
-    """
+    """Return the format with the name fp16, bf16 or int8. ``"none"`` gives None."""
     return _FORMATS[name]

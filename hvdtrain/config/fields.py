@@ -115,10 +115,7 @@ def count(text: str) -> int:
 
 
 def count_or(keyword: str, minimum: int = 0) -> Callable[[str], int | None]:
-    """Return a parser that accepts a whole number of at least ``minimum``, or ``keyword``.
-
-    The keyword becomes None.
-    """
+    """Return a parser for a whole number from ``minimum``, or for ``keyword``, which gives None."""
 
     def parse(text: str) -> int | None:
         if text == keyword:

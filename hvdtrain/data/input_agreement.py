@@ -43,10 +43,7 @@ class InputReport:
 
 
 def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:
-    """Exchange the reports of all ranks, and call ``compare`` with them.
-
-    All ranks must call this.
-    """
+    """Call ``compare`` with the reports of all ranks. All ranks must call this."""
     gathered = collectives.allgather_object(
         dataclasses.asdict(report), name="input of the training loop"
     )

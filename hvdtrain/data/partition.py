@@ -189,10 +189,7 @@ class JointSteps:
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:
-        """Return the range of units that ``rank`` takes in ``step``.
-
-        Units are counted from the start of the remaining steps.
-        """
+        """Return the range of remaining units that ``rank`` takes in ``step``."""
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)

@@ -23,10 +23,7 @@ _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def variable_name(variable: Any) -> str:
-    """Return the path of a Keras variable or the name of a TensorFlow variable.
-
-    A str is returned unchanged.
-    """
+    """Return the path of a Keras variable, the name of a TensorFlow variable, or a given str."""
     if isinstance(variable, str):
         return variable
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
@@ -38,10 +35,7 @@ def variable_label(variable: Any) -> str:
 
 
 def member_name(name: str | None, member: int | str) -> str | None:
-    """Return the name of one of the tensors or steps of an operation.
-
-    Return None if the operation is unnamed.
-    """
+    """Return the name of one tensor or step of an operation; None if it is unnamed."""
     return None if name is None else f"{name}_{member}"
 
 

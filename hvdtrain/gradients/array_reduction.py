@@ -27,10 +27,7 @@ TensorOp = ReduceOp | Literal["adasum"]
 
 
 def by_type(values: Sequence[Any]) -> list[list[int]]:
-    """Group the indices of tensors or arrays by dtype.
-
-    The groups are in the order in which the dtypes first appear.
-    """
+    """Group the indices of tensors or arrays by dtype, in the order of the first ones."""
     indices: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         indices.setdefault(value.dtype, []).append(index)
@@ -116,10 +113,7 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
 def _adasum_all(
     collectives: Engine, arrays: Sequence[np.ndarray], *, name: str
 ) -> list[np.ndarray]:
-    """Combine arrays of all ranks with ``adasum``, one array after another.
-
-    Every rank collects the array of each rank, and needs memory for all of these arrays.
-    """
+    """Combine arrays of all ranks with ``adasum``, one by one. A rank needs memory for all."""
     ranks = collectives.size
     if ranks & (ranks - 1):
         raise NotImplementedError(

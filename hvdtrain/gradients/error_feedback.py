@@ -74,10 +74,7 @@ class ErrorFeedback:
         return self._kept[key][1]
 
     def arrays(self, variables: Sequence[Any]) -> dict[str, KeptArray]:
-        """Return the arrays that are stored for the variables.
-
-        The keys are names such as ``unsent/0003``.
-        """
+        """Return the stored arrays of the variables, by names such as ``unsent/0003``."""
         arrays = {}
         for number, variable in enumerate(variables):
             if id(variable) in self._kept:

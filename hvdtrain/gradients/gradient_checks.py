@@ -51,10 +51,7 @@ class Signature:
         return f"{what}s, {self.missing}" if self.missing else f"{what}s"
 
     def kinds_by_name(self) -> dict[str, str]:
-        """Return a dictionary from names of variables to the kinds of their gradients.
-
-        If a name occurs again, ``#2`` is appended to it.
-        """
+        """Return kinds of gradients by name. ``#2`` is appended to repeated names."""
         kinds: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for name, kind in zip(self.names, self.kinds):
@@ -150,10 +147,7 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
-    """Raise an error that lists the gradients with NaN or infinity on each rank.
-
-    All ranks must call this, and all ranks raise the error.
-    """
+    """Raise an error on all ranks that lists the gradients with NaN or infinity."""
     everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
     causes = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
     raise NonFiniteError(

@@ -224,10 +224,7 @@ class GradientReducer:
 
     @contextmanager
     def tolerate_lost_ranks(self) -> Iterator[None]:
-        """Don't raise ``TooFewRanksError`` within the ``with`` block.
-
-        Used by training loops that check the number of ranks between steps instead.
-        """
+        """Don't raise ``TooFewRanksError`` in the block, whose caller checks the ranks itself."""
         self._tolerates_losses = True
         try:
             yield
@@ -244,10 +241,7 @@ class GradientReducer:
             self._options = before
 
     def take_error(self, error: Exception) -> HvdtrainError | None:
-        """Return the communication error that caused an error of the framework, or None.
-
-        The attribute ``error`` is reset to None.
-        """
+        """Return and reset the communication error behind an error of the framework, or None."""
         original, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
         if original is None and on_devices is not None:

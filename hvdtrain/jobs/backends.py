@@ -89,8 +89,5 @@ def backend_for(spec: JobSpec) -> JobBackend[Any]:
 
 
 def queue_for(spec: JobSpec) -> JobBackend[Any]:
-    """Return the backend whose queue a job is in.
-
-    This is Slurm if ``hvdtrain run`` was started inside a Slurm job.
-    """
+    """Return the backend whose queue a job is in: Slurm for ``hvdtrain run`` in a Slurm job."""
     return _BACKENDS["slurm"] if spec.slurm_job else backend_for(spec)

@@ -166,10 +166,7 @@ def _read_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
-    """Yield about ``most`` rows of a file in order, including the first and the last.
-
-    Only a sample of a long file is read.
-    """
+    """Yield about ``most`` rows in order, with the first and last, from a sample of a long file."""
     size = size_of(path)
     if size <= most * _TAIL_BYTES // 16:
         rows = list(read_json_lines(path))
@@ -223,10 +220,7 @@ def lock_descriptor(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock a file within the block, and yield whether that succeeded.
-
-    The file is created if it does not exist.
-    """
+    """Try to lock a file, which is created if missing, and yield whether that succeeded."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield lock_descriptor(descriptor)

@@ -82,10 +82,7 @@ def view_job(job: JobFolder) -> JobView:
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """Return the current specification, state and status of each job.
-
-    Queues are only asked about jobs whose status can't be derived from their folders.
-    """
+    """Return the views of jobs. Queues are only asked if the folder can't tell the status."""
     known = [(job, job.read_state(), _read_spec(job)) for job in jobs]
     queries: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
     for job, state, spec in known:
@@ -215,10 +212,7 @@ def remaining_s(job: JobFolder, view: JobView) -> float | None:
 
 
 def goodput(job: JobFolder) -> float | None:
-    """Return the fraction of a job's time that was spent on steps which no failure undid.
-
-    Return None if the fraction is unknown.
-    """
+    """Return the fraction of a job's time spent on steps that no failure undid; None if unknown."""
     for event in reversed(newest_json_lines(job.events)):
         if event.get("kind") == "summary":
             kept = event.get("kept")

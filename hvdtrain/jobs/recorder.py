@@ -275,10 +275,7 @@ class RollUp:
         self._rows: list[Mapping[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Add a row, which must have a ``time``.
-
-        If the row begins a new interval, return the aggregated row of the previous interval.
-        """
+        """Add a row with a ``time``. If it begins an interval, return the previous one's row."""
         spans = {one["time"] // self._span_s for one in [*self._rows[:1], row]}
         completed = self.end() if len(spans) > 1 else None
         self._rows.append(row)

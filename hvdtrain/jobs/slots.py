@@ -65,10 +65,7 @@ class SlotQueue:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Take free slots if it is this job's turn. Return whether the job has all of its slots.
-
-        Call this repeatedly until it returns True.
-        """
+        """Take free slots if it is this job's turn. Return whether it has all; else call again."""
         if self._place not in self._locks:
             return True
         with self._errors():
@@ -105,10 +102,7 @@ class SlotQueue:
                 return place
 
     def _first(self) -> Path | None:
-        """Return the file of the first job that waits for any of this job's hosts.
-
-        The call also removes the files of jobs whose processes have ended.
-        """
+        """Return the file of the first job that waits for these hosts; remove ended jobs' files."""
         for path in sorted(self._waiting.iterdir()):
             if path in self._locks:
                 return path

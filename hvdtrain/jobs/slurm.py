@@ -140,10 +140,7 @@ class SqueueAnswer(QueueAnswer):
     jobs: Mapping[str, Sequence[str]] | None = None
 
     def state_of(self, spec: JobSpec) -> tuple[str, str]:
-        """Return the state of a job, and the reason for this state.
-
-        The state can be passed to ``derive_status`` as ``queue_state``.
-        """
+        """Return the state of a job, as ``derive_status`` expects it, and the reason."""
         if self.jobs is None:
             return NO_ANSWER, ""
         if spec.slurm_job not in self.jobs:

@@ -150,7 +150,7 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """Declare a setting as a flag, whose value mostly stays text for an environment variable."""
+    """Declare a setting as a flag, whose value usually stays text for an environment variable."""
     flag = flag_name(entry.name)
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:

@@ -118,10 +118,7 @@ def identify_mpirun(path: Path, version_text: str) -> Mpirun:
 
 
 def reason_not_elastic(mpirun: Mpirun | None) -> str:
-    """Return why ranks can't continue without a lost rank, or "" if they can.
-
-    ``mpirun=None`` means that srun starts the ranks.
-    """
+    """Return why ranks can't outlive a lost rank, or "". Without ``mpirun``, srun starts them."""
     if mpirun is None:
         return "srun ends all ranks together"
     if mpirun.family != "openmpi5":
@@ -186,10 +183,7 @@ class Plan:
 
     @property
     def critical(self) -> dict[int, str]:
-        """The role of each rank that no other rank can replace.
-
-        The result is empty if there are no parameter servers.
-        """
+        """The role of each rank that no other can replace; empty without parameter servers."""
         if all(place.role != "ps" for place in self.places):
             return {}
         names = {"ps": "a parameter server", "chief": "the chief"}

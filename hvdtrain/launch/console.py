@@ -68,10 +68,7 @@ class _Line(NamedTuple):
 
 
 class _LineQueues:
-    """A queue of lines for each rank.
-
-    Equal lines at the front of several queues are taken together.
-    """
+    """A queue of lines for each rank. Equal lines at the front are taken together."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -71,7 +71,7 @@ class HangWatch:
         return ""
 
     def _kill_missing(self) -> bool:
-        """Kill the ranks that all others wait for, if none is critical. Return whether any were."""
+        """Kill ranks that all others wait for, unless one is critical. Return whether any were."""
         missing = missing_ranks(self._server.reports, self._server.running, self._server.stopped)
         if missing.keys() & (self._critical.keys() | self._killed):
             return False

@@ -38,10 +38,7 @@ class HorovodFlag:
 
 
 def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare all flags without help.
-
-    After parsing, ``unneeded`` in the namespace lists the flags that were ignored.
-    """
+    """Declare all flags without help. ``unneeded`` lists the flags that are ignored."""
     parser.set_defaults(unneeded=())
     # Each flag joins the mutually exclusive group, if any, of the flag that it stands for.
     groups = {

@@ -34,10 +34,7 @@ TF_CONFIG = "TF_CONFIG"
 
 
 def add_host_arguments(group: argparse._ActionsContainer) -> argparse._MutuallyExclusiveGroup:
-    """Declare ``-np``, ``-H`` and ``--hostfile``.
-
-    Returns the group of mutually exclusive options that name hosts.
-    """
+    """Declare ``-np`` and, in the group that is returned, ``-H`` and ``--hostfile``."""
     group.add_argument(
         *("-np", "--num-proc"),
         type=whole_number,
@@ -239,10 +236,7 @@ class HostWatch:
         return ""
 
     def removed(self) -> Mapping[str, str]:
-        """Return the hosts of the last attempt that were removed, each with the reason.
-
-        Waits up to ``REPORT_DELAY_S`` for a report.
-        """
+        """Wait up to ``REPORT_DELAY_S``, and return removed hosts of the attempt with reasons."""
         from hvdtrain.cluster.managed_hosts import lost_hosts
 
         until = time.monotonic() + REPORT_DELAY_S

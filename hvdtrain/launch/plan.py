@@ -53,10 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as the user requested it: its program, ranks, hosts and settings.
-
-    ``hvdtrain run --help`` describes the options behind the fields.
-    """
+    """A job as the user requested it, with the options that ``hvdtrain run --help`` describes."""
 
     program: tuple[str, ...]
     ranks: int | None = None  # by default all slots of the hosts
@@ -291,9 +288,6 @@ def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dic
 
 
 def forwarded_names(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of variables to forward to other hosts.
-
-    Only names go into the command, so that its arguments don't show the values.
-    """
+    """Return the names of variables to forward, whose values a command must not show."""
     names = [name for name in environ if _FORWARDED.fullmatch(name)]
     return tuple(dict.fromkeys([*sorted(names), *extra]))

@@ -342,10 +342,7 @@ class ProgressPublisher:
     def review(
         self, now: float, hosts: Mapping[int, str], running: Collection[int], *, last: bool = False
     ) -> None:
-        """Send events about what is new, unless the previous call was only a short time ago.
-
-        If ``last`` is true, this is the final call, and the events are always sent.
-        """
+        """Send events about what is new, if the last call was long ago or this is the ``last``."""
         if now < self._due_at and not last:
             return
         self._due_at = now + INTERVAL_S

@@ -116,10 +116,7 @@ def describe_restart(
 
 
 def describe_losses(history: Sequence[Outcome]) -> str:
-    """Describe the total steps and seconds that the attempts lost.
-
-    The text is empty if there was only one attempt.
-    """
+    """Describe the steps and seconds that attempts lost; empty after only one attempt."""
     if len(history) < 2:
         return ""
     failed = [outcome for outcome in history if outcome.cause != "done"]

@@ -63,10 +63,7 @@ class TimeLimits:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Catch the signals that stop a job, and yield a list of the caught signals.
-
-    Within the block, these signals don't end this process.
-    """
+    """Catch the signals that stop a job in the block, and yield the list of caught signals."""
     received: list[int] = []
     # Signals that are ignored at the start (nohup) stay ignored.
     caught = [
@@ -333,10 +330,7 @@ class Supervisor:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 
     def _can_lose_ranks(self) -> bool:
-        """Return whether the other ranks would continue if a rank were lost now.
-
-        The other ranks can't continue before all ranks have started MPI.
-        """
+        """Return whether the others would continue after a loss: only once all have started MPI."""
         if self._min_np is None:
             return False
         remaining = set(range(self._server.ranks)).difference(self._server.dropped)

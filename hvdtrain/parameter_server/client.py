@@ -69,10 +69,7 @@ class Client:
         self._closed = Event()
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        """Send the initial weights to the servers, and the state of the optimizer as flat arrays.
-
-        Only the chief calls this.
-        """
+        """Send the initial weights and flat optimizer states. Only the chief calls this."""
         data = []
         for shard, state in zip(self._shards, states):
             buffer = self._pool.take(shard.nbytes)

@@ -114,10 +114,7 @@ class Synchronous:
         return True
 
     def may_proceed(self, worker: int) -> bool:
-        """Return whether a worker may receive weights for its next step.
-
-        This is true once the step that contains the worker's last gradient is complete.
-        """
+        """Return whether a worker may get weights: the step with its last gradient is complete."""
         return worker not in self._taken
 
     def next_step(self, worker: int) -> int:
@@ -171,10 +168,7 @@ class WorkerLiveness:
         return self._replied.pop(worker, 0.0) == math.inf
 
     def note_reply(self, worker: int, now: float) -> None:
-        """Record that a worker received a reply at the time ``now``, on the monotonic clock.
-
-        From then on, the worker's next request is expected.
-        """
+        """Record a reply to a worker at ``now``, from when its next request is expected."""
         if worker in self.stepped and worker in self.training and worker != self._chief:
             self._replied[worker] = now
 
@@ -190,10 +184,7 @@ class WorkerLiveness:
 
     @property
     def next_silence_s(self) -> float:
-        """The time at which the next worker will count as silent.
-
-        Infinity if no request is expected.
-        """
+        """When the next worker will count as silent; infinity if no request is expected."""
         return min(self._replied.values(), default=math.inf) + self._silence_s
 
     def mark_silent(self, now: float) -> list[int]:
@@ -260,10 +251,7 @@ class ConsistentSnapshot:
         self._target = None
 
     def hold(self, worker: int, request: Request) -> bool:
-        """Return whether a request must wait until the snapshot is taken.
-
-        If so, the request is stored, and ``next_held`` returns it later.
-        """
+        """Return whether a request must wait for the snapshot; then ``next_held`` returns it."""
         waits = self._must_wait(worker, request)
         if waits:
             self._held.append((worker, request))

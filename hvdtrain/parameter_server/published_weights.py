@@ -29,7 +29,7 @@ MAX_READS = 1000
 
 # The header has the number of publications and then, for each slot, the number of the publication
 # that the slot holds (0 while it is written) and the version of its weights. The number of
-# publications and each slot's entry have a cache line of their own.
+# publications and each slot's entry have their own cache line.
 LINE_WORDS = ALIGNMENT_BYTES // 8
 COUNT = 0
 

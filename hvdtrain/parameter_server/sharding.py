@@ -35,10 +35,7 @@ _LARGEST_ROW = 0.02
 
 
 class Spec(NamedTuple):
-    """The path, shape and dtype of a trainable variable.
-
-    The dtype is a name such as ``bfloat16``.
-    """
+    """The path, shape and dtype, such as ``bfloat16``, of a trainable variable."""
 
     path: str
     shape: tuple[int, ...]
@@ -148,10 +145,7 @@ def shard_variables(
 def assemble(
     specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return all variables, which are assembled from the buffers of all shards.
-
-    Variables that were not cut are views of the buffers.
-    """
+    """Return all variables from the buffers of all shards, as views if they were not cut."""
     arrays: dict[int, np.ndarray] = {}
     for shard, buffer in zip(shards, buffers):
         for piece, view in zip(shard.pieces, shard.views(buffer)):
@@ -171,10 +165,7 @@ def assemble(
 
 
 class _Sequence:
-    """The elements of several variables, one variable after another.
-
-    ``members`` contains the indices of the variables.
-    """
+    """The elements of the variables ``members``, one variable after another."""
 
     def __init__(self, specs: Sequence[Spec], members: Sequence[int], shard_bytes: float) -> None:
         self._specs = specs
@@ -210,10 +201,7 @@ class _Sequence:
 
 
 def _ranges(sequence: _Sequence, loads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield a range of elements for each server, so that the servers become equally full.
-
-    ``loads`` contains the bytes that each server already has.
-    """
+    """Yield a range of elements for each server, to fill servers with ``loads`` bytes equally."""
     # A server without any load gets at least one element.
     needs = [0 if load else 1 for load in loads]
     # Bytes to which the servers with the smallest loads can be filled.

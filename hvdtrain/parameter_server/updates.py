@@ -22,7 +22,7 @@ __all__ = ["Origin", "ShardUpdates", "StalenessStats"]
 
 
 class Origin(NamedTuple):
-    """The worker and the weights from which a gradient comes."""
+    """The worker and the weights of a gradient."""
 
     worker: int
     step: int  # the number of the worker's push, from 0; the same on all servers
@@ -87,10 +87,7 @@ class ShardUpdates:
         self._origins: list[Origin] = []  # of the gradients in the mean
 
     def state_buffer(self, *, averages_only: bool = False) -> np.ndarray:
-        """Return the optimizer's state as a flat buffer.
-
-        The buffer can also be limited to the moving averages of the weights.
-        """
+        """Return the optimizer's state, or only moving averages of weights, as a flat buffer."""
         return join_bytes(self.table.state(averages_only=averages_only))
 
     def load(self, weights: np.ndarray, state: np.ndarray) -> None:

@@ -66,10 +66,7 @@ class VariableTable:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next update.
-
-        Setting a learning rate that follows a schedule raises TypeError.
-        """
+        """The learning rate of the next update. Setting one with a schedule raises TypeError."""
         return float(keras.ops.convert_to_tensor(self._optimizer.learning_rate))
 
     @learning_rate.setter
@@ -141,7 +138,7 @@ class VariableTable:
         return _trace(step, signature)
 
     def _count_update(self) -> None:
-        """Do the other work that Keras does in an update besides applying gradients."""
+        """Do the other work that Keras does in an update in addition to applying gradients."""
         optimizer = self._optimizer
         update_moving_averages(optimizer, self._variables)
         iterations_of(optimizer).assign_add(1)

@@ -158,10 +158,7 @@ class ClusterApi:
         return self._request("GET", path, f"log of {pod}", query=query).decode(errors="replace")
 
     def creation_problems(self) -> dict[str, str]:
-        """Return why pods can't be created, keyed by the name of their Job or StatefulSet.
-
-        The result is empty if this account may not read events.
-        """
+        """Return why pods can't be created, by Job or StatefulSet; empty without permission."""
         query = ("fieldSelector", "reason=FailedCreate")
         try:
             events = self._list(self._path("v1", "events"), "events", query)
@@ -180,10 +177,7 @@ class ClusterApi:
         self._send("PATCH", path, f"StatefulSet {name}-worker", content=content)
 
     def may(self, verb: str, resource: str, group: str = "") -> bool:
-        """Return whether this user has a permission.
-
-        For example, ``may("create", "jobs", "batch")``: may this user create Jobs?
-        """
+        """Return whether this user has a permission, such as ``may("create", "jobs", "batch")``."""
         name, _, part = resource.partition("/")
         attributes = {"verb": verb, "group": group, "resource": name, "subresource": part}
         attributes["namespace"] = self.namespace

@@ -86,10 +86,7 @@ class RunProcess:
         return bool(self._signals)
 
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``hvdtrain`` with these arguments and return its exit code.
-
-        If a signal kills the process, the code is 128 plus the signal's number, as in a shell.
-        """
+        """Run ``hvdtrain`` and return its exit code, as a shell does for signals."""
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
         process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         with self._lock:

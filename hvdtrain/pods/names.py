@@ -46,10 +46,7 @@ def resource_of(one: Object) -> tuple[str, str]:
 
 
 def rights_text(rights: Iterable[tuple[str, str, str]]) -> str:
-    """Format permissions, such as ``create jobs.batch, pods; get pods/log``.
-
-    Each permission is a verb, a resource and an API group.
-    """
+    """Format verbs, resources and API groups: ``create jobs.batch, pods; get pods/log``."""
     resources: dict[str, list[str]] = {}
     for verb, resource, group in rights:
         name, slash, part = resource.partition("/")

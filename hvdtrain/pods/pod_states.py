@@ -62,10 +62,7 @@ def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
 def managed_hosts(
     pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
 ) -> tuple[ManagedHost, ...]:
-    """Return a ``ManagedHost`` for each worker of a job.
-
-    ``addresses`` maps the name of each worker's pod to its hostname.
-    """
+    """Return a ``ManagedHost`` for each worker. ``addresses`` maps its pod to its hostname."""
     by_name = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
     return tuple(
         _managed_host(by_name.get(name), address, slots=slots)
@@ -98,10 +95,7 @@ def _deletion_reason(status: Object) -> str:
 
 
 def find_condition(status: Object | None, kind: str, value: str) -> Object | None:
-    """Return the condition of type ``kind`` of a pod or Job.
-
-    Return None if there is no such condition, or if its value is not ``value``.
-    """
+    """Return the condition ``kind`` of a pod or Job if it has this ``value``, or else None."""
     for condition in (status or {}).get("conditions") or ():
         if (condition["type"], condition["status"]) == (kind, value):
             return dict(condition)

@@ -157,10 +157,7 @@ def set_untracked(holder: Any, name: str, value: Any) -> None:
 
 
 def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any]:
-    """Return a model or layer and all layers inside it.
-
-    Pass ``include_self=False`` to leave out the model or layer itself.
-    """
+    """Return all layers inside a model or layer, with itself unless ``include_self=False``."""
     return list(model._flatten_layers(include_self=include_self))
 
 
@@ -200,10 +197,7 @@ def compiled_loss(model: keras.Model) -> Any:
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """Return the individual losses of the compiled loss.
-
-    The list is empty before the losses are built.
-    """
+    """Return the individual losses of the compiled loss; empty before they are built."""
     loss = compiled_loss(model)
     return [] if loss is None else list(KERAS.get(loss, "_flat_losses") or [])
 
@@ -307,10 +301,7 @@ def register_as(derived: type, plain: type) -> None:
 
 
 def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method with which a BatchNormalization layer computes its mean and variance.
-
-    ``make`` is called with the original method and returns the new method.
-    """
+    """Replace the moments method of a BatchNormalization layer by ``make(original)``."""
     plain = functools.partial(type(layer)._moments, layer)
     set_untracked(layer, "_moments", make(plain))
 
@@ -343,19 +334,13 @@ def accumulated_gradients(optimizer: Any) -> list[Any]:
 
 
 def accumulators_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return, for each variable, the variable that holds its accumulated gradient.
-
-    The optimizer must be built.
-    """
+    """Return the variable that holds each accumulated gradient of a built optimizer."""
     accumulators = KERAS.get(optimizer, "_accumulated_gradients")
     return [accumulators[optimizer._get_variable_index(variable)] for variable in variables]
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """Return the optimizer's moving averages of the weights.
-
-    The optimizer must be built, and use ``use_ema``.
-    """
+    """Return the moving averages of the weights of a built optimizer with ``use_ema``."""
     return list(KERAS.get(optimizer, _AVERAGES))
 
 
@@ -383,8 +368,5 @@ def global_generator() -> Any:
 
 
 def set_global_generator(generator: Any) -> None:
-    """Set the seed generator of ``keras.random``.
-
-    After setting it to None, Keras creates a new generator when it needs one.
-    """
+    """Set the seed generator of ``keras.random``. After None, Keras creates a new one."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)

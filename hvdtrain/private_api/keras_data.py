@@ -66,10 +66,7 @@ def are_arrays(*structures: Any) -> bool:
 
 
 def check_no_targets(kind: str, y: Any, sample_weight: Any) -> None:
-    """Raise Keras' error if targets or weights are passed although the input contains them.
-
-    ``kind`` is the kind of input, for the error message.
-    """
+    """Raise Keras' error if targets or weights are passed with an input of this ``kind``."""
     if y is not None:
         data_adapters.raise_unsupported_arg("y", "the targets", kind)
     if sample_weight is not None:
@@ -113,10 +110,7 @@ def column(array: Any) -> Any:
 
 
 def gather(column: Any, indices: np.ndarray) -> Any:
-    """Return the rows of an array at ``indices``, in this order.
-
-    The array is a result of ``column``.
-    """
+    """Return the rows at ``indices`` of a result of ``column``, in this order."""
     convert = getattr(column, f"convert_to_{keras.backend.backend()}_compatible")
     return host_array(convert(column[indices]))
 
@@ -194,10 +188,7 @@ def dense_components(leaf: Any) -> list[np.ndarray]:
 
 
 def length_of_dataloader(loader: Any) -> int | None:
-    """Return the number of batches of a torch ``DataLoader``.
-
-    Return None if the number is unknown, or if ``loader`` is something else.
-    """
+    """Return the number of batches of a torch ``DataLoader``; None if unknown, or for others."""
     if is_torch_dataloader(loader) and hasattr(loader.dataset, "__len__"):
         return len(loader)
     return None

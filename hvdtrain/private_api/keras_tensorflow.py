@@ -26,10 +26,7 @@ __all__ = ["class_weight_map", "column", "gather", "host_array", "tensor_spec"]
 
 
 def column(array: Any) -> Any:
-    """Convert an array of any supported library so that ``gather`` can read rows from it.
-
-    The result is cast to floatx.
-    """
+    """Convert an array of any library to floatx, so that ``gather`` can read its rows."""
     converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
     if isinstance(converted, array_slicing.TensorflowSparseWrapper):
         return converted
@@ -39,10 +36,7 @@ def column(array: Any) -> Any:
 
 
 def gather(column: Any, indices: Any) -> Any:
-    """Return the rows of an array at ``indices``, in this order.
-
-    The array is a result of ``column``. This also works in a graph.
-    """
+    """Return the rows at ``indices`` of a result of ``column``, in this order, also in graphs."""
     if isinstance(column, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
     return tf.gather(column, indices, axis=0)

@@ -120,10 +120,7 @@ def check() -> None:
 
 
 def in_use() -> bool:
-    """Return whether TensorFlow has initialized its devices.
-
-    After that, the devices can't be configured any more.
-    """
+    """Return whether TensorFlow's devices are initialized and can't be configured any more."""
     return _API.get(context.context(), "_context_handle") is not None
 
 
@@ -178,10 +175,7 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
 
 
 def has_failed() -> bool:
-    """Return whether the connection to other ranks has failed.
-
-    If so, this process can't use TensorFlow's collectives again.
-    """
+    """Return whether the connection has failed, so that collectives can't be used again."""
     return _failed
 
 
@@ -213,10 +207,7 @@ def abort_collectives(reason: str) -> None:
 
 
 def operation_seeds() -> random.Random:
-    """Return the random generator from which TensorFlow draws the seeds of operations.
-
-    The generator exists only if a global seed is set.
-    """
+    """Return TensorFlow's generator of operation seeds, which needs a global seed."""
     generator: random.Random = _API.get(context.context(), "_rng")
     return generator
 
@@ -263,10 +254,7 @@ def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
 
 
 def run_iterations_serially(enter: tf.Operation) -> None:
-    """Make a TensorFlow 1 loop run one iteration at a time.
-
-    Call this with each operation that enters the loop.
-    """
+    """Make a loop run one iteration at a time, for each operation that enters it."""
     enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
 
 
@@ -353,10 +341,7 @@ def function_graphs(dataset: Any) -> list[Any]:
 
 
 def cache_file(dataset: Any) -> str:
-    """Return the file name of a ``Dataset.cache``.
-
-    The name is empty if the cache is in memory, or for any other dataset.
-    """
+    """Return the file name of a ``Dataset.cache``; empty in memory, or for other datasets."""
     if _kind(dataset) != "CacheDataset":
         return ""
     name = _API.get(dataset, "_filename")
@@ -364,10 +349,7 @@ def cache_file(dataset: Any) -> str:
 
 
 def is_nondeterministic(dataset: Any) -> bool | None:
-    """Return whether a dataset was created with ``deterministic=False``.
-
-    Return None if this kind of dataset lacks the argument.
-    """
+    """Return whether a dataset has ``deterministic=False``; None without the argument."""
     value = getattr(dataset, "_deterministic", None)
     return None if value is None else value == "false"
 

@@ -157,10 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of hvdtrain, Keras, its frameworks and mpi4py.
-
-    Packages that are not installed are left out.
-    """
+    """Return the versions of hvdtrain, Keras, frameworks and mpi4py that are installed."""
     import importlib.metadata
 
     from hvdtrain.version import __version__

@@ -178,10 +178,7 @@ def _session_routes(
 
 
 def _live_routes(index: JobIndex, closing: asyncio.Event) -> list[Route]:
-    """Return the routes of server-sent events.
-
-    All streams end when ``closing`` is set, which means that the server ends.
-    """
+    """Return the routes of server-sent events, which end when ``closing`` is set."""
 
     def stream(kind: str, read: Callable[[], Mapping[str, Any]]) -> StreamingResponse:
         return StreamingResponse(

@@ -122,10 +122,7 @@ class JobApi:
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
 
     def _ranks(self, request: Request) -> Response:
-        """Return two things: rows with each rank's own time per step, and ``now``.
-
-        ``now`` is the newest row of ``ranks.jsonl``, with all of its columns.
-        """
+        """Return rows with each rank's own time per step, and ``now``: the newest, complete row."""
         job = job_of(self._index, request)
         newest = last_json_line(job.ranks)
         ranks = max(1, len(newest.get("own_s", [])))
@@ -331,10 +328,7 @@ def _no_such_job() -> HTTPException:
 def _action(
     act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]],
 ) -> Callable[[Request], Any]:
-    """Return a route that calls ``act`` on a thread with the JSON of the request.
-
-    The route responds with the result or with an error, both as JSON.
-    """
+    """Return a route that calls ``act`` with JSON on a thread, and responds with JSON."""
 
     async def respond(request: Request) -> Response:
         try:

@@ -55,10 +55,7 @@ _ACTIVE = ("running", "restarting", "silent")
 
 
 def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
-    """Return the text of ``/metrics``.
-
-    If ``with_ranks`` is true, the text contains series for each rank of the running jobs.
-    """
+    """Return the text of ``/metrics``, with series for each running rank if ``with_ranks``."""
     registry = CollectorRegistry()
     registry.register(_JobCollector(index, with_ranks))
     return generate_latest(registry)

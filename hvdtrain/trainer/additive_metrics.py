@@ -41,10 +41,7 @@ class AdditiveMetrics:
         self._tested: dict[int, tuple[Any, Any]] = {}
 
     def reset(self) -> None:
-        """Reset the tested metrics.
-
-        A metric whose variables are not zero after the reset is marked as not additive.
-        """
+        """Reset the tested metrics. One that is not zero afterwards is marked as not additive."""
         for metric, left in self._left():
             metric.reset_state()
             if any(np.any(variable.numpy()) for variable in _summed(metric)):

@@ -233,10 +233,7 @@ class ChiefFailover(keras.callbacks.Callback):
         self._standbys: list[_StandbyCallback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Copy the model's state from the chief to all ranks.
-
-        A callback of the chief may have restored this state from a file.
-        """
+        """Copy the state, which a callback of the chief may have restored, to all ranks."""
         with self._without_timeout():
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
@@ -248,10 +245,7 @@ class ChiefFailover(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start the epoch's data.
-
-        This comes after the user's callbacks, which may change the data.
-        """
+        """Start the epoch's data after the user's callbacks, which may change the data."""
         # This must happen before a checkpoint restores the random states.
         self._epochs.sharded.on_epoch_begin(epoch)
         if self.params is not None:

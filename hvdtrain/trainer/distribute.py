@@ -234,10 +234,7 @@ def _build_from(model: keras.Model, x: Any) -> Any:
 
 
 def _first_inputs(x: Any) -> tuple[Any, Any]:
-    """Return the model's inputs in the first batch, and the complete data.
-
-    The first result may also be the specs of these inputs.
-    """
+    """Return the inputs in the first batch, or their specs, and the complete data."""
     if is_tf_dataset(x):
         batch = x.element_spec
     elif isinstance(x, keras.utils.PyDataset):

@@ -170,10 +170,7 @@ class EpochIterator:
                 self.record_applied(contributors)
 
     def record_applied(self, members: Collection[int] | None) -> None:
-        """Record that the accumulated gradients of the ranks ``members`` were applied.
-
-        If ``members`` is None, the gradients of all ranks were applied.
-        """
+        """Record that gradients of the ranks ``members`` were applied, or of all if None."""
         for taken in self._unapplied:
             # The samples of lost members were redistributed already.
             missing = [] if members is None else set(taken.members).difference(members, (_LOST,))
@@ -234,10 +231,7 @@ class EpochIterator:
         self._epochs += 1
 
     def run_out(self) -> None:
-        """Don't count the current block of steps, because the data has ended before it.
-
-        This happens only with data of unknown length.
-        """
+        """Don't count this block, because data of unknown length has ended before it."""
         self.step -= self._block_steps
         self._done -= self._block_steps
         self._block_steps = 0
@@ -250,10 +244,7 @@ class EpochIterator:
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield a tuple for each block of steps: its first step, its last step, and an iterator.
-
-        The iterator yields the batches that Keras uses in the block.
-        """
+        """Yield the first and last step of each block, and an iterator over its batches."""
         continues = self._steps_per_epoch is not None and not self.ended
         step = 0 if continues else self._begin_pass()
         assert self._pass is not None

@@ -480,10 +480,7 @@ class FitLoop:
         self._steps.additive.reset()
 
     def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a method of Keras.
-
-        If the backend has replaced an error of hvdtrain by its own error, raise the first error.
-        """
+        """Call a method of Keras, and raise hvdtrain's error if the backend has replaced it."""
         try:
             return method(*args, **options)
         except self._hidden_errors as raised:

@@ -73,10 +73,7 @@ def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
 
 
 def result_array(result: Any) -> Any:
-    """Return a copy of a metric's result as a NumPy array, and other values unchanged.
-
-    A metric may return its variable, whose value changes later.
-    """
+    """Return a metric's result as a copy, because a variable changes, and others unchanged."""
     value = result.value if isinstance(result, keras.Variable) else result
     if not keras.ops.is_tensor(value):
         return value

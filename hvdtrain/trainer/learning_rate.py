@@ -84,10 +84,7 @@ def _multiplied(rate: Callable[[], Any], factor: Any) -> Any:
 
 
 def rescale_rate(optimizer: Any, before: int, now: int) -> None:
-    """Adapt the learning rate when the number of ranks changes from ``before`` to ``now``.
-
-    Nothing happens if the program never called ``scale_learning_rate``.
-    """
+    """Adapt a rate that ``scale_learning_rate`` has scaled to another number of ranks."""
     rescale_restored_rate(optimizer, before, now)
     for plain in plain_optimizers(optimizer) if _program_scales else ():
         factor = getattr(plain, _FACTOR, None)

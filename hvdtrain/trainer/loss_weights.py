@@ -88,10 +88,7 @@ class LossWeights:
         self._elastic = reducer.collectives.survives_losses
 
     def joint_rows(self, rows: Scalar, known: Scalar | None, sums: bool) -> Scalar:
-        """Return the total number of rows of all ranks.
-
-        If ``known`` is None, ranks exchange their numbers of rows. Otherwise ``known`` is returned.
-        """
+        """Return the rows of all ranks: ``known``, or the result of an exchange if it is None."""
         return self._sum_over_ranks(rows) if known is None else known
 
     def weight(self, rows: Scalar, joint_rows: Scalar, sums: bool) -> Scalar:

@@ -89,10 +89,7 @@ class Membership:
 
     @contextmanager
     def notifying(self, callbacks: Sequence[ChangeCallback]) -> Iterator[None]:
-        """Add callbacks.
-
-        The callbacks are called in this order if a rank is lost within the ``with`` block.
-        """
+        """Add callbacks, which are called in order if a rank is lost within the block."""
         self._callbacks += callbacks
         try:
             yield

@@ -97,10 +97,7 @@ def optimizer_variables(model: keras.Model) -> list[Any]:
 
 
 def built_variable_indices(model: keras.Model) -> list[list[int]]:
-    """Return, for each optimizer, the indices of the variables for which it was built.
-
-    The indices refer to ``model.variables``.
-    """
+    """Return, for each optimizer, the indices in ``model.variables`` that it was built for."""
     indices = {id(variable): index for index, variable in enumerate(model.variables)}
     return [
         [
@@ -130,7 +127,7 @@ def layer_statistics(model: keras.Model) -> list[Any]:
 
     Frozen weights are not included, although Keras calls both kinds non-trainable variables.
     Variables of optimizers are not included either. On JAX, a model with several optimizers keeps
-    them in attributes of its own.
+    them in its own attributes.
     """
     layers = flatten_layers(model)
     own = [variable for layer in layers for variable in own_non_trainable_variables(layer)]
@@ -139,10 +136,7 @@ def layer_statistics(model: keras.Model) -> list[Any]:
 
 
 def tensorflow_variables(model: keras.Model) -> list[Any]:
-    """Return the numeric ``tf.Variable`` attributes of layers, which Keras doesn't track.
-
-    On other backends, the list is empty.
-    """
+    """Return numeric ``tf.Variable``s of layers that Keras doesn't track, on TensorFlow."""
     if keras.backend.backend() != "tensorflow":
         return []
     import tensorflow as tf

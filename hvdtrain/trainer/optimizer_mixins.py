@@ -94,10 +94,7 @@ class GradientWeightMixin:
 
 
 class GradientAveragingMixin(GradientWeightMixin):
-    """Mixin with which an optimizer averages its gradients over all ranks.
-
-    The optimizer is saved under its original class, without the mixin.
-    """
+    """Mixin with which an optimizer averages its gradients. It is saved without the mixin."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]

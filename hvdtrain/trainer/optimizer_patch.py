@@ -173,6 +173,6 @@ def check_inner_optimizers(optimizer: Any) -> None:
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside a ``MultiOptimizer``; none for others."""
+    """Return the optimizers inside a ``MultiOptimizer``; empty for others."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []

@@ -29,10 +29,7 @@ _REDRAW_S = 0.1
 
 @dataclass(frozen=True)
 class LossSum:
-    """The number of steps and rows on this rank, and the sum of the losses of these rows.
-
-    The values come from Keras' loss metric.
-    """
+    """The steps, rows and sum of losses on this rank, from Keras' loss metric."""
 
     steps: int = 0
     rows: float = 0.0
@@ -56,10 +53,7 @@ class LossSum:
         return LossSum(self.steps - other.steps, self.rows - other.rows, self.total - other.total)
 
     def mean(self, logs: Any) -> float:
-        """Return the mean loss.
-
-        If ``train_step`` updates no loss metric, return the loss in ``logs``.
-        """
+        """Return the mean loss, or the loss in ``logs`` if ``train_step`` updates no metric."""
         return (
             self.total / self.rows if self.rows > 0 else float((logs or {}).get("loss", math.nan))
         )
@@ -281,10 +275,7 @@ class StepLog(keras.callbacks.Callback):
         return f"step {step}, loss = {loss:.2f} ({speed}{per_batch:.3f} sec/batch)"
 
     def _done(self, batch: int) -> int:
-        """Return the number of completed steps in this epoch.
-
-        Keras counts a short last block as a full one, so its count is corrected.
-        """
+        """Return the completed steps of this epoch. Keras counts a short last block as full."""
         done, total = batch + 1, (self.params or {}).get("steps") or 0
         # Not min(): an epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done

@@ -98,10 +98,7 @@ class RankGenerator:
 
 @contextmanager
 def random_by_rank(member: int, kind: Callable[[Any, int], Any] = RankGenerator) -> Iterator[Any]:
-    """Make random numbers differ between ranks within the ``with`` block.
-
-    The block gets the generator, an object of the class ``kind``.
-    """
+    """Make random numbers differ by rank in the block, which gets the generator."""
     own = kind(global_generator(), member)
     set_global_generator(own)
     try:

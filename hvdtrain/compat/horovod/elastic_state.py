@@ -146,7 +146,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt:
                 pass
             except Exception as error:
-                # TensorFlow raises errors of its own, with the original error in their text.
+                # TensorFlow raises its own errors, with the original error in their text.
                 if not isinstance(error, RanksLostError) and "RanksLostError" not in str(error):
                     raise
                 state.restore()

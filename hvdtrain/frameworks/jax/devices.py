@@ -42,10 +42,7 @@ def set_up(settings: Settings, collectives: Engine) -> None:
 def find_gpus(
     topology: Topology, environ: MutableMapping[str, str], *, needed: bool = True
 ) -> RankGpus:
-    """Return the GPUs that JAX would use, as ``search_gpus`` describes.
-
-    CUDA counts the GPUs, because JAX would reserve memory on all of them to count them.
-    """
+    """Return the GPUs that JAX would use. CUDA counts them, because JAX would reserve them."""
     platforms = jax.config.jax_platforms or ""
     uses_cuda = not platforms or "cuda" in platforms or "gpu" in platforms
     return search_gpus(

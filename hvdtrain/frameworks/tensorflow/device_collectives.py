@@ -317,10 +317,7 @@ class _HostFunctions:
     # the bucket as inputs, because a control dependency would not wait for these values.
 
     def arrive(self, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Add the function that runs when this rank arrives at a bucket.
-
-        Return the bucket's key.
-        """
+        """Add the function that runs when this rank arrives at a bucket; return its key."""
         run = functools.partial(self._arrive, self._bucket)
         with tf.control_dependencies(self.left):
             return run_on_host(run, inputs, [[]], [tf.int32])[0]

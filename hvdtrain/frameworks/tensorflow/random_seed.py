@@ -24,10 +24,7 @@ def set_unless_set(seed: int) -> None:
 
 
 def current() -> tuple[int, Any] | None:
-    """Return the global seed, and the state of the generator that draws seeds of operations.
-
-    Return None if the global seed is not set.
-    """
+    """Return the global seed, and the state of the generator of operation seeds; None if unset."""
     seed = current_seed()
     return None if seed is None else (seed, operation_seeds().getstate())
 

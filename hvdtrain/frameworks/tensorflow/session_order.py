@@ -73,10 +73,7 @@ class SessionOrder:
         return order
 
     def extend(self) -> None:
-        """Add collectives that are new in the graph to the chain.
-
-        This must be called before a session reads the graph.
-        """
+        """Add new collectives of the graph to the chain, before a session reads the graph."""
         if self._graph.version == self._version:
             return
         with self._lock:

@@ -39,7 +39,7 @@ _FROM_PYTHON = re.compile(rf"^({'|'.join(_BY_NAME)}): (.*?)\nTraceback ", re.MUL
 def raise_as_in_tensorflow() -> Iterator[None]:
     """Convert hvdtrain's errors in the ``with`` block to errors that are also TensorFlow's.
 
-    If a Python function in a graph raises an error, TensorFlow wraps it in an error of its own. In
+    If a Python function in a graph raises an error, TensorFlow wraps it in its own error. In
     this case, the original error is converted.
     """
     try:

@@ -74,7 +74,7 @@ def capabilities(environ: Mapping[str, str], *, several_hosts: bool) -> None:
 
 
 def reserve_thread_for_buckets() -> None:
-    """Do nothing. Collectives of ``hvdtrain.torch`` run in a thread of their own."""
+    """Do nothing. Collectives of ``hvdtrain.torch`` run in a separate thread."""
 
 
 def set_seed_unless_set(seed: int) -> None:

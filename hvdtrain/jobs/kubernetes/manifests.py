@@ -108,10 +108,7 @@ class PodJob:
 
 
 def job_objects(job: PodJob, keys: Mapping[str, str]) -> list[Object]:
-    """Return a job's objects in the order in which they are created.
-
-    The first object owns the other objects.
-    """
+    """Return a job's objects in the order of creation. The first object owns the others."""
     secret = {**keys, **job.secrets}
     files = {"hostfile": _hostfile(job), "ssh_config": _ssh_config(job)}
     return [

@@ -120,10 +120,7 @@ class _NamespaceAnswer(QueueAnswer):
 
 
 class PodBackend:
-    """The Kubernetes queue; see ``JobBackend`` for its methods.
-
-    A job's options choose the cluster.
-    """
+    """The queue of the cluster that a job's options choose; see ``JobBackend``."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -263,10 +260,7 @@ def awaits_objects(job: Object | None, *, created_s: float, now_s: float) -> boo
 
 
 def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """Return the state of a job according to its pods, and the reason for this state.
-
-    The state can be passed to ``derive_status`` as ``queue_state``.
-    """
+    """Return a job's state by its pods, as ``derive_status`` expects it, and the reason."""
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     problems = [(pod["metadata"]["name"], pod_problem(pod["status"])) for pod in pods]
     reason = "; ".join([f"{name}: {text}" for name, text in problems if text][:_MOST_PROBLEMS])
@@ -289,10 +283,7 @@ def queue_state(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
 
 
 def job_state(state: str, reason: str, pods: Sequence[Object]) -> JobState | None:
-    """Return the state of a job whose pods can't write to its folder.
-
-    Return None while the pods are pending.
-    """
+    """Return the state of a job whose pods can't write to its folder; None while pending."""
     if state in ("PENDING", "REQUEUED"):
         return None
     if state in (RESTARTABLE, "RUNNING"):

@@ -115,10 +115,7 @@ class PodOptions:
 
 
 class _Option(NamedTuple):
-    """The command-line option of a field of ``PodOptions``.
-
-    If ``repeats`` is true, the field collects all values of the option.
-    """
+    """The option of a field of ``PodOptions``, which collects all values if it ``repeats``."""
 
     name: str
     field: str
@@ -177,10 +174,7 @@ _OPTIONS = (
 
 
 def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the options for pods to a parser.
-
-    The given options are collected in ``pod_words``, each as ``--name=value``.
-    """
+    """Add the options for pods, which ``pod_words`` collects as ``--name=value``."""
     for option in _OPTIONS:
         parser.add_argument(
             option.name,

@@ -237,10 +237,7 @@ class ShardedStream(ShardedInput):
         return int(self.plan.collectives.allreduce(np.array(count), "max", name="batches left"))
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
-        """Read the batches of earlier passes over the data, and discard them.
-
-        This advances the random state that determines the order of the batches.
-        """
+        """Read and discard earlier passes, which advances the random state of the order."""
         if not self._read_once:
             for _ in range(passes):
                 collections.deque(self._batches, maxlen=0)

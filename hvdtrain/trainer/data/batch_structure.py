@@ -57,10 +57,7 @@ _ABSENT = {"NoneTensorSpec", "OptionalSpec", "Optional"}
 
 
 def batch_parts(batch: Any) -> tuple[Any, ...]:
-    """Return the parts of a batch: x, y and sample_weight.
-
-    A model with its own ``train_step`` may use batches with other parts.
-    """
+    """Return x, y and sample_weight, or other parts that a custom ``train_step`` may use."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
@@ -172,10 +169,7 @@ def identifying_leaves(batch: Any) -> list[Any]:
 
 
 def digest(leaves: Sequence[Any], before: str = "") -> str:
-    """Return a digest of arrays as hexadecimal digits.
-
-    ``before`` is the digest of earlier batches of a stream. The result then includes them.
-    """
+    """Return a digest of arrays as hexadecimal digits, following the digest ``before``."""
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
     for leaf in leaves:
         for array in keras_data.dense_components(leaf):

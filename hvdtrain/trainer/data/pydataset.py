@@ -73,7 +73,7 @@ class ShardedPyDataset(ShardedInput):
         )
 
     def _read_length(self, *, limits: bool) -> None:
-        """Read the number of batches. If ``limits`` is true, later epochs have at most as many."""
+        """Read the number of batches. If ``limits`` is true, it also limits later epochs."""
         length = self._dataset.num_batches
         if length is None and not self.plan.steps:
             raise DataError(
@@ -101,10 +101,7 @@ class ShardedPyDataset(ShardedInput):
             self._dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Call the user's hook ``on_epoch_begin``.
-
-        Afterwards, the ranks agree on the number and the order of the batches.
-        """
+        """Call the user's hook. Then the ranks agree on the number and order of batches."""
         plan, units = self.plan, self.units
         self._epoch = epoch
         if not plan.trains:

@@ -247,10 +247,7 @@ class ShardedInput:
             )
 
     def agree_on_steps(self, block: int) -> int:
-        """Return how many of the next ``block`` steps exist.
-
-        Called if the length of the data is unknown.
-        """
+        """Return how many of the next ``block`` steps exist, if the length is unknown."""
         return block
 
     def catch_up(self, *, epochs: int, passes: int) -> None:

@@ -106,10 +106,7 @@ class CheckpointSession:
         self._validation_schedule = CheckpointSchedule(None, None)
 
     def seed(self, fresh: int) -> int:
-        """Return the seed that determines the order of the data.
-
-        This is the seed in the checkpoint. If training starts from the beginning, it is ``fresh``.
-        """
+        """Return the seed of the data's order: the checkpoint's, or ``fresh`` if none."""
         return fresh if self._saved is None else self._saved.seed
 
     @contextmanager

@@ -28,10 +28,7 @@ _UNSET = -1
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """Return the random states as arrays.
-
-    The names, shapes and dtypes are the same on every rank.
-    """
+    """Return the random states as arrays of the same names, shapes and dtypes on all ranks."""
     generator = global_generator()  # None until keras.random is used
     return {
         "python": _pack_python(random.getstate()),

@@ -164,10 +164,7 @@ class TrainingState:
             )
 
     def allocate_residuals(self, variables: Sequence[int]) -> None:
-        """Allocate residuals for the variables with these indices.
-
-        Call this before ``restore_own``.
-        """
+        """Allocate residuals for these variables, before ``restore_own``."""
         if self._feedback is not None:
             for number in variables:
                 self._feedback.keep(self.model.trainable_variables[number])

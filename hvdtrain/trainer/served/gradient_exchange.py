@@ -39,10 +39,7 @@ __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
 class WorkerLossWeights(IndependentLossWeights):
-    """The weights of a worker's loss.
-
-    ``gathers`` says whether the servers average the gradients of several workers.
-    """
+    """The weights of a worker's loss. Servers average gradients of workers if ``gathers``."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
@@ -64,10 +61,7 @@ class WorkerLossWeights(IndependentLossWeights):
 
 
 class _ServedOptimizerMixin(WeightedStepsMixin):
-    """Mixin with which a worker's optimizer sends its gradients to the servers.
-
-    The optimizer is saved under its original class, without the mixin.
-    """
+    """Mixin that sends a worker's gradients to servers. The optimizer is saved without it."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -97,10 +91,7 @@ class _ServedOptimizerMixin(WeightedStepsMixin):
 
 
 class _OverflowMixin:
-    """Mixin for a worker's ``LossScaleOptimizer``.
-
-    If the gradients overflow, the worker reports the step to the servers without gradients.
-    """
+    """Mixin for a worker's ``LossScaleOptimizer``, which reports overflows as empty steps."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -132,10 +123,7 @@ class GradientExchange:
         self._has_averages = job.is_chief and job.has_averages
 
     def attach(self, optimizer: Any) -> None:
-        """Make ``optimizer`` use the servers for its updates.
-
-        The optimizer is saved and loaded as before.
-        """
+        """Make ``optimizer`` use the servers for its updates. It is saved and loaded as before."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             mix_in(optimizer, _OverflowMixin, self)
         for leaf in plain_optimizers(optimizer):

@@ -93,10 +93,7 @@ class ServedJob:
         return bool(plain_optimizer(self.model.optimizer).use_ema)
 
     def pack_state(self, *, averages_only: bool = False) -> list[np.ndarray]:
-        """Return the model's optimizer state in a new flat buffer for each server.
-
-        The buffers can also be used to receive the servers' state.
-        """
+        """Return the optimizer state in new flat buffers for servers, which can also receive it."""
         return pack_states(self.model.optimizer, self.shards, averages_only=averages_only)
 
     def load_state(self, states: Sequence[np.ndarray], *, averages_only: bool = False) -> None:
@@ -112,10 +109,7 @@ class ServedJob:
                     variable.assign(average)
 
     def end_if_preempted(self, number: int) -> None:
-        """Raise ``Preempted`` on all ranks unless ``number`` is 0. All ranks must call this.
-
-        ``number`` is the number of a signal.
-        """
+        """Raise ``Preempted`` on all ranks if ``number`` is a signal. All ranks must call this."""
         if number:
             self.collectives.barrier(name="checkpoint is saved")
             raise Preempted(number)

@@ -134,10 +134,7 @@ def _replace_methods(
     fit: Callable[[inspect.BoundArguments], Any],
     current: Callable[[], FitLoop],
 ) -> None:
-    """Replace the model's methods.
-
-    ``current`` is a function that returns the ``FitLoop`` in which this rank is at the moment.
-    """
+    """Replace the model's methods. ``current`` returns the running ``FitLoop``."""
     signature = inspect.signature(joint.fit)
     detail = (f"model {patch.collectives.sections}",)
 

@@ -94,10 +94,7 @@ class WorkerSession(CheckpointSession):
         rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Restore the worker's state if training resumes in this epoch.
-
-        If there is no checkpoint, all workers start in the first epoch.
-        """
+        """Restore the worker in the epoch in which it resumes: the first if nothing was saved."""
         super().on_epoch_begin(epoch)
         if not self._starts:
             size = self._membership.size
@@ -124,10 +121,7 @@ class WorkerSession(CheckpointSession):
             self._export()
 
     def _own_progress(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """Return the progress at which this worker resumes.
-
-        Also set the positions at which later passes of this worker over its data begin.
-        """
+        """Return where this worker resumes, and set where its later passes begin."""
         size, rank = self._membership.size, self._membership.rank
         self._starts, epochs.begins = _starting_positions(saved, epochs, size)
         start = self._starts[rank]

@@ -33,10 +33,7 @@ _CHIEF_DECIDES = (
 
 
 class _WorkerMembership(Membership):
-    """The rank of a worker among all workers, which doesn't change during a ``fit``.
-
-    Workers don't synchronize with each other, so their ranks stay the same when a worker is lost.
-    """
+    """The rank of a worker, which stays the same because workers don't synchronize."""
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
         super().__init__(single_engine(), min_np=1)
@@ -94,10 +91,7 @@ class WorkerFit(keras.callbacks.Callback):
         return history
 
     def begin(self) -> None:
-        """Load the weights from the servers.
-
-        The chief sends its weights to the servers before this.
-        """
+        """Load the weights from the servers, to which the chief has sent its weights."""
         if self._job.is_chief:
             if self._session is not None:
                 self._session.restore_shared()
@@ -106,10 +100,7 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.pull()
 
     def session(self) -> WorkerSession:
-        """Return the checkpoint session of the running ``fit``.
-
-        ``fit`` must have a ``Checkpoint``.
-        """
+        """Return the session of the running ``fit``, which must have a ``Checkpoint``."""
         assert self._session is not None
         return self._session
 
@@ -144,10 +135,7 @@ class WorkerFit(keras.callbacks.Callback):
             self._job.assign_averages()
 
     def _end(self, client: Client, *, stop: bool) -> list[np.ndarray]:
-        """Wait for the other workers, and return the final weights.
-
-        The chief also loads the final state of the optimizer.
-        """
+        """Wait for the other workers, and load final weights and, on the chief, the optimizer."""
         states = self._job.pack_state() if self._job.is_chief else []
         weights = client.end(stop=stop, states=states)
         if self._job.is_chief:
@@ -156,10 +144,7 @@ class WorkerFit(keras.callbacks.Callback):
 
 
 def _remove_validation(given: dict[str, Any]) -> None:
-    """Remove the arguments of ``fit`` that concern validation.
-
-    With ``validation_split``, the part of the data for validation is also removed.
-    """
+    """Remove arguments of ``fit`` for validation, and the data of ``validation_split``."""
     part = given.pop("validation_split", 0.0)
     if part and given.pop("validation_data", None) is None:
         names = ("x", "y", "sample_weight")

@@ -56,10 +56,7 @@ def draws_of_step() -> list[tuple[Any, bool]]:
 
 @contextmanager
 def random_of_step(member: int) -> Iterator[GraphRankGenerator]:
-    """Make random numbers of a step differ between ranks within the ``with`` block.
-
-    This includes the operations of TensorFlow that use the seed of the graph.
-    """
+    """Make random numbers of a step, also of TensorFlow, differ by rank in the block."""
     graph = None if tf.executing_eagerly() or not member else tf.compat.v1.get_default_graph()
     seed = None if graph is None else graph.seed
     if graph is not None and seed is not None:

@@ -23,10 +23,7 @@ __all__ = [
 
 
 class WeightedStepsMixin(GradientWeightMixin):
-    """Mixin for an optimizer that accumulates gradients of several steps.
-
-    The weight of a step is its number of samples.
-    """
+    """Mixin for an optimizer that accumulates gradients, weighted by the samples of a step."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Multiply gradients by the weight of their step, then accumulate or apply them.

@@ -151,10 +151,7 @@ class ModelSteps:
             return self._compute.test(within, share.batch, None, None)
 
     def predict(self, data: Any) -> Any:
-        """Run ``predict_step``.
-
-        Return ``Predicted`` if ``data`` is an element of a sharded dataset.
-        """
+        """Run ``predict_step``, and return ``Predicted`` for an element of a sharded dataset."""
         if not isinstance(data, Share):
             return self._compute.predict(data)
         outputs = self._compute.predict(data.batch)

@@ -130,10 +130,7 @@ def call(model: keras.Model, x: Any, *, training: bool) -> Any:
 def scaled_loss(
     model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, counts: BatchWeight
 ) -> tf.Tensor:
-    """Return the loss, multiplied by its weight and scaled by the optimizer.
-
-    Also update the model's loss metric with the original loss.
-    """
+    """Return the weighted and scaled loss, and update the loss metric with the original one."""
     loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
     weight = counts.weight

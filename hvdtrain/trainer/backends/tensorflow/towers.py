@@ -113,10 +113,7 @@ class Towers:
     def test(
         self, within: Within, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None
     ) -> Any:
-        """Run Keras' ``test_step`` on all devices.
-
-        Run a custom ``test_step`` on the first device.
-        """
+        """Run Keras' ``test_step`` on all devices, and a custom one on the first device."""
         with within():
             return self._test(batch, rows, joint_rows)
 

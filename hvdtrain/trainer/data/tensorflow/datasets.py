@@ -124,10 +124,7 @@ def digest(leaves: Sequence[Any]) -> tf.Tensor:
 
 
 def chain_digests(stream: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Return the digest of a stream after one more batch.
-
-    The arguments are the digest of the stream before this batch, and the digest of the batch.
-    """
+    """Return the digest of a stream, from its digest before a batch and the batch's digest."""
     return _hash(tf.concat([stream, batch], axis=0))
 
 

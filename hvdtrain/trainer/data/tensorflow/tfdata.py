@@ -58,10 +58,7 @@ class _StreamRecord:
         self.whole: str | None = None  # the digest of all batches, or None before the last step
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
-        """Store the digest of all batches that were read so far.
-
-        Called in the first and last step.
-        """
+        """Store the digest of all batches so far, in the first and last step."""
         text = stream.tobytes().hex()
         if step == 0:
             self.first, self.whole = text, None
@@ -311,10 +308,7 @@ def _join_steps(
 
 @functools.lru_cache(maxsize=32)
 def _advance(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
-    """Return the function that ``_join_steps`` passes to ``Dataset.scan``.
-
-    The function is cached because tracing it takes a tenth of a second.
-    """
+    """Return the function for ``Dataset.scan``, cached because tracing takes 0.1 s."""
     counter, steps = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
     components, _, stream, _ = element_spec
     state_spec = (counter, components, counter, counter, steps, stream)
