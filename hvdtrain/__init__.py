@@ -39,10 +39,10 @@ from hvdtrain.lazy import lazy_names
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
+    from hvdtrain.trainer.backends.tensorflow.gradient_tape import DistributedGradientTape
     from hvdtrain.trainer.batch_normalization import SyncBatchNormalization
     from hvdtrain.trainer.custom_loop import DistributedOptimizer, broadcast_variables
     from hvdtrain.trainer.distribute import distribute
-    from hvdtrain.trainer.gradient_tape import DistributedGradientTape
     from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
     from hvdtrain.trainer.progress import StepLog
     from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
@@ -101,7 +101,7 @@ __getattr__, *_ = lazy_names(
     {
         "hvdtrain.trainer.custom_loop": ("DistributedOptimizer", "broadcast_variables"),
         "hvdtrain.trainer.distribute": ("distribute",),
-        "hvdtrain.trainer.gradient_tape": ("DistributedGradientTape",),
+        "hvdtrain.trainer.backends.tensorflow.gradient_tape": ("DistributedGradientTape",),
         "hvdtrain.trainer.batch_normalization": ("SyncBatchNormalization",),
         "hvdtrain.trainer.learning_rate": ("WarmUp", "scale_learning_rate"),
         "hvdtrain.trainer.saving.checkpoint_callback": ("Checkpoint",),

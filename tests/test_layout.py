@@ -177,7 +177,7 @@ def test_shared_parts_know_no_framework(module: str) -> None:
 _HOMES = {
     "tensorflow": (
         *("private_api.tensorflow", "private_api.keras_tensorflow", "frameworks.tensorflow"),
-        *("trainer.backends.tensorflow", "trainer.data.tensorflow", "trainer.gradient_tape"),
+        *("trainer.backends.tensorflow", "trainer.data.tensorflow"),
         *("trainer.local_sgd", "trainer.served", "trainer.step_variables", "trainer.model_parts"),
         *("parameter_server.variable_table", "compat.horovod", "bench"),
     ),

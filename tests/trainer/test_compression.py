@@ -16,7 +16,7 @@ from hvdtrain import world as job
 from hvdtrain.collectives.engine import single_engine
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.powersgd import PowerSGD
-from hvdtrain.trainer import gradient_tape
+from hvdtrain.trainer.backends.tensorflow import gradient_tape
 from hvdtrain.trainer.saving.checkpoint_callback import Checkpoint
 from hvdtrain.trainer.saving.training_state import TrainingState, unsent_of
 from tests.trainer.equivalence import alike

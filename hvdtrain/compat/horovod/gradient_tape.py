@@ -18,7 +18,7 @@ from hvdtrain.compat.horovod.reduction_arguments import Average, ReduceOp
 from hvdtrain.gradients.buckets import Groups
 from hvdtrain.gradients.mode import check_mode
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.trainer import gradient_tape
+from hvdtrain.trainer.backends.tensorflow import gradient_tape
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
