@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from hvdtrain.cluster.gpus import Gpu
     from hvdtrain.frameworks.tensorflow.device_collectives import DeviceCollectives
 
-__all__ = ["Framework", "World", "enter_job"]
+__all__ = ["ARGUMENT", "Framework", "World", "enter_job"]
 
 Framework = Literal["tensorflow", "torch", "jax"]
+
+ARGUMENT = "argument of hvdtrain.init()"
+"""What selects the framework if the program passes its name to ``init``."""
 
 # The name of each framework in messages, its Python package, and how to install it.
 _FRAMEWORKS = {
@@ -57,15 +60,17 @@ class World:
     framework: str
 
 
-def enter_job(framework: str = "tensorflow") -> World:
+def enter_job(framework: str = "tensorflow", source: str = ARGUMENT) -> World:
     """Enter the job, as ``hvdtrain.init()`` describes. All ranks must call this.
 
-    ``framework`` is the framework in which the program computes. No other framework is imported.
+    Args:
+        framework: The framework in which the program computes. No other framework is imported.
+        source: What selects the framework, for error messages.
     """
     if framework not in _FRAMEWORKS:
         raise ConfigurationError(
-            f"hvdtrain can't train with the framework {framework!r}; set KERAS_BACKEND to one of "
-            f"{', '.join(_FRAMEWORKS)}."
+            f"hvdtrain can't train with the framework {framework!r} ({source}); "
+            f"{_other(source, 'one of ' + ', '.join(_FRAMEWORKS))}."
         )
     rank_process = find_rank_process(os.environ)
     topology = read_topology(os.environ) if rank_process is None else Topology()
@@ -98,9 +103,17 @@ def enter_job(framework: str = "tensorflow") -> World:
     report.phase("started")
     uses_gpus = topology.rank not in roles.servers and rank_process is None
     _check_same_framework(collectives.allgather_object(framework, name="frameworks"))
+    devices = _import_devices(framework, source)
     return _set_up_devices(
-        framework, choice, topology, settings, roles, collectives, uses_gpus=uses_gpus
+        framework, devices, choice, topology, settings, roles, collectives, uses_gpus=uses_gpus
     )
+
+
+def _other(source: str, name: str) -> str:
+    """Return how to choose another framework than the one that ``source`` selects."""
+    if source == ARGUMENT:
+        return f"pass {name} to hvdtrain.init()"
+    return f"set KERAS_BACKEND to {name}"
 
 
 def _check_framework(framework: str, settings: Settings, choice: EngineChoice) -> None:
@@ -136,7 +149,7 @@ def _check_same_framework(frameworks: Sequence[str]) -> None:
             )
 
 
-def _import_devices(framework: str) -> Any:
+def _import_devices(framework: str, source: str) -> Any:
     """Import the module that finds and binds the devices of a framework."""
     title, package, extra = _FRAMEWORKS[framework]
     try:
@@ -145,14 +158,15 @@ def _import_devices(framework: str) -> Any:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise LaunchError(
-            f"The framework of this program is {framework} (KERAS_BACKEND), but {title} is not "
-            f"installed; install it: python -m pip install {extra}, or choose another backend "
-            "with KERAS_BACKEND."
+            f"The framework of this program is {framework} ({source}), but {title} is not "
+            f"installed; install it: python -m pip install {extra}, or "
+            f"{_other(source, 'another framework')}."
         ) from None
 
 
 def _set_up_devices(
     framework: str,
+    devices: Any,
     choice: EngineChoice,
     topology: Topology,
     settings: Settings,
@@ -162,7 +176,6 @@ def _set_up_devices(
     uses_gpus: bool,
 ) -> World:
     """Exchange hosts and GPUs with the other ranks, and bind this rank's GPUs."""
-    devices = _import_devices(framework)
     devices.set_up(settings, collectives)
     own: dict[str, Any] = {
         "host": host_id(),

@@ -11,9 +11,9 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
-from hvdtrain.config.keras_backend import configured_backend
+from hvdtrain.config.keras_backend import find_backend
 from hvdtrain.errors import ConfigurationError, NotInitializedError
-from hvdtrain.job_entry import Framework, World, enter_job
+from hvdtrain.job_entry import ARGUMENT, Framework, World, enter_job
 from hvdtrain.monitor.timeline import Timeline, timeline_file
 
 if TYPE_CHECKING:
@@ -68,19 +68,20 @@ def init(framework: Framework | None = None) -> None:
     global _world
     with _lock:
         if _world is None:
-            _world = enter_job(framework or _find_framework())
+            name, source = (framework, ARGUMENT) if framework else _find_framework()
+            _world = enter_job(name, source)
             if _world.settings.timeline_filename is not None:
                 start_timeline(_world.settings.timeline_filename)
 
 
-def _find_framework() -> str:
-    """Return the framework in which the program probably computes."""
+def _find_framework() -> tuple[str, str]:
+    """Return the framework in which the program probably computes, and what selects it."""
     modules = sys.modules
     if "keras" in modules:
-        return str(modules["keras"].backend.backend())
-    if f"{__package__}.torch" in modules and "tensorflow" not in modules:
-        return "torch"
-    return configured_backend(os.environ)
+        return str(modules["keras"].backend.backend()), "the backend of Keras"
+    if (name := f"{__package__}.torch") in modules and "tensorflow" not in modules:
+        return "torch", f"import of {name}"
+    return find_backend(os.environ)
 
 
 def shutdown() -> None:

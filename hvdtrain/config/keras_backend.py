@@ -7,26 +7,33 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["KERAS_BACKEND", "configured_backend"]
+__all__ = ["KERAS_BACKEND", "configured_backend", "find_backend"]
 
 KERAS_BACKEND = "KERAS_BACKEND"
 _DEFAULT = "tensorflow"
 
 
 def configured_backend(environ: Mapping[str, str]) -> str:
-    """Return the backend that Keras chooses when a process with this environment imports it.
+    """Return the first result of ``find_backend``."""
+    return find_backend(environ)[0]
+
+
+def find_backend(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the backend that Keras chooses when a process imports it, and what selects it.
 
     Keras reads the variable ``KERAS_BACKEND``, then ``keras.json`` in ``KERAS_HOME`` or
-    ``~/.keras`` (``keras/src/backend/config.py``). The result may be an unknown name.
+    ``~/.keras`` (``keras/src/backend/config.py``). The backend may be an unknown name.
     """
     if backend := environ.get(KERAS_BACKEND):
-        return backend
+        return backend, KERAS_BACKEND
     home = environ.get("KERAS_HOME") or os.path.join(_writable_home(environ), ".keras")
+    path = Path(home, "keras.json").expanduser()
     try:
-        content = json.loads(Path(home, "keras.json").expanduser().read_text())
-        return str(content.get("backend") or _DEFAULT)
+        if backend := json.loads(path.read_text()).get("backend"):
+            return str(backend), str(path)
     except (OSError, ValueError, AttributeError):
-        return _DEFAULT
+        pass
+    return _DEFAULT, "Keras' default"
 
 
 def _writable_home(environ: Mapping[str, str]) -> str:
