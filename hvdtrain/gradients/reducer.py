@@ -74,9 +74,7 @@ class GradientReducer:
         self._signatures = Signatures()
         self._tolerates_losses = False
         self.contributions = Contributions()  # records which ranks contributed to each step
-        # The latest communication error. If such an error is raised in compiled code, the framework
-        # raises a different exception, and ``take_error`` returns the original error.
-        self.error: HvdtrainError | None = None
+        self._error: HvdtrainError | None = None  # the latest communication error
 
     @classmethod
     def of_job(
@@ -240,21 +238,34 @@ class GradientReducer:
         finally:
             self._options = before
 
-    def take_error(self, error: Exception) -> HvdtrainError | None:
-        """Return and reset the communication error behind an error of the framework, or None."""
-        original, self.error = self.error, None
+    @contextmanager
+    def raising_own_errors(self) -> Iterator[None]:
+        """Raise a communication error itself if the framework raises another exception about it."""
+        self._error = None
+        try:
+            yield
+        except self.framework.ERRORS as raised:
+            cause = self._cause_of(raised)
+            if cause is None:
+                raise
+            raise cause from None
+
+    def _cause_of(self, raised: Exception) -> HvdtrainError | None:
+        """Return the communication error that a framework's exception is about, or None."""
+        error, self._error = self._error, None
+        # An earlier error may have been raised and caught. TensorFlow shortens very long texts.
+        if error is not None and str(error)[:200] in str(raised):
+            return error
         on_devices = self._ranks.device_collectives()
-        if original is None and on_devices is not None:
-            return on_devices.cause_of(error)
-        return original
+        return None if on_devices is None else on_devices.cause_of(raised)
 
     @contextmanager
     def remember_error(self) -> Iterator[None]:
-        """If an error is raised in the ``with`` block, store it for ``take_error``."""
+        """If an error is raised in the ``with`` block, store it for ``raising_own_errors``."""
         try:
             yield
         except HvdtrainError as error:
-            self.error = error
+            self._error = error
             raise
 
     def _prepare_shared(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:

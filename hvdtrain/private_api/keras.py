@@ -58,6 +58,7 @@ __all__ = [
     "has_weight_decay",
     "initial_epoch",
     "iterations_of",
+    "keep_state",
     "learning_rate_of",
     "loop_over_steps",
     "loss_tracker",
@@ -251,6 +252,18 @@ def loop_over_steps(model: keras.Model, step: Any, *, concatenate: bool = False)
         concatenate: Whether to concatenate the results of the steps. Otherwise the last one counts.
     """
     return model._make_function(step, concatenate_outputs=concatenate)
+
+
+def keep_state(model: keras.Model, state: Sequence[Sequence[Any]]) -> None:
+    """Set the state that ``jax_state_sync`` of JAX' trainer assigns to the variables of a model.
+
+    ``state`` is the state of a training, test or prediction step.
+    """
+    kinds = ["trainable", "non_trainable", "optimizer", "metrics"]
+    if len(state) < 4:
+        kinds.remove("optimizer")
+    named = {f"{kind}_variables": values for kind, values in zip(kinds, state)}
+    set_untracked(model, "_jax_state", named)
 
 
 def nested_metrics(metric: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from hvdtrain import frameworks
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
@@ -104,8 +103,7 @@ class FitLoop:
 
     Args:
         inputs: Shards the training data.
-        reducer: Averages gradients. If the backend replaces an error of hvdtrain by a different
-            error, the reducer stores the first error.
+        reducer: Averages gradients.
         steps: The model's steps.
         whole: Shards the data of ``evaluate`` and ``predict``. The default is ``inputs``.
         begin: Copies the chief's state to all ranks when training begins.
@@ -138,7 +136,6 @@ class FitLoop:
         self._own_session = begin_session
         self._averaging = averaging
         self._steps = steps
-        self._hidden_errors = frameworks.of_keras().ERRORS
         self._optimizers = optimizers_of(model)
         self._number = collectives.sections  # identifies the model within the program
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
@@ -480,11 +477,6 @@ class FitLoop:
         self._steps.additive.reset()
 
     def _run_keras(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a method of Keras, and raise hvdtrain's error if the backend has replaced it."""
-        try:
+        """Call a method of Keras. It raises errors of hvdtrain as themselves."""
+        with self._steps.own_errors():
             return method(*args, **options)
-        except self._hidden_errors as raised:
-            error = self._reducer.take_error(raised)
-            if error is None:
-                raise
-            raise error from None

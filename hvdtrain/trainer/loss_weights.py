@@ -21,7 +21,7 @@ If all losses of the model are sums, the remaining gradients are added up withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -77,13 +77,19 @@ def ratio(a: Scalar, b: Scalar) -> Scalar:
 
 
 class LossWeights:
-    """The weight w_r of this rank's loss in each step. The module's docstring explains it."""
+    """The weight w_r of this rank's loss in each step. The module's docstring explains it.
+
+    Args:
+        reducer: Combines counts over ranks.
+        model: The model, if ``joint_loss`` must look for losses that layers add.
+    """
 
     exchanges: tuple[str, ...] = ("train", "test")
     """The kinds of steps in which all ranks take part, so that they may exchange counts."""
 
-    def __init__(self, reducer: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer, model: keras.Model | None = None) -> None:
         self._reducer = reducer
+        self._model = model
         self._size = reducer.collectives.size
         self._elastic = reducer.collectives.survives_losses
 
@@ -100,18 +106,22 @@ class LossWeights:
         return scale * ratio(rows, joint_rows)
 
     def weighting(
-        self, sums: bool, weight: Scalar, factor: Scalar | None, only: Term | None
+        self,
+        sums: bool,
+        weight: Scalar,
+        factor: Scalar | None,
+        terms: Sequence[Term | None],
     ) -> Weighting:
         """Return the arguments with which an optimizer combines the gradients of a loss over ranks.
 
         ``weight`` is the weight of the loss. The optimizer also multiplies the gradients by
-        ``factor``. If the model has a single loss, ``only`` is the term of that loss.
+        ``factor``. If the model may have a single loss, ``terms`` is what ``joint_loss`` yields.
         """
         if not self._elastic:
             return Weighting(factor=factor)
         if sums:
             return Weighting(factor=factor, op="sum")
-        return Weighting(factor=factor, weight=weight if only is None else weight * only.factor)
+        return Weighting(factor=factor, weight=weight, terms=terms)
 
     @contextmanager
     def joint_loss(
@@ -129,7 +139,8 @@ class LossWeights:
 
         Yields:
             A list with an entry for each loss that is computed in the block: its ``Term``, or None
-            if the loss is a sum or a mean over rows.
+            if the loss is a sum or a mean over rows. Losses that layers of ``model`` add count as
+            one more entry, in elastic jobs.
         """
         terms: list[Term | None] = []
         if rows is None:
@@ -138,6 +149,8 @@ class LossWeights:
         known = [] if joint_rows is None else [joint_rows]
 
         def factor(reduction: str | None, counted: Any) -> Scalar | None:
+            if not terms and self._elastic and self._model is not None and self._model.losses:
+                terms.append(None)
             is_sum = reduction == "sum"
             if reduction in ("none", None) or not (is_sum or counted is not None):
                 terms.append(None)

@@ -37,6 +37,21 @@ class Weighting(NamedTuple):
     weight: Scalar | None = None
     # how gradients are combined over the ranks: ``"average"`` or ``"sum"``
     op: Literal["average", "sum"] = "average"
+    # The terms of the step's losses, which ``LossWeights.joint_loss`` yields. The list may be filled
+    # during the step.
+    terms: Sequence[Any] = ()
+
+    @property
+    def only(self) -> Any:
+        """The term of the loss, or None if the model has several losses or a mean over rows."""
+        return self.terms[0] if len(self.terms) == 1 else None
+
+    @property
+    def total_weight(self) -> Scalar | None:
+        """The weight of this rank, including the factor f_r of a single loss."""
+        if self.weight is None or self.only is None:
+            return self.weight
+        return self.weight * self.only.factor
 
 
 class GradientWeightMixin:
@@ -57,7 +72,7 @@ class GradientWeightMixin:
 
     def _hvdtrain_add_weight(self) -> None:
         """Add the weight of this step to the weight of the accumulated gradients."""
-        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
+        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.total_weight
         if weight_sum is None or weight is None:
             return
         if isinstance(weight_sum, KeptArray):
@@ -76,7 +91,7 @@ class GradientWeightMixin:
         The weights for the next update start from zero. Without gradient accumulation, this returns
         the weight of the current step.
         """
-        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.weight
+        weight_sum, weight = self._hvdtrain_weight_sum, self._hvdtrain_weighting.total_weight
         if weight is None or weight_sum is None:
             return weight
         steps = float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import pytest
 from keras import ops
 
 from hvdtrain import world as job
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.private_api.keras import set_mask
 from hvdtrain.trainer.loss_weights import LossWeights
@@ -107,3 +108,29 @@ def test_a_rank_without_rows(world: Any) -> None:
     mean = job.collectives().allreduce(gradient_of(weighted), "average", name="gradient")
     expected = gradient_of(loss_of(slice(None), "mean_with_sample_weight", masked=False))
     np.testing.assert_allclose(mean, expected, rtol=1e-5)
+
+
+def test_the_weight_of_a_rank_in_an_elastic_job(world: Any, monkeypatch: Any) -> None:
+    """The optimizer sends the sum of the weights of a single loss, not the number of rows."""
+    sent = []
+    reduce = Engine.grouped_allreduce
+
+    def spy(self: Any, arrays: Any, *args: Any, name: str = "", **options: Any) -> Any:
+        sent.extend([float(arrays[-1])] if name == "gradients" else [])
+        return reduce(self, arrays, *args, name=name, **options)
+
+    monkeypatch.setattr(Engine, "grouped_allreduce", spy)
+    monkeypatch.setattr(job.collectives(), "survives_losses", True)
+    part = PARTS[job.rank()]
+    by_weights, by_rows = 2 * WEIGHTS[part].sum() / WEIGHTS.sum(), 2 * len(X[part]) / len(X)
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    for penalty, expected in (
+        (None, by_weights),
+        ("l2", by_rows),  # a second loss, which is a mean over rows
+    ):
+        dense = keras.layers.Dense(2, kernel_regularizer=penalty)
+        model = keras.Sequential([keras.Input((2,)), dense])
+        model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=penalty is not None)
+        world.distribute(model)
+        model.train_on_batch(X[part], Y[part], WEIGHTS[part])
+        assert sent.pop() == pytest.approx(expected, rel=1e-5)

@@ -16,6 +16,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
+from hvdtrain.frameworks.jax.step_errors import errors
 from hvdtrain.private_api.jax import in_use
 
 __all__ = [
@@ -35,8 +36,11 @@ _MEMORY = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def set_up(settings: Settings, collectives: Engine) -> None:
-    """Run collectives of Python code after those of compiled functions that still run."""
-    collectives.before_operation = jax.effects_barrier
+    """Run collectives of Python code after those of compiled functions that still run.
+
+    JAX knows only the functions that the same thread has started.
+    """
+    collectives.before_operation = errors.wait
 
 
 def find_gpus(

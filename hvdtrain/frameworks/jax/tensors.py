@@ -13,6 +13,7 @@ from jax.experimental import io_callback
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.frameworks.interface import Arrays, Shape
+from hvdtrain.frameworks.jax.step_errors import errors, is_traced
 
 __all__ = [
     "ERRORS",
@@ -56,19 +57,14 @@ def run_on_host(
             raise
         return [np.asarray(result, dtype) for result, dtype in zip(results, types)]
 
-    if _tracing(inputs):
+    if is_traced(inputs):
         like = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in zip(shapes, types)]
-        return list(io_callback(host, like, *inputs, ordered=True))
+        return list(io_callback(errors.guarded(host, like), like, *inputs, ordered=True))
     return [jnp.array(result) for result in host(*inputs)]
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HvdtrainError)
-
-
-def _tracing(inputs: Sequence[Any]) -> bool:
-    """Return whether JAX traces a function at the moment, with these arrays or without them."""
-    return any(isinstance(value, jax.core.Tracer) for value in (*inputs, jnp.zeros(())))
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

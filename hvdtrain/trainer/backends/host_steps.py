@@ -7,6 +7,7 @@ weights of a step are therefore numbers, and not a part of the compiled step as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -21,6 +22,7 @@ from hvdtrain.trainer.backends.step_checks import FixedVariables, check_sums
 from hvdtrain.trainer.data import Share
 from hvdtrain.trainer.data.host_batches import JOINT_ROWS_UNKNOWN
 from hvdtrain.trainer.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
+from hvdtrain.trainer.model_parts import overrides
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.optimizer_mixins import Weighting
 from hvdtrain.trainer.step_variables import step_variable
@@ -67,7 +69,7 @@ class HostSteps:
         self._elastic = reducer.collectives.survives_losses
         self._member = world.collectives().member
         self._variables = FixedVariables(model)
-        self._weights = LossWeights(reducer)
+        self._weights = LossWeights(reducer, model)
         self.statistics = MovingStatistics(model, synchronized)
         self.additive = AdditiveMetrics(model)
         self.joint_rows_known = False
@@ -77,6 +79,10 @@ class HostSteps:
         self.samples = step_variable(0, dtype="int64", name="samples")
         self.ran = step_variable(0, dtype="int64", name="ran")
         self.rows = step_variable(0, dtype="int64", name="rows")
+
+    def own_errors(self) -> AbstractContextManager[None]:
+        """Return a context manager in which errors of hvdtrain are raised as themselves."""
+        return nullcontext()
 
     def begin_training(self, data: Any) -> StepWeights:
         """Count a training step, and return its weights.
@@ -101,8 +107,15 @@ class HostSteps:
         weight = self._weights.weight(rows, joint_rows, sums)
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
-        weighting = self._weights.weighting(sums, weight, weight, None)
+        weighting = self._weights.weighting(sums, weight, weight, ())
         return StepWeights(batch, rows, joint_rows, row_weight, weighting)
+
+    def with_terms(self, how: Weighting, terms: Sequence[Any]) -> Weighting:
+        """Let the optimizers use the terms of the losses, which Keras' step computes first.
+
+        A custom ``train_step`` may compute several losses, so its gradients are weighted by rows.
+        """
+        return how if overrides(self._model, "train_step") else how._replace(terms=terms)
 
     def begin_test(self, data: Any) -> tuple[Any, int | None, int | None]:
         """Count the rows of a test step.

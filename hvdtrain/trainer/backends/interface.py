@@ -8,6 +8,7 @@ this package replaces methods of a model, so that its steps weight the batches o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
@@ -54,6 +55,12 @@ class Steps(Protocol):
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
+
+    def own_errors(self) -> AbstractContextManager[None]:
+        """Raise the errors of hvdtrain in the ``with`` block, not the backend's errors about them.
+
+        Keras runs steps in this block.
+        """
 
 
 class Backend(Protocol):

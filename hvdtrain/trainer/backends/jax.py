@@ -4,12 +4,16 @@ Keras' or the user's own steps run on this rank's batch. They take the state of 
 its new state. The optimizers weight the gradients, and average them over the ranks in a callback of
 the compiled step. What is known before a step, such as the number of rows, is passed to the
 compiled step as data.
+
+A compiled step frees the state that it receives. If a reduction fails, the step completes, and
+returns this state (``frameworks/jax/step_errors.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +23,9 @@ from keras import ops
 
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
-from hvdtrain.frameworks.jax.tensors import ERRORS
+from hvdtrain.frameworks.jax.step_errors import errors
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import loop_over_steps
+from hvdtrain.private_api.keras import keep_state, loop_over_steps
 from hvdtrain.trainer.backends.host_steps import HostSteps
 from hvdtrain.trainer.data import Share
 from hvdtrain.trainer.model_parts import optimizers_of
@@ -29,6 +33,7 @@ from hvdtrain.trainer.moving_statistics import StepRates
 from hvdtrain.trainer.optimizer_mixins import Weighting
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
+from hvdtrain.trainer.variables import array_of, attach_state
 
 __all__ = ["JaxSteps", "check_model", "make_steps"]
 
@@ -90,6 +95,7 @@ class JaxSteps(HostSteps):
         self._predict_step = model.predict_step
         self._on_batch = model.train_on_batch, model.test_on_batch, model.predict_on_batch
         self._op = Weighting().op
+        self._communicates = reducer.collectives.size > 1 or self._elastic
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return the methods to replace on the model, by name."""
@@ -100,8 +106,35 @@ class JaxSteps(HostSteps):
             "make_predict_function": make(
                 self._make, "predict_function", self.predict, self._predict
             ),
-            **{method.__name__: self._raising_own_errors(method) for method in self._on_batch},
+            **{method.__name__: self._with_own_errors(method) for method in self._on_batch},
         }
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """Raise the errors of steps, and give the model its values again.
+
+        The values are those after the last completed step.
+        """
+        try:
+            with errors.raised():
+                yield
+        except BaseException as error:
+            attach_state(self._model)
+            if _are_lost(self._model.variables[:1]):
+                error.add_note(
+                    f"The model {self._model.name!r} has lost its values, because JAX frees the "
+                    "values that a step receives, and the step failed. Resume from a checkpoint, "
+                    "or create the model again."
+                )
+            raise
+
+    def _with_own_errors(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            with self.own_errors():
+                return method(*args, **options)
+
+        return call
 
     def _make(
         self, name: str, run: Callable[..., Any], step: Callable[..., Any], force: bool = False
@@ -119,9 +152,20 @@ class JaxSteps(HostSteps):
             if model.jit_compile and not model.run_eagerly:
                 # JAX would not trace the same function again.
                 step = jax.jit(functools.partial(step), donate_argnums=0)
-            concatenate = name == "predict_function"
-            function = loop_over_steps(model, functools.partial(run, step), concatenate=concatenate)
-            setattr(model, name, function)
+
+            def run_step(state: Any, data: Any) -> Any:
+                results, state = run(step, state, data)
+                keep_state(model, state)
+                errors.check()
+                return results, state
+
+            loop = loop_over_steps(model, run_step, concatenate=name == "predict_function")
+
+            def run_block(state: Any, iterator: Iterator[Any]) -> Any:
+                keep_state(model, state)  # in case the iterator raises an error
+                return loop(state, iterator)
+
+            setattr(model, name, run_block)
         return getattr(model, name)
 
     def train(self, compiled: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -161,9 +205,10 @@ class JaxSteps(HostSteps):
         self.step_rows, self.step_weight = numbers.rows, numbers.factor
         try:
             with (
+                errors.kept(),
                 self.additive.trying(),
-                weighting(optimizers_of(self._model), how, jit=False),
-                self._weights.joint_loss(numbers.rows, numbers.joint_rows, "train"),
+                self._weights.joint_loss(numbers.rows, numbers.joint_rows, "train") as terms,
+                weighting(optimizers_of(self._model), self.with_terms(how, terms), jit=False),
             ):
                 logs, new = self._train_step(state, batch)
         finally:
@@ -171,11 +216,15 @@ class JaxSteps(HostSteps):
         trainable, others, optimizer, metrics = new
         others = self._weigh_statistics(state[1], others, numbers.rates)
         logs, metrics = self._keep_metrics(logs, state[3], metrics, numbers.rows)
-        return logs, (trainable, others, optimizer, metrics)
+        new = trainable, others, optimizer, metrics
+        if self._communicates:
+            new = errors.unless_failed(state, new)
+        return logs, new
 
     def _test(self, state: Any, batch: Any, rows: Any, joint_rows: Any) -> Any:
         """Run the model's ``test_step``. This function is compiled."""
         with (
+            errors.kept(),
             self.additive.trying(),
             self._weights.joint_loss(rows, joint_rows, "test"),
         ):
@@ -225,17 +274,13 @@ class JaxSteps(HostSteps):
             }
         return logs, values
 
-    def _raising_own_errors(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that raises an error of hvdtrain instead of JAX' error about it."""
 
-        @functools.wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return method(*args, **options)
-            except ERRORS as raised:
-                raise self._reducer.take_error(raised) or raised from None
-
-        return call
+def _are_lost(variables: Sequence[Any]) -> bool:
+    try:
+        list(map(array_of, variables))
+    except Exception:  # without a value, or with one that JAX has freed
+        return True
+    return False
 
 
 def _float32(number: float | None) -> Any:

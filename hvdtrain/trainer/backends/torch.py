@@ -99,8 +99,8 @@ class TorchSteps(HostSteps):
             with (
                 self._metrics_of(step.rows),
                 random_by_rank(self._member),
-                weighting(optimizers_of(self._model), how, jit=False),
-                self._joint_loss(step.rows, step.joint_rows, "train"),
+                self._joint_loss(step.rows, step.joint_rows, "train") as terms,
+                weighting(optimizers_of(self._model), self.with_terms(how, terms), jit=False),
             ):
                 logs = function([step.batch])
         finally:

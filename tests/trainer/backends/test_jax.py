@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as job
-from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.checkpoint import Store
+from hvdtrain.errors import ModelError, NonFiniteError, PeerFailedError
 from hvdtrain.trainer.batch_normalization import SyncBatchNormalization
 
 ROWS = 33  # the last step has a row on rank 0 only
@@ -142,18 +143,76 @@ def test_batches_passed_to_single_steps_are_weighted_by_rows(world):
     assert together.predict_on_batch(X[own]).shape == Y[own].shape
 
 
-def test_errors_in_a_compiled_step_are_raised_on_every_rank_as_themselves(world):
+def test_after_a_failed_reduction_the_model_has_the_values_before_the_step(world, tmp_path):
+    """JAX frees what a compiled step receives, even if the step fails."""
+    model = _model(normalize="together", steps_per_execution=2)
+    alone = _model(normalize="alone")
+    world.distribute(model)
     x = X.copy()
-    x[1] = np.nan
-    for call in ("fit", "train_on_batch"):
-        model = _model()
-        world.distribute(model)
-        own = x if call == "fit" else x[job.rank() :][:1]
-        with pytest.raises(NonFiniteError, match="on rank 0" if call == "fit" else "on rank 1"):
-            getattr(model, call)(own, Y[: len(own)])
+    x[29] = np.nan  # in the second rank's part of the fourth joint batch
+    checkpoint = world.Checkpoint(tmp_path, every_steps=1)
+    with pytest.raises(NonFiniteError, match="on rank 1"):
+        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[checkpoint])
+    for step in range(3):
+        alone.train_on_batch(X[8 * step :][:8], Y[8 * step :][:8])
+    _check_equal(model, alone)
+    saved = Store(tmp_path).newest()
+    assert saved.step == 2 if world.is_chief() else saved is None
+
+    with pytest.raises(NonFiniteError, match="on rank 1"):
+        model.train_on_batch(x[28 + job.rank() :][:1], Y[:1])
+    _check_equal(model, alone)
+    assert np.isfinite(_fit(model, 4)["loss"]).all()
+
+
+class _Unreadable(keras.utils.PyDataset):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index == self.number:
+            raise ValueError("unreadable")
+        return X[4 * index :][:4], Y[4 * index :][:4]
+
+
+def test_errors_in_the_data_leave_the_model_its_values(world):
     model = _model()
     world.distribute(model)
-    assert np.isfinite(_fit(model, 4)["loss"]).all()
+    for number, call in ((1, "fit"), (2, "evaluate"), (2, "predict")):
+        before = model.get_weights()
+        with pytest.raises((ValueError, PeerFailedError), match="unreadable"):
+            getattr(model, call)(_Unreadable(number), verbose=0)
+        for value, other in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(value, other)
+
+
+class _Fails(keras.Model):
+    """A model with a callback that fails in the third step."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        import jax
+        from jax.experimental import io_callback
+
+        def host(iterations: Any) -> Any:
+            assert int(iterations) < 2, "failed"
+            return iterations
+
+        logs, (*others, metrics) = super().train_step(state, data)
+        like = jax.ShapeDtypeStruct((), others[2][0].dtype)
+        others[2][0] = io_callback(host, like, others[2][0], ordered=True)
+        return logs, (*others, metrics)
+
+
+def test_an_error_names_a_model_that_has_lost_its_values(world):
+    model = _model(_Fails)
+    world.distribute(model)
+    with pytest.raises(Exception, match="failed") as caught:
+        _fit(model, 4)
+    assert "has lost its values" in caught.value.__notes__[-1]
 
 
 def test_a_second_fit_treats_nan_as_its_own_callbacks_say(world):

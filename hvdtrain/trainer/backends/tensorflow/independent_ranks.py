@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -112,9 +112,13 @@ class IndependentLossWeights(LossWeights):
         return tf.where(rows > 0, 1.0, 0.0)
 
     def weighting(
-        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+        self,
+        sums: bool,
+        weight: tf.Tensor,
+        factor: tf.Tensor | None,
+        terms: Sequence[Term | None],
     ) -> Weighting:
         """Return the weight of this step among the steps whose gradients are accumulated."""
-        if only is not None:
+        if (only := Weighting(terms=terms).only) is not None:
             self.contribution = tf.cast(only.count, tf.float64)
         return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

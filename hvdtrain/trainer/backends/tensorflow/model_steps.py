@@ -69,6 +69,7 @@ class ModelSteps:
         self._weights = weights or LossWeights(reducer)
         self._elastic = reducer.collectives.survives_losses
         self._contributions = reducer.contributions
+        self.own_errors = reducer.raising_own_errors
         self._compute = compute
         compute.joint_loss = self._weights.joint_loss
         self.step_rows: tf.Tensor | None = None
@@ -201,8 +202,8 @@ class ModelSteps:
             parts, terms, metrics = differentiate()
             factor = tf.cast(share.rows > 0, tf.float32)
         gradients = [_gradient(p, v) for p, v in zip(parts, model.trainable_variables)]
-        only = terms[0] if len(terms) == 1 and not model.losses else None
-        how = self._weights.weighting(are_sums(model), counts.weight, factor, only)
+        terms = () if model.losses else terms
+        how = self._weights.weighting(are_sums(model), counts.weight, factor, terms)
         if gradients:
             with weighting([model.optimizer], how, self._compute.jit):
                 self._apply(gradients)
@@ -218,7 +219,7 @@ class ModelSteps:
         rows, joint_rows, weight = counts
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
-        how = self._weights.weighting(are_sums(self._model), weight, weight, None)
+        how = self._weights.weighting(are_sums(self._model), weight, weight, ())
         self.step_weight = weight
         with (
             weighting(optimizers_of(self._model), how, self._compute.jit),
