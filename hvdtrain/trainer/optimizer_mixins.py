@@ -37,8 +37,8 @@ class Weighting(NamedTuple):
     weight: Scalar | None = None
     # how gradients are combined over the ranks: ``"average"`` or ``"sum"``
     op: Literal["average", "sum"] = "average"
-    # The terms of the step's losses, which ``LossWeights.joint_loss`` yields. The list may be filled
-    # during the step.
+    # The terms of the step's losses, which ``LossWeights.joint_loss`` yields. The list is filled
+    # during the step on torch and JAX.
     terms: Sequence[Any] = ()
 
     @property
