@@ -26,7 +26,7 @@ from peers.jobs import FULL, HOSTS, QUICK, RANKS, make_plan, run_plan, say
 from peers.tables import report
 
 from hvdtrain.bench.machine import describe_machine, machine_line
-from hvdtrain.launch.hosts import whole_number
+from hvdtrain.config.fields import argument, positive_int
 from hvdtrain.text import plural
 from tests.environments import missing_environment
 from tests.testbed.requirements import missing_requirements
@@ -87,7 +87,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--where", nargs="+", choices=places, default=list(places))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument(
-        "--repeat", type=whole_number, default=3, help="jobs of each candidate; default %(default)s"
+        "--repeat",
+        type=argument(positive_int),
+        default=3,
+        help="jobs of each candidate; default %(default)s",
     )
     parser.add_argument(
         "--rate", default="200mbit", help="speed of the cluster's links; default %(default)s"

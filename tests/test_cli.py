@@ -69,7 +69,7 @@ USAGE_ERRORS = {
     "no-command": ([], "hvdtrain: error: the following arguments are required: COMMAND"),
     "unknown-command": (["rnu"], "'rnu'"),
     "no-np": (["run", "--", "true"], "-np"),
-    "np-zero": (["run", "-np", "0", "true"], "expected a positive integer, got '0'"),
+    "np-zero": (["run", "-np", "0", "true"], "got '0': expected a whole number above 0"),
     "np-text": (["run", "-np", "two", "true"], "got 'two'"),
     "no-program": (["run", "-np", "2"], "The program is missing"),
     "no-program-after-dashes": (["run", "-np", "2", "--"], "The program is missing"),
@@ -106,7 +106,7 @@ USAGE_ERRORS = {
         "--worker-hosts, --ps-hosts names parameter servers, but --mode allreduce uses none",
     ),
     "code-on-stdin": (["run", "-np", "2", "--", "python", "-"], "got python -; save the code in"),
-    "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),
+    "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected a number"),
 }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from hvdtrain.bench.options import BENCHMARKS, add_options
 from hvdtrain.cluster.topology import read_topology
+from hvdtrain.config.fields import argument, positive_int
 from hvdtrain.config.keras_backend import KERAS_BACKEND, configured_backend
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.hosts import whole_number
 
 __all__ = ["add_arguments", "measure_here", "run"]
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             own.add_argument(
                 "-np",
                 "--num-proc",
-                type=whole_number,
+                type=argument(positive_int),
                 metavar="N",
                 help=f"number of ranks on this host; default {kind.usual_ranks}, or the ranks of "
                 "the job",

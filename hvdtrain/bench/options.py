@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.launch.hosts import whole_number
+from hvdtrain.config.fields import argument, positive_int, rate
 
 __all__ = [
     "BENCHMARKS",
@@ -39,16 +39,6 @@ def bytes_per_s(text: str) -> float:
     return speed
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
-
-
 def _model_names(text: str) -> str:
     unknown = [name for name in text.split(",") if name not in _MODELS]
     if unknown:
@@ -65,11 +55,11 @@ def _option(default: Any, help: str = "", **arguments: Any) -> Any:
 
 
 def _count(default: int, help: str) -> Any:
-    return _option(default, help, type=whole_number, metavar="N")
+    return _option(default, help, type=argument(positive_int), metavar="N")
 
 
 def _number(default: float, help: str) -> Any:
-    return _option(default, f"{help}; default %(default)g", type=_positive, metavar="X")
+    return _option(default, f"{help}; default %(default)g", type=argument(rate), metavar="X")
 
 
 @dataclass(frozen=True, kw_only=True)

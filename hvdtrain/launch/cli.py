@@ -127,6 +127,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_failures(group: argparse._ArgumentGroup) -> None:
+    seconds = argument(non_negative_float)
     group.add_argument(
         "--max-restarts",
         type=argument(count),
@@ -136,7 +137,7 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hang-timeout-s",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="seconds without a step before a stop; 0: no limit; default 0.9 x --timeout-s",
     )
@@ -146,7 +147,7 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
         ("--preempt-grace-s", 60.0, "seconds between SIGUSR1 or SIGUSR2 and SIGKILL"),
     ):
         text = f"{what}; default %(default)g"
-        group.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
+        group.add_argument(flag, type=seconds, default=default, metavar="S", help=text)
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
@@ -300,13 +301,6 @@ def _variable(text: str) -> tuple[str, str | None]:
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise argparse.ArgumentTypeError(f"expected NAME or NAME=VALUE, got {text!r}")
     return name, value if equals else None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return non_negative_float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}") from None
 
 
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*[a-z]*|(?P<shell>(ba|da|k|z)?sh)")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
 from hvdtrain.config import MANAGED_HOSTS, Settings
+from hvdtrain.config.fields import argument, positive_int
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.text import format_list, plural
 
@@ -26,7 +27,6 @@ __all__ = [
     "add_host_arguments",
     "named_cluster",
     "named_hosts",
-    "whole_number",
 ]
 
 # In this variable, TensorFlow's launchers list all tasks, and which of them this process is.
@@ -37,7 +37,7 @@ def add_host_arguments(group: argparse._ActionsContainer) -> argparse._MutuallyE
     """Declare ``-np`` and, in the group that is returned, ``-H`` and ``--hostfile``."""
     group.add_argument(
         *("-np", "--num-proc"),
-        type=whole_number,
+        type=argument(positive_int),
         metavar="N",
         help="number of ranks; default: one per slot of the hosts",
     )
@@ -153,18 +153,6 @@ def _check_cluster(cluster: TaskHosts, source: str, settings: Settings, ranks: i
             f"-np {ranks} is not the number of tasks in {source}, {workers + servers} "
             f"({plural(workers, 'worker')} and {plural(servers, 'parameter server')}); omit -np."
         )
-
-
-def whole_number(text: str) -> int:
-    """Parse a positive integer on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: If the text is not a positive integer.
-    """
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return count
 
 
 logger = logging.getLogger(__package__)

@@ -27,11 +27,11 @@ TINY_RECOVERY = ["recovery", "--batch-size", "2", "--between-steps", "3"]
 USAGE_ERRORS = {
     "nothing": ([], "BENCHMARK"),
     "unknown": (["allreduse"], "allreduse"),
-    "ranks": (["allreduce", "-np", "0"], "expected a positive integer, got '0'"),
+    "ranks": (["allreduce", "-np", "0"], "got '0': expected a whole number above 0"),
     "models": (["training", "--models", "lenet,vgg"], "expected some of lenet, mlp, got 'vgg'"),
     "model": (["recovery", "--model", "vgg"], "vgg"),
     "link": (["predict", "--link", "25"], "expected a speed like 25gbit or 200mbit, got '25'"),
-    "compute": (["predict", "--compute-ms", "0"], "expected a positive number, got '0'"),
+    "compute": (["predict", "--compute-ms", "0"], "got '0': expected a finite number above 0"),
     "one rank": (["recovery", "-np", "1"], "recovery needs at least 2 ranks"),
     "directory": (
         ["checkpoint", "--directory", "/nonexistent"],

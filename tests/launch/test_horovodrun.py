@@ -223,7 +223,7 @@ def test_the_last_flag_wins(job) -> None:
 
 def test_an_invalid_value_names_the_equivalent_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--start-timeout", "soon", "true"]) == 2
-    assert "--start-timeout-s: expected seconds, 0 or more, got 'soon'" in capsys.readouterr().err
+    assert "--start-timeout-s: got 'soon': expected a number, 0 or more" in capsys.readouterr().err
 
 
 def test_horovods_default_does_not_disable_hang_detection(

@@ -51,7 +51,7 @@ def test_the_number_of_ranks_is_a_positive_integer(
     assert parser.parse_args(["-np", "3"]).num_proc == 3
     with pytest.raises(SystemExit):
         parser.parse_args([f"-np={text}"])
-    assert f"expected a positive integer, got {text!r}" in capsys.readouterr().err
+    assert f"got {text!r}: expected a whole number above 0" in capsys.readouterr().err
 
 
 class Manager:

@@ -166,7 +166,7 @@ WRONG = {
     "program": ('program = "python"', "unrecognized arguments: --program=python"),
     "value-too-many": ("oversubscribe = 3", "--oversubscribe: ignored explicit argument '3'"),
     "value-missing": ("hosts = true", "-H/--hosts: expected one argument"),
-    "value": ("np = -3", "-np/--num-proc: expected a positive integer, got '-3'"),
+    "value": ("np = -3", "-np/--num-proc: got '-3': expected a whole number above 0"),
     "setting": ("timeout-s = 0", "--timeout-s: got '0': expected a number above 0"),
     "variable": ("[env]\n'A B' = 1", "-x/--env: expected NAME or NAME=VALUE, got 'A B=1'"),
     "not-toml": ("np", "--config"),
