@@ -167,11 +167,7 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50's 160 trainable variables without biases, 102 MB in total.
-
-    Biases are left out, because the bias of a convolution has no effect before a batch
-    normalization.
-    """
+    """Return the shapes of ResNet-50's 160 trainable variables without biases, 102 MB."""
     model = keras.applications.ResNet50(weights=None)
     return [tuple(v.shape) for v in model.trainable_variables if not v.path.endswith("bias")]
 

@@ -189,11 +189,7 @@ def _check_elastic() -> None:
 
 
 def _shared_times(collectives: Engine) -> np.ndarray:
-    """Return an array with one number per rank, which all ranks of the host share.
-
-    The array is in a file. The file is unlinked as soon as all ranks have opened it, so that killed
-    ranks leave no file.
-    """
+    """Return a number per rank, in a shared file that is unlinked once all ranks have opened it."""
     name, size = "hvdtrain bench: times", collectives.size
     path = ""
     if collectives.rank == 0:

@@ -60,11 +60,7 @@ def main() -> None:
 
 
 def format_allreduce(engine: str, ranks: int, nbytes: int, best_s: float, latency_s: float) -> str:
-    """Format the results for the report.
-
-    These are the time and the bandwidths of an allreduce of ``nbytes``, and the time of an
-    allreduce of four bytes.
-    """
+    """Format the time and bandwidths for ``nbytes``, and the time for four bytes."""
     return (
         f"allreduce over {ranks} ranks ({engine}): {nbytes / 1e6:.1f} MB in "
         f"{format_seconds(best_s)}, {nbytes / best_s / 1e9:.2f} GB/s "

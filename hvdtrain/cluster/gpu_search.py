@@ -76,11 +76,7 @@ def _find_obstacle(obstacle: Callable[[], str]) -> str:
 
 
 def log_gpus(ranks: Sequence[RankGpus], chosen: Sequence[Sequence[int]]) -> None:
-    """Log which ranks share a GPU, and warnings about missing, faulty, busy and unequal GPUs.
-
-    ``ranks`` are the results of ``search_gpus`` on all ranks, and ``chosen`` is the result of
-    ``assign_gpus``.
-    """
+    """Log which ranks share a GPU, and warnings about missing, faulty, busy and unequal GPUs."""
     if not any(chosen) and any(one.visible is not None for one in ranks):
         logger.info("no GPU found; computing on the CPU")
     if sharing := describe_sharing(ranks, chosen):

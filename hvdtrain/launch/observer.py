@@ -35,11 +35,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """An attempt has ended.
-
-    ``words`` contains the messages about the end of the attempt.
-    ``hvdtrain.launch.failure.Outcome`` describes the other fields.
-    """
+    """An attempt has ended, with messages in ``words``. ``Outcome`` describes other fields."""
 
     code: int
     cause: str

@@ -112,11 +112,7 @@ def _accumulated_steps(optimizer: Any) -> int:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether the optimizer updates each element on its own.
-
-    This means that the update of an element depends neither on other elements nor on older
-    gradients.
-    """
+    """Return whether updates of elements don't depend on others or on older gradients."""
     kind = type(plain_optimizer(optimizer))
     return kind in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
 
@@ -211,11 +207,7 @@ def split_state(
 def pack_states(
     model_optimizer: Any, shards: Sequence[Shard], *, averages_only: bool = False
 ) -> list[np.ndarray]:
-    """Return the state of a model's optimizer, as a flat buffer for each shard.
-
-    If ``averages_only`` is true, the buffers contain only the moving averages of the weights
-    (``use_ema``).
-    """
+    """Return the optimizer's state, or only averages of weights, as a buffer per shard."""
     return [
         join_bytes(split_state(model_optimizer, shard, averages_only=averages_only))
         for shard in shards

@@ -187,11 +187,7 @@ class _Sequence:
         return self._items[at] + min(units * unit, spec.size)
 
     def between(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of variables in the range of elements ``[first, last)``.
-
-        A piece consists of three numbers: the index of the variable, and the first and last
-        element.
-        """
+        """Yield the variable, first and last element of each piece in ``[first, last)``."""
         at = bisect.bisect_right(self._items, first) - 1
         while first < last:
             stop = min(last, self._items[at + 1])

@@ -71,11 +71,7 @@ def collect() -> dict[str, str]:
 
 
 def format_variables(environ: Mapping[str, str]) -> str:
-    """Format the variables that affect a job, one per line, without secrets.
-
-    The values of variables whose names suggest a secret are hidden, and so are user names,
-    passwords and queries in URLs.
-    """
+    """Format the variables that affect a job, one per line, with all secrets hidden."""
     return "\n".join(
         f"{name}={'(hidden)' if _SECRET.search(name) else _SECRET_IN_URL.sub('(hidden)', value)}"
         for name, value in sorted(environ.items())

@@ -83,11 +83,7 @@ def read_token(path: Path) -> str:
 
 
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
-    """Return the allowed Host headers, each with the port.
-
-    The allowed hosts are the loopback names and addresses. In addition, ``host`` and each of
-    ``names`` are allowed.
-    """
+    """Return the allowed Host headers with the port: loopback, ``host`` and each of ``names``."""
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):
         own.add(f"[{host}]" if ":" in host else host)
