@@ -86,23 +86,14 @@ def join_gloo(job: dict[str, Any]) -> tuple[int, int]:
 
 
 class Group(NamedTuple):
-    """The ranks of a library.
+    """The ranks of a library."""
 
-    Attributes:
-        rank: This rank.
-        size: Number of ranks.
-        tensors_of: Converts arrays to the library's tensors.
-        call: Sums tensors over all ranks, and waits for the result.
-        barrier: Waits for all ranks.
-        leave: Called at the end.
-    """
-
-    rank: int
-    size: int
-    tensors_of: Callable[[Arrays], Any]
-    call: Callable[[Any], object]
-    barrier: Callable[[], object]
-    leave: Callable[[], object] = lambda: None
+    rank: int  # this rank
+    size: int  # number of ranks
+    tensors_of: Callable[[Arrays], Any]  # converts arrays to the library's tensors
+    call: Callable[[Any], object]  # sums tensors over all ranks, and waits for the result
+    barrier: Callable[[], object]  # waits for all ranks
+    leave: Callable[[], object] = lambda: None  # called at the end
 
 
 def measure_calls(job: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -26,19 +26,12 @@ ALONE = {"": "keras", HOROVOD: "horovods-tensorflow", "torch": "torch-alone"}
 
 
 class Way(NamedTuple):
-    """A candidate.
+    """A candidate."""
 
-    Attributes:
-        label: Name in tables.
-        launcher: Launcher of its ranks; ``alone`` for one process.
-        library: Library of its ranks, as named in ``peer_ranks``.
-        flags: Flags of the launcher.
-    """
-
-    label: str
-    launcher: str
-    library: str
-    flags: tuple[str, ...] = ()
+    label: str  # name in tables
+    launcher: str  # launcher of its ranks; ``alone`` for one process
+    library: str  # library of its ranks, as named in ``peer_ranks``
+    flags: tuple[str, ...] = ()  # flags of the launcher
 
     @property
     def environment(self) -> str:

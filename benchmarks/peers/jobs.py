@@ -47,21 +47,14 @@ Hosts = tuple[Any, Environ]
 
 
 class Sizes(NamedTuple):
-    """The amount of work of each measurement.
+    """The amount of work of each measurement."""
 
-    Attributes:
-        cases: Bytes and number of arrays of each allreduce, by name.
-        runs: Runs of each case per job.
-        models: Samples per rank and step, and number of timed steps, by model.
-        cluster_models: The same on the cluster.
-        warmup_steps: Steps before timing starts.
-    """
-
-    cases: Mapping[str, tuple[int, int]]
-    runs: int
+    cases: Mapping[str, tuple[int, int]]  # bytes and number of arrays of each allreduce, by name
+    runs: int  # runs of each case per job
+    # samples per rank and step, and number of timed steps, by model
     models: Mapping[str, tuple[int, int]]
-    cluster_models: Mapping[str, tuple[int, int]]
-    warmup_steps: int
+    cluster_models: Mapping[str, tuple[int, int]]  # the same on the cluster
+    warmup_steps: int  # steps before timing starts
 
 
 FULL = Sizes(

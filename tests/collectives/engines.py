@@ -64,23 +64,15 @@ FAR = Link(latency_s=1.0, bytes_per_s=1e9)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
-    """An engine to test.
-
-    Attributes:
-        hosts: The simulated host of each rank.
-        arena: Whether to use the arena for results of any size.
-        slots: The number of slots in shared memory.
-        link: The assumed link between hosts.
-        many: Whether to agree as if there were too many ranks for direct messages.
-    """
+    """An engine to test."""
 
     kind: str
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # the simulated host of each rank
     chunk_bytes: int = MANY_CHUNKS
-    arena: bool = False
-    slots: int | None = None
-    link: Link | None = None
-    many: bool = False
+    arena: bool = False  # whether to use the arena for results of any size
+    slots: int | None = None  # the number of slots in shared memory
+    link: Link | None = None  # the assumed link between hosts
+    many: bool = False  # whether to agree as if there were too many ranks for direct messages
 
     def __str__(self) -> str:
         size = "many-chunks" if self.chunk_bytes == MANY_CHUNKS else "large-chunks"

@@ -63,23 +63,14 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement about hvdtrain, and the job that shows whether it holds.
+    """A statement about hvdtrain, and the job that shows whether it holds."""
 
-    Attributes:
-        name: Name for ``--only``.
-        text: The statement.
-        needs: The hardware that it needs.
-        limit_s: Time limit of its job.
-        is_timing: Whether it compares times. These are too noisy for a verdict on CPUs.
-        test: Function that runs the job.
-    """
-
-    name: str
-    text: str
-    needs: Requirements
-    limit_s: float
-    is_timing: bool = False
-    test: Callable[[Context], Judgement]
+    name: str  # name for ``--only``
+    text: str  # the statement
+    needs: Requirements  # the hardware that it needs
+    limit_s: float  # time limit of its job
+    is_timing: bool = False  # Whether it compares times. These are too noisy for a verdict on CPUs.
+    test: Callable[[Context], Judgement]  # function that runs the job
 
 
 def _test_binding(context: Context) -> Judgement:

@@ -54,33 +54,23 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a claim needs.
+    """What a claim needs."""
 
-    Attributes:
-        ranks: One rank, two, one per GPU (``all``), or one per GPU but at least two (``several``).
-        gpus: Minimum number of GPUs; 0 if the claim also holds on CPUs.
-        own_gpus: Whether two ranks need a GPU each. Otherwise they may share the only one.
-    """
-
+    # one rank, two, one per GPU (``all``), or one per GPU but at least two (``several``)
     ranks: Ranks
-    gpus: int = 0
+    gpus: int = 0  # minimum number of GPUs; 0 if the claim also holds on CPUs
+    # Whether two ranks need a GPU each. Otherwise they may share the only one.
     own_gpus: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the ranks of a job run.
+    """Where the ranks of a job run."""
 
-    Attributes:
-        ranks: Number of ranks.
-        hosts: Value of ``-H``; empty for this host or the Slurm job's.
-        gpus: Number of GPUs that the ranks use.
-        backend: Value of ``--backend``; if empty, NCCL between GPUs and TensorFlow's ring on CPUs.
-    """
-
-    ranks: int
-    hosts: str = ""
-    gpus: int
+    ranks: int  # number of ranks
+    hosts: str = ""  # value of ``-H``; empty for this host or the Slurm job's
+    gpus: int  # number of GPUs that the ranks use
+    # value of ``--backend``; if empty, NCCL between GPUs and TensorFlow's ring on CPUs
     backend: str = ""
 
     @property

@@ -20,25 +20,15 @@ WIDTH = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one claim.
+    """The result of one claim."""
 
-    Attributes:
-        name: Name of the claim.
-        text: The claim.
-        where: The ranks and GPUs that its job used; empty if it did not run.
-        verdict: Whether the claim holds; ``no verdict`` if there is only a value.
-        measured: The measured value, or why the claim failed or did not run.
-        seconds: Duration of the claim.
-        values: All values.
-    """
-
-    name: str
-    text: str
-    where: str = ""
-    verdict: Verdict
-    measured: str
-    seconds: float = 0.0
-    values: Any = None
+    name: str  # name of the claim
+    text: str  # the claim
+    where: str = ""  # the ranks and GPUs that its job used; empty if it did not run
+    verdict: Verdict  # whether the claim holds; ``no verdict`` if there is only a value
+    measured: str  # the measured value, or why the claim failed or did not run
+    seconds: float = 0.0  # duration of the claim
+    values: Any = None  # all values
 
 
 def judged(claim: Claim, layout: Layout, judgement: Judgement, seconds: float) -> Result:

@@ -22,25 +22,17 @@ Train = Callable[[keras.Model, int], Any]
 
 
 class Pattern(NamedTuple):
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        make: Returns the compiled model.
-        train: Takes the model and a batch size, and returns the results that a user sees.
-        often: Whether ``make test-keras`` runs the pattern. ``make test-all`` runs all patterns.
-        since: The first version of Keras that supports it.
-        eager: Whether the reference may run eagerly, which is faster than tracing.
-        backends: The backends of Keras with which the pattern works in one process.
-        presharded: Whether ``train`` passes each rank its own part of the data.
-    """
-
-    make: Callable[[], keras.Model]
-    train: Train
+    make: Callable[[], keras.Model]  # returns the compiled model
+    train: Train  # takes the model and a batch size, and returns the results that a user sees
+    # Whether ``make test-keras`` runs the pattern. ``make test-all`` runs all patterns.
     often: bool = False
-    since: tuple[int, int] = (3, 14)
-    eager: bool = True
+    since: tuple[int, int] = (3, 14)  # the first version of Keras that supports it
+    eager: bool = True  # whether the reference may run eagerly, which is faster than tracing
+    # the backends of Keras with which the pattern works in one process
     backends: tuple[str, ...] = ("tensorflow", "torch", "jax")
-    presharded: bool = False
+    presharded: bool = False  # whether ``train`` passes each rank its own part of the data
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
