@@ -64,7 +64,6 @@ class Cluster:
     hosts: int  # number of hosts
     ranks_per_host: int  # number of ranks on each host
     link: Link  # latency and speed of a host's link, in each direction
-    ranks_per_core: float = 1.0  # number of ranks that share a core
 
     @property
     def chunk_bytes(self) -> int:
@@ -138,7 +137,7 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
         # With few chunks, some ranks send none.
         carriers = cluster.carriers * min(cluster.turns, max(1, chunks))
         core_s += leaves / carriers / costs.core_bytes_per_s
-        parts["a core"] = core_s * cluster.ranks_per_core
+        parts["a core"] = core_s
     busy_s = max(seconds for limit, seconds in parts.items() if limit != "calls")
     longest = max(parts, key=lambda limit: parts[limit])
     return Allreduce(base_s + busy_s, longest)

@@ -181,23 +181,17 @@ class JointSteps:
         """The number of remaining steps, or None if it is unknown or infinite."""
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
-    def units_in(self, first_step: int, steps: int) -> int:
-        """Return how many units all ranks take in ``steps`` steps, starting with ``first_step``.
-
-        If the length of the data is unknown, all steps are assumed to be full.
-        """
-        return self._before(first_step + steps) - self._before(first_step)
-
     def share(self, step: int, rank: int) -> range:
         """Return the range of remaining units that ``rank`` takes in ``step``."""
-        first, end = self._before(step), self._before(step + 1)
+        first, end = self.units_in(step), self.units_in(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
         start, stop = split_evenly(end - first, self.size)[rank]
         return range(first + start, first + stop)
 
-    def _before(self, step: int) -> int:
-        full = step * self.each * self.size
+    def units_in(self, steps: int) -> int:
+        """Return the units in ``steps`` steps, which are full if the length is unknown."""
+        full = steps * self.each * self.size
         return full if self.units is None else min(full, self.units)
 
 

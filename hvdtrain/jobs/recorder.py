@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,7 @@ def _metrics(progress: Progress) -> dict[str, Any]:
     """Return a row of ``metrics.jsonl`` with the known values."""
     own_s: dict[str, Any] = {}
     if progress.own_s:
-        own_s = spread("own_s", (round(seconds, 6) for seconds in progress.own_s))
+        own_s = spread("own_s", [{"own_s": round(seconds, 6)} for seconds in progress.own_s])
     rank, factor, host = progress.slow or (None, None, None)
     row = {
         **_fields(progress, "step", "epoch"),
@@ -243,17 +243,12 @@ def _metrics(progress: Progress) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return the median, minimum, 95th percentile and maximum of values.
+def spread(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median, minimum, 95th percentile and maximum over all rows.
 
-    For the name ``own_s``, the keys of the result are ``own_s``, ``own_s_min``, ``own_s_p95`` and
-    ``own_s_max``.
+    Each row has either a single value or a spread. For the name ``own_s``, the keys of the spread
+    are ``own_s``, ``own_s_min``, ``own_s_p95`` and ``own_s_max``.
     """
-    return _merge_spreads(name, [{name: value} for value in values])
-
-
-def _merge_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the spread over all rows. Each row has either a single value or a spread."""
     low, high, most = (
         [row.get(f"{name}_{part}", row[name]) for row in rows] for part in ("min", "p95", "max")
     )
@@ -293,6 +288,6 @@ class RollUp:
                 rolled[name] = statistics.median_low(counts)
         for name in _MEASUREMENTS:
             if measured := [row for row in rows if name in row]:
-                parts = _merge_spreads(name, measured)
+                parts = spread(name, measured)
                 rolled |= {part: float(f"{value:.6g}") for part, value in parts.items()}
         return rolled

@@ -196,7 +196,7 @@ def test_a_stop_request_becomes_a_signal(number: int, tmp_path: Path) -> None:
 )
 def test_spread(values: Any, expected: tuple[float, ...]) -> None:
     parts = ("x_min", "x", "x_p95", "x_max")
-    assert spread("x", values) == dict(zip(parts, expected))
+    assert spread("x", [{"x": value} for value in values]) == dict(zip(parts, expected))
 
 
 def _rolled(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def test_a_roll_up_summarizes_an_interval() -> None:
 
 
 def test_a_roll_up_keeps_extremes_of_the_ranks() -> None:
-    first = {"time": 1.0, **spread("own_s", [0.1, 0.2, 0.9])}
-    second = {"time": 2.0, **spread("own_s", [0.05, 0.3, 0.4])}
+    first = {"time": 1.0, **spread("own_s", [{"own_s": s} for s in (0.1, 0.2, 0.9)])}
+    second = {"time": 2.0, **spread("own_s", [{"own_s": s} for s in (0.05, 0.3, 0.4)])}
     rolled = _rolled(first, second, {"time": 3.0, "own_s": 0.25})
     parts = [rolled[f"own_s{part}"] for part in ("_min", "", "_p95", "_max")]
     assert parts == [0.05, 0.25, 0.9, 0.9]

@@ -89,7 +89,7 @@ class Pass:
 
     def after(self, steps: int) -> Position:
         """Return the position after ``steps`` more steps of all ranks."""
-        return self.position.after(self.joint.units_in(0, steps))
+        return self.position.after(self.joint.units_in(steps))
 
     def share(self, step: int, rank: int) -> range:
         """Return the range of units that ``rank`` takes in a step, counted from ``position``.

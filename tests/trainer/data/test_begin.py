@@ -140,7 +140,7 @@ def test_the_units_of_a_lost_rank_come_first(make, options) -> None:
     begun = shard_on_ranks(3, make, **options)[0].begin(Position(epoch=EPOCH))
     # Rank 1 was lost in the second step, which no other rank had completed.
     lost = [unit for rank in range(3) for unit in begun.share(1, rank)]
-    assert len(lost) == begun.joint.units_in(1, 1)
+    assert len(lost) == begun.joint.units_in(2) - begun.joint.units_in(1)
     position = begun.after(2).missing(begun.position.places(begun.share(1, 1)))
     shares = shard_on_ranks(2, make, **options)
     ids = flat(joint(shares, _begin(shares, position)))

@@ -35,7 +35,7 @@ class Ranks:
         if joint.steps == 0:
             self.positions[rank] = self._begin(position.epoch + 1)
             return self.step(rank)
-        self.positions[rank] = position.after(joint.units_in(0, 1))
+        self.positions[rank] = position.after(joint.units_in(1))
         return [(position.epoch, place) for place in position.places(joint.share(0, rank))]
 
 
