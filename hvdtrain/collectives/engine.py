@@ -114,8 +114,8 @@ class Engine(EngineCore):
             and raises the exception.
         sections: Number of ``section`` blocks started so far, the same on all ranks.
         observers: Functions that are called after each operation, in the thread of the operation.
-        before_operation: Function that is called before each operation, in the thread of the
-            operation. It may wait for operations that another thread will start.
+        before_operation: Function that is called before each operation and at the end, in the
+            thread of the caller. It may wait for operations that another thread will start.
         reduced_bytes: Total bytes that this rank has passed to ``allreduce``.
         last_error: The latest error that an operation raised on this rank.
     """
@@ -579,6 +579,7 @@ class Engine(EngineCore):
             part.close()
         if self.closed:
             return
+        self.before_operation()
         self.closed = True
         if self._parent is not None:
             self._parent._parts.remove(self)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -96,8 +97,12 @@ def _end_within(seconds: float) -> None:
 def _leave(watch: ExitCodeWatch) -> None:
     watch.close()
     sys.stdout.flush()
-    if _current is not None:
-        _current.transport.leave(watch.code)
+    if _current is None:
+        return
+    if not watch.code:
+        with suppress(Exception):  # JAX prints the errors of its functions
+            _current.before_operation()
+    _current.transport.leave(watch.code)
 
 
 class ExitCodeWatch:

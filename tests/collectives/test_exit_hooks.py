@@ -176,7 +176,6 @@ def test_a_rank_that_catches_an_error_of_all_ranks(launch) -> None:
 CLEAN = {
     "at-once": "engine.allreduce(np.ones(3))",
     "without-a-collective": "",
-    "one-after-another": "engine.barrier(); time.sleep(rank)",
     "later-than-the-timeout": "engine.barrier(); time.sleep(7 * (rank == 0))",
     "explicit-exit": "engine.barrier(); sys.exit(0)",
     "closed": "engine.barrier(); engine.close()",
@@ -192,6 +191,30 @@ def test_successful_end(launch, body: str) -> None:
     assert done.returncode == 0, done
     notice = "hvdtrain: rank 1 has ended its program and waits for rank 0\n"
     assert done.stderr == (notice if "7 * (rank == 0)" in body else ""), done
+
+
+@pytest.mark.parametrize("end", ["", "engine.close()"], ids=["exit", "close"])
+def test_operations_of_another_thread_end_first(launch, end: str) -> None:
+    """JAX runs the collectives of compiled functions in its own threads."""
+    body = f"""
+        import threading
+
+        def step():
+            time.sleep(0.5 + rank)
+            engine.allreduce(np.ones(3))
+            print("step", flush=True)
+
+        def wait():
+            if threading.current_thread() is not thread:
+                thread.join()
+
+        thread = threading.Thread(target=step, daemon=True)
+        thread.start()
+        engine.before_operation = wait
+        {end}
+    """
+    done = launch(2, _script(body))
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["step"] * 2, "")
 
 
 def test_failure_after_shutdown_and_init(launch) -> None:
