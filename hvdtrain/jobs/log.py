@@ -41,8 +41,9 @@ __all__ = [
 
 # The rank number of lines that the launcher printed.
 LAUNCHER = -1
-# Not larger, because a backward search reads one whole segment at a time.
+# The approximate size of a segment: a backward search reads a whole segment at a time.
 SEGMENT_BYTES = 1 << 20
+# Bytes at the beginning and at the end that are never removed.
 HEAD_BYTES = 16 << 20
 TAIL_BYTES = 256 << 20
 _LINE = re.compile(rb"(\d+\.\d{3}) (-|\d+) ([oe]) (.*)", re.DOTALL)
@@ -75,28 +76,11 @@ class LogPart(NamedTuple):
 
 
 class LogWriter:
-    """The only writer of a log. The log may already exist.
+    """The only writer of a log, whose folder may already exist."""
 
-    Args:
-        folder: The folder of the segments; created if missing.
-        segment_bytes: The approximate size of a segment in bytes.
-        head_bytes: Bytes at the beginning that are never removed.
-        tail_bytes: Bytes at the end that are never removed.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        head_bytes: int = HEAD_BYTES,
-        tail_bytes: int = TAIL_BYTES,
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
-        self._segment_bytes = segment_bytes
-        self._head_bytes = head_bytes
-        self._tail_bytes = tail_bytes
         self._segment = max(segments(folder), default=0)
         self._descriptor = self._open(self._segment)
         self._end = self._segment + os.fstat(self._descriptor).st_size
@@ -105,7 +89,7 @@ class LogWriter:
         """Append all lines, or none if that fails."""
         if not lines:
             return
-        if self._end - self._segment >= self._segment_bytes:
+        if self._end - self._segment >= SEGMENT_BYTES:
             descriptor = self._open(self._end)
             os.close(self._descriptor)
             self._descriptor, self._segment = descriptor, self._end
@@ -123,7 +107,7 @@ class LogWriter:
 
     def _remove_middle(self) -> None:
         for begin, end in itertools.pairwise(segments(self._folder)):
-            if begin >= self._head_bytes and end <= self._end - self._tail_bytes:
+            if begin >= HEAD_BYTES and end <= self._end - TAIL_BYTES:
                 segment_path(self._folder, begin).unlink(missing_ok=True)
 
 

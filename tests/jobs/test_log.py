@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.jobs import log
 from hvdtrain.jobs.log import (
     LAUNCHER,
     LogEntry,
@@ -87,13 +88,14 @@ def test_an_incomplete_line_is_terminated_by_the_next_writer(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def long_log(tmp_path: Path) -> Path:
+def long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A log of 2,000 lines of about 1 KB in small segments.
 
     250 lines of rank 0 are followed by 250 lines of rank 1, and so on.
     """
     folder = tmp_path / "log"
-    writer = LogWriter(folder, segment_bytes=256 << 10)
+    monkeypatch.setattr(log, "SEGMENT_BYTES", 256 << 10)
+    writer = LogWriter(folder)
     for first in range(0, 2000, 10):
         numbers = range(first, first + 10)
         writer.append([_line(f"{n} " + "x" * 1000, n // 250 % 4, 1.0 + n) for n in numbers])
@@ -126,10 +128,18 @@ def _read_backwards(folder: Path, lines: int, *matches) -> list[LogEntry]:
     return entries
 
 
+def _limit(monkeypatch: pytest.MonkeyPatch, *, segment: int, head: int, tail: int) -> None:
+    for name, size in (("SEGMENT", segment), ("HEAD", head), ("TAIL", tail)):
+        monkeypatch.setattr(log, f"{name}_BYTES", size)
+
+
 @pytest.mark.parametrize("lines", [1, 7, 5000])
-def test_reading_backwards_finds_the_same_lines(tmp_path: Path, lines: int) -> None:
+def test_reading_backwards_finds_the_same_lines(
+    tmp_path: Path, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "log"
-    writer = LogWriter(folder, segment_bytes=90_000, head_bytes=100_000, tail_bytes=300_000)
+    _limit(monkeypatch, segment=90_000, head=100_000, tail=300_000)
+    writer = LogWriter(folder)
     for number in range(700):
         length = 200_000 if number in (3, 690) else 1000
         writer.append([_line(f"{number} " + "x" * length, rank=number % 4)])
@@ -164,10 +174,12 @@ def test_a_search_that_times_out_returns_its_position(long_log: Path) -> None:
     assert part.begin == log_end(long_log)
 
 
-def test_the_middle_of_a_long_log_is_removed(tmp_path: Path) -> None:
+def test_the_middle_of_a_long_log_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "log"
-    sizes = {"segment_bytes": 10_000, "head_bytes": 20_000, "tail_bytes": 50_000}
-    writer = LogWriter(folder, **sizes)
+    _limit(monkeypatch, segment=10_000, head=20_000, tail=50_000)
+    writer = LogWriter(folder)
     for number in range(1000):
         writer.append([_line(f"{number:03} " + "x" * 500)])
     kept = sum(path.stat().st_size for path in folder.glob("*.log"))
@@ -185,9 +197,12 @@ def test_the_middle_of_a_long_log_is_removed(tmp_path: Path) -> None:
     assert next(read_log(folder, gap.begin + 5)).end == gap.end
 
 
-def test_lines_that_are_retried_on_a_full_disk_are_not_lost(small_disk: Path) -> None:
+def test_lines_that_are_retried_on_a_full_disk_are_not_lost(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = small_disk / "log"
-    writer = LogWriter(folder, segment_bytes=100_000)
+    monkeypatch.setattr(log, "SEGMENT_BYTES", 100_000)
+    writer = LogWriter(folder)
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * 700_000)
     number = 0

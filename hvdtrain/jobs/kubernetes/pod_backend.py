@@ -122,8 +122,7 @@ class _NamespaceAnswer(QueueAnswer):
 class PodBackend:
     """The queue of the cluster that a job's options choose; see ``JobBackend``."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._watchers: dict[tuple[str, str], QueueWatcher[_NamespaceAnswer]] = {}
 
     def plan(self, request: JobRequest) -> PodPlan:
@@ -223,7 +222,7 @@ class PodBackend:
     def _answer(self, pods: PodOptions) -> _NamespaceAnswer:
         """Return the newest answer about the namespace of the pods."""
         key = (pods.context, pods.namespace)
-        watcher = QueueWatcher(functools.partial(_ask, *key), self._interval_s)
+        watcher = QueueWatcher(functools.partial(_ask, *key), INTERVAL_S)
         answer = self._watchers.setdefault(key, watcher).answer()
         if answer.error:
             raise JobError(answer.error)

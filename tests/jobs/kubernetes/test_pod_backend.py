@@ -254,7 +254,8 @@ _JOB = {"metadata": {"name": _NAME, "creationTimestamp": "2026-11-27T10:00:00Z"}
 def cluster(monkeypatch: pytest.MonkeyPatch) -> _Cluster:
     cluster = _Cluster()
     monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
-    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s=0.0))
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend())
+    monkeypatch.setattr("hvdtrain.jobs.kubernetes.pod_backend.INTERVAL_S", 0.0)
     return cluster
 
 
@@ -310,7 +311,8 @@ def test_the_reason_of_a_refusal_is_shown(tmp_path: Path, cluster: _Cluster) -> 
 def test_all_who_wait_for_jobs_share_a_query(
     tmp_path: Path, cluster: _Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s=60.0))
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend())
+    monkeypatch.setattr("hvdtrain.jobs.kubernetes.pod_backend.INTERVAL_S", 60.0)
     job = _queued_job(tmp_path)
     cluster.found, cluster.found_pods = _JOB, [_launcher(phase="Running")]
     index = JobIndex(tmp_path)
@@ -327,7 +329,8 @@ def test_following_a_log_does_not_ask_in_each_poll(
     tmp_path: Path, cluster: _Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interval_s, polls = 0.5, []
-    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend(interval_s))
+    monkeypatch.setitem(backends._BACKENDS, "kubernetes", PodBackend())
+    monkeypatch.setattr("hvdtrain.jobs.kubernetes.pod_backend.INTERVAL_S", interval_s)
     monkeypatch.setattr("hvdtrain.job_commands.logs.QUEUE_POLL_S", 0.01)
     job = _queued_job(tmp_path)
     cluster.found, cluster.found_pods = _JOB, [_launcher(phase="Running")]
