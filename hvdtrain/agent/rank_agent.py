@@ -115,10 +115,8 @@ class Agent:
     def run(self, program: Sequence[str], lifeline: int) -> int:
         """Run the program, report how it ended, and return the exit code for mpirun.
 
-        Args:
-            program: The program and its arguments.
-            lifeline: A file descriptor. Reading from it reports the end of the file once mpirun or
-                srun has killed the guard.
+        Reading from ``lifeline`` reports the end of the file once mpirun or srun has killed the
+        guard.
         """
         for number in (*ENDING, *PREEMPTING):
             signal.signal(number, lambda number, frame: self._signals.append(number))

@@ -36,9 +36,7 @@ class _Row(NamedTuple):
 def check_namespace(options: Sequence[str], ranks: int | None) -> list[Problem]:
     """Check a namespace, print a report, and return the problems.
 
-    Args:
-        options: The pod options, in the form in which ``add_pod_options`` collects them.
-        ranks: Number of ranks of the job; by default 2.
+    ``options`` are the pod options, as ``add_pod_options`` collects them.
 
     Raises:
         ConfigurationError: If an option is invalid.

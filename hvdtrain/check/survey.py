@@ -62,13 +62,7 @@ def probe_hosts(
 ) -> tuple[Answer, list[Answer]]:
     """Probe this host and all ``hosts`` at the same time.
 
-    Args:
-        hosts: Maps the name of each host to its number of ranks.
-        environ: Environment of the commands.
-        method: How to start a program on a host.
-        ssh: Options of ssh.
-        details: Whether to collect details for a report.
-        imports: Whether to import the framework of Keras' backend on each host.
+    ``hosts`` maps the name of each host to its number of ranks.
 
     Returns:
         The answer of this host, and the answers of ``hosts`` in their order.

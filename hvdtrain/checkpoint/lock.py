@@ -39,10 +39,8 @@ def acquire(directory: Path, timeout_s: float) -> WriteLock:
     All callers in this process get the same lock. The lock is released once no object refers to it
     any more.
 
-    Args:
-        directory: An existing directory.
-        timeout_s: Seconds to wait while another process holds the lock. That process may have been
-            killed, and the kernel may be slow to release its lock.
+    Wait up to ``timeout_s`` while another process holds the lock. If it was killed, the kernel may
+    be slow to release its lock.
 
     Raises:
         CheckpointError: If another process holds the lock.

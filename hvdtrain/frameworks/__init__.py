@@ -32,10 +32,7 @@ def stack_ranks(collectives: Engine, tensor: Any, name: str) -> Any:
     and the losses are averaged over the ranks. The gradient is then the same as if one process had
     computed the loss from the inputs of all ranks.
 
-    Args:
-        collectives: Engine that connects the ranks.
-        tensor: Tensor of Keras' backend, of the same shape and type on every rank.
-        name: Name for error messages.
+    The tensors of all ranks must have the same shape and type.
 
     Returns:
         Tensor of shape ``(ranks, *tensor.shape)``. On TensorFlow, it has a row for each remaining

@@ -44,9 +44,7 @@ def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
     The options from files go first, so that the command line overrides them. Options after ``--``
     are untouched.
 
-    Args:
-        options: The options from the command line.
-        folder: The folder that the paths of files are relative to.
+    The paths of files are relative to ``folder``.
 
     Raises:
         ConfigurationError: If a file can't be read.

@@ -15,11 +15,8 @@ logger = logging.getLogger(__package__)
 class Journal:
     """A text file. After the first error it logs a warning and ignores all further text.
 
-    Args:
-        path: The file; its parent folders are created.
-        what: Description of the content, for the warning.
-        flag: Option that sets the path of the file, for the warning.
-        mode: "a" to append to an existing file, "w" to replace it.
+    ``what`` describes the content in the warning, and ``flag`` is the option that sets the path.
+    ``mode`` is "a" to append to a file, or "w" to replace it.
     """
 
     def __init__(self, path: Path, what: str, flag: str, *, mode: str) -> None:

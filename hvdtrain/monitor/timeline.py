@@ -25,9 +25,7 @@ class Timeline:
     Times are from the host's clock, so timelines of different hosts are only aligned as well as
     the hosts' clocks are.
 
-    Args:
-        file: The file, which is replaced. If it can't be written, a warning is logged.
-        rank: This rank.
+    ``file`` is replaced. If it can't be written, a warning is logged.
     """
 
     def __init__(self, file: Path, rank: int) -> None:

@@ -158,9 +158,8 @@ class Client:
     ) -> list[np.ndarray]:
         """Wait until all workers have called this, and return the final weights.
 
-        Args:
-            stop: Whether to stop the other workers too.
-            states: On the chief, buffers that receive each server's optimizer state.
+        If ``stop`` is true, the other workers stop, too. On the chief, ``states`` are buffers that
+        receive each server's optimizer state.
         """
         return self._request(Kind.END, extra=[[state] for state in states or ()], stop=stop)
 

@@ -29,11 +29,7 @@ def run_capture(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program without input and return its output.
 
-    Args:
-        argv: The program and its arguments.
-        timeout_s: Maximum run time in seconds.
-        environ: The program's environment; by default this process's environment.
-        remedy: A sentence to append to the error message.
+    ``remedy`` is a sentence to append to the error message.
 
     Raises:
         LaunchError: If the program can't be started or did not end in time.

@@ -48,10 +48,8 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 
     Gradients are computed for the mean of all ranks' losses.
 
-    Args:
-        engine: Function that returns the current engine, which may change between steps.
-        tensor: Tensor. Only its first dimension may differ between ranks.
-        name: Name for error messages.
+    Only the first dimension may differ between ranks. ``engine`` returns the current engine, which
+    may change between steps.
     """
 
     @tf.custom_gradient
@@ -83,10 +81,7 @@ def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
     and the losses are averaged over the ranks. The gradient is then the same as if one process had
     computed the loss from the inputs of all ranks.
 
-    Args:
-        collectives: Engine that connects the ranks.
-        tensor: Tensor of the same shape and type on every rank.
-        name: Name for error messages.
+    The tensors of all ranks must have the same shape and type.
 
     Returns:
         Tensor of shape ``(size, *tensor.shape)``. In an elastic job, the first dimension is None.
