@@ -1,4 +1,6 @@
-"""Training on generators that are the same on all ranks, or different on each rank."""
+"""Training on generators and other streams, the same on all ranks or different on each rank."""
+
+import sys
 
 import keras
 import numpy as np
@@ -6,6 +8,8 @@ import pytest
 
 from hvdtrain import world as job
 from hvdtrain.errors import DataError
+from tests.environments import folder_of
+from tests.harness.required import skip_or_fail
 from tests.trainer.equivalence import alike, distance, weights
 from tests.trainer.features import ROWS, X, Y, classifier
 from tests.trainer.saving.runs import Stop, StopAfter
@@ -36,33 +40,64 @@ def same_on_all(rows=ROWS):
     return batches(0, 1, rows)
 
 
+class Samples:
+    """The first ``rows`` samples, for torch and Grain."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+@pytest.fixture
+def streams(keras_backend, monkeypatch):
+    """Functions that make streams of the same batches, for a number of rows."""
+    if keras_backend == "tensorflow":
+        return [same_on_all]
+    for name in ("torch", "optional"):
+        folder = folder_of(name)
+        if not folder.exists():
+            skip_or_fail(name, f"{folder} does not exist")
+        packages = map(str, folder.glob("lib/python3*/site-packages"))
+        # This environment's own packages come first.
+        monkeypatch.setattr(sys, "path", [*sys.path, *packages])
+    import grain
+    import torch
+
+    return [
+        same_on_all,
+        lambda rows: torch.utils.data.DataLoader(Samples(rows), batch_size=SIZE),
+        lambda rows: grain.MapDataset.source(Samples(rows)).batch(SIZE),
+    ]
+
+
 @every_backend
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("block", [1, 2])
-def test_all_loops_accept_a_generator(world, keras_backend, block):
+def test_all_loops_accept_a_stream(world, keras_backend, streams, block):
     """The seventh and last batch has a single row, so other ranks are idle in the last step."""
     skip_unless_supported(keras_backend, block)
     rows, ranks = 6 * SIZE + 1, world.size()
+    x, y = X[:rows], Y[:rows]
     model = classifier(metrics=["accuracy"], steps_per_execution=block)
     world.distribute(model)
-    history = model.fit(same_on_all(rows), validation_data=same_on_all(rows), verbose=0).history
     reference = classifier(metrics=["accuracy"])
-    expected = reference.fit(
-        X[:rows],
-        Y[:rows],
-        batch_size=ranks * SIZE,
-        shuffle=False,
-        validation_data=(X[:rows], Y[:rows]),
-        verbose=0,
-    ).history
-    assert distance(model, weights(reference)) <= 1e-5
-    for name, values in expected.items():
-        assert history[name] == pytest.approx(values, rel=1e-5), name
-    assert model.evaluate(same_on_all(rows), verbose=0) == pytest.approx(
-        reference.evaluate(X[:rows], Y[:rows], verbose=0), rel=1e-5
-    )
+    whole = {"batch_size": ranks * SIZE, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    for make in streams:
+        history = model.fit(make(rows), validation_data=make(rows), verbose=0).history
+        for name, values in reference.fit(x, y, **whole).history.items():
+            assert history[name] == pytest.approx(values, rel=1e-5), name
+        assert distance(model, weights(reference)) <= 1e-5
+        results = model.evaluate(make(rows), verbose=0)
+        assert results == pytest.approx(reference.evaluate(x, y, verbose=0), rel=1e-5)
+        predictions = model.predict(make(rows), verbose=0)
+        np.testing.assert_allclose(predictions, reference.predict(x, verbose=0), atol=1e-6)
     predictions = model.predict((x for x, _ in same_on_all(rows)), verbose=0)
-    np.testing.assert_allclose(predictions, reference.predict(X[:rows], verbose=0), atol=1e-6)
+    np.testing.assert_allclose(predictions, reference.predict(x, verbose=0), atol=1e-6)
 
 
 @every_backend

@@ -5,8 +5,11 @@ Each environment runs many tests in one process, because importing Keras takes s
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from tests.environments import folder_of
 from tests.harness.jobs import REPOSITORY
 
 FOLDER = "tests/trainer/data"
@@ -16,6 +19,7 @@ PROGRAM = """
 import os, sys, pytest
 
 os.chdir(os.environ["PYTHONPATH"])
+sys.path += os.environ["MORE_PACKAGES"].split(os.pathsep)  # before Keras looks for pandas
 
 def run(arguments):
     code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
@@ -37,27 +41,43 @@ PIPELINES += ["-kresumes and that-shuffles or kinds or components"]
 BEGIN = ["test_begin.py", "-knot pipeline and not endless"]
 
 
+PACKAGES = ["with_torch.py", "with_grain.py", "with_pandas.py"]
+
+
 @pytest.mark.parametrize(
-    ("environment_name", "backend", "neutral", "with_tensorflow"),
+    ("names", "backend", "neutral", "with_tensorflow"),
     [
-        ("torch", "torch", ["with_torch.py", *NEUTRAL, *BEGIN], ["tensorflow/test_arrays.py"]),
-        ("jax", "jax", ["with_scipy.py", *NEUTRAL, *BEGIN], PIPELINES),
-        ("torch", "tensorflow", [], ["with_torch.py"]),
-        ("optional", "tensorflow", [], ["with_pandas.py", "with_scipy.py", "with_grain.py"]),
+        (
+            ("torch", "optional"),
+            "torch",
+            [*PACKAGES, *NEUTRAL, *BEGIN],
+            ["tensorflow/test_arrays.py"],
+        ),
+        (
+            ("jax", "torch", "optional"),
+            "jax",
+            [*PACKAGES, "with_scipy.py", *NEUTRAL, *BEGIN],
+            PIPELINES,
+        ),
+        (("optional", "torch"), "tensorflow", [], [*PACKAGES, "with_scipy.py"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["torch", "jax", "tensorflow"],
 )
-def test_input(
-    environment, run_command, environment_name, backend, neutral, with_tensorflow
-) -> None:
-    python = environment(environment_name)
+def test_input(environment, run_command, names, backend, neutral, with_tensorflow) -> None:
+    """The first environment has the Python, and the others have more packages."""
+    python, *_ = map(environment, names)
+    packages = [path for name in names[1:] for path in folder_of(name).glob("lib/*/site-packages")]
     arguments = [
         name if name.startswith("-") else f"{FOLDER}/{name}"
         for name in [*neutral, "--", *with_tensorflow]
     ]
     done = run_command(
         [python, "-c", PROGRAM, *arguments],
-        env={"KERAS_BACKEND": backend, "PYTHONPATH": str(REPOSITORY)},
+        env={
+            "KERAS_BACKEND": backend,
+            "PYTHONPATH": str(REPOSITORY),
+            "MORE_PACKAGES": os.pathsep.join(map(str, packages)),
+        },
         timeout_s=300,
     )
     assert done.returncode == 0, done
