@@ -165,11 +165,11 @@ def installed_versions() -> dict[str, str]:
     versions = {}
     for package, distributions in _DISTRIBUTIONS.items():
         for distribution in distributions:
-            try:
-                versions[package] = importlib.metadata.version(distribution)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                # The metadata of a package that pip has only half removed contains no version.
+                if version := importlib.metadata.version(distribution):
+                    versions[package] = version
+                    break
     # hvdtrain may run from its source folder without being installed.
     versions.setdefault("hvdtrain", __version__)
     return versions

@@ -3,7 +3,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from hvdtrain.remote.host_probe import installed_versions
 from tests.harness.jobs import REPOSITORY
 
 HANGS = """
@@ -27,3 +31,9 @@ def test_an_interrupt_ends_a_probe_that_hangs() -> None:
             assert probe.wait(20) == -signal.SIGINT
         finally:
             probe.kill()
+
+
+def test_a_half_removed_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keras-3.15.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "keras" not in installed_versions()
