@@ -364,11 +364,9 @@ def _wait_for_ending_launchers(watch: WorkerWatch, is_stopped: Callable[[], bool
 
 
 def _wait(pending: Callable[[], str], is_stopped: Callable[[], bool]) -> bool:
-    """Wait until ``pending`` returns an empty text.
+    """Wait until ``pending`` returns an empty text; return False if the job is stopped.
 
     Print the text whenever it changes, and repeat it every ``REPEAT_S`` seconds.
-
-    Return False if the job is stopped.
     """
     printed, printed_s = "", 0.0
     while text := pending():

@@ -75,16 +75,9 @@ def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.
 
 
 def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Stack the tensors of all ranks along a new first axis, in rank order.
+    """Stack the tensors of all ranks; see ``hvdtrain.frameworks.stack_ranks``.
 
-    The gradient is summed over all ranks. Suppose that each rank computes a loss from the result,
-    and the losses are averaged over the ranks. The gradient is then the same as if one process had
-    computed the loss from the inputs of all ranks.
-
-    The tensors of all ranks must have the same shape and type.
-
-    Returns:
-        Tensor of shape ``(size, *tensor.shape)``. In an elastic job, the first dimension is None.
+    In an elastic job, the first dimension of the result's static shape is None.
     """
     if collectives.survives_losses:
         return _stack_survivors(collectives, tensor, name)
