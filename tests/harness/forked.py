@@ -1,8 +1,9 @@
-"""Run a program in a fork server: ``python -I -S forked.py PROGRAM [ARGUMENT ...]``.
+"""Run a program in a fork server: ``python -I -S forked.py BACKEND PROGRAM [ARGUMENT ...]``.
 
-PROGRAM is a script, or ``-m`` and a module, or ``-c`` and code, as for Python. The fork gets this
-process's files, variables, working directory and cores, and on the test cluster its host. Signals
-are forwarded to it, and this process ends with the exit code or signal of the fork.
+BACKEND is a backend of Keras, whose server forks. PROGRAM is a script, or ``-m`` and a module, or
+``-c`` and code, as for Python. The fork gets this process's files, variables, working directory and
+cores, and on the test cluster its host. Signals are forwarded to it, and this process ends with the
+exit code or signal of the fork.
 
 The fork has a different process group, different limits and a different control group, and stopping
 it is not visible here. Tests of these start Python itself.
@@ -25,11 +26,11 @@ _FORWARDED = (
 def main() -> None:
     rank = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.connect(f"{os.environ['HVDTRAIN_TEST_FORKSERVERS']}/{rank % 2}")
+    server.connect(f"{os.environ['HVDTRAIN_TEST_FORKSERVERS']}/{sys.argv[1]}{rank % 2}")
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = [file for file in files if file != server.fileno() and _is_open(file)]
     request = {
-        "argv": sys.argv[1:],
+        "argv": sys.argv[2:],
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "cores": list(os.sched_getaffinity(0)),

@@ -1,8 +1,8 @@
-"""Servers that fork programs from a process that has imported TensorFlow.
+"""Servers that fork programs from a process that has imported TensorFlow, PyTorch or JAX.
 
-``python -m tests.harness.forkserver SOCKET`` imports TensorFlow and listens. ``forked.py`` requests
-a fork and runs as long as the fork. The import takes four seconds of a core, and a fork a hundredth
-of a second.
+``python -m tests.harness.forkserver SOCKET BACKEND`` imports a backend of Keras and listens.
+``forked.py`` requests a fork and runs as long as the fork. The import takes one to four seconds of
+a core, and a fork a hundredth of a second.
 
 In real programs the order of sets differs between ranks. Therefore two servers with different hash
 seeds serve even and odd ranks. Random numbers are seeded again in each fork.
@@ -40,24 +40,26 @@ from pathlib import Path
 
 __all__ = ["SERVERS", "ForkServers", "can_fork"]
 
-# The folder with the sockets of the servers, ``0`` and ``1``.
+# The folder with the sockets of the servers, ``tensorflow0`` and ``tensorflow1`` for example.
 SERVERS = "HVDTRAIN_TEST_FORKSERVERS"
 COUNT = 2
 
-_PRELOADED = ("tensorflow", "keras", "pytest", "mpi4py", "hvdtrain.world", "hvdtrain.job_entry")
+_PRELOADED = ("keras", "pytest", "mpi4py", "hvdtrain.world", "hvdtrain.job_entry")
 # Imported with all their modules.
 _PRELOADED_PACKAGES = tuple(
     f"hvdtrain.{name}"
     for name in (
-        *("checkpoint", "cluster", "collectives", "compat.horovod", "config", "data", "gradients"),
-        *("frameworks.tensorflow", "monitor", "parameter_server", "private_api", "trainer"),
+        *("checkpoint", "cluster", "collectives", "compat.horovod", "config", "data", "frameworks"),
+        *("gradients", "monitor", "parameter_server", "private_api", "trainer"),
     )
 )
 # Variables that are read at start or import; forks have the server's values.
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "TF_", "XLA_", "KERAS_"),
-    *("CUDA_", "NVIDIA_"),
+    *("CUDA_", "NVIDIA_", "JAX_", "TORCH"),
 )
+# TensorFlow reads it at its first operation.
+_READ_LATER = ("TF_NUM_INTEROP_THREADS",)
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 _MESSAGE_BYTES = 1 << 20
@@ -80,7 +82,7 @@ class _Request:
 
 
 class ForkServers:
-    """The two servers of a test run, started on first use.
+    """The two servers of each backend in a test run, started on first use.
 
     The first process of the test run holds a pipe from which the servers read. The servers end when
     this process closes the pipe or dies.
@@ -98,17 +100,17 @@ class ForkServers:
             self._pipe = os.open(folder / "pipe", os.O_RDWR)
             os.environ[SERVERS] = str(folder)
         self.folder = Path(os.environ[SERVERS])
-        self._started = self.folder / "started"
 
-    def python(self) -> list[str]:
-        """Return the command that replaces ``python``."""
-        if not self._started.exists():
-            with (self.folder / "lock").open("w") as lock:
+    def python(self, backend: str = "tensorflow", python: str = sys.executable) -> list[str]:
+        """Return the command that replaces ``python``, a Python with this backend of Keras."""
+        started = self._started(backend)
+        if not started.exists():
+            with (self.folder / f"{backend}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not self._started.exists():
-                    self._start_all()
+                if not started.exists():
+                    self._start_all(backend, python)
         # Without site-packages, to start fast.
-        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py"))]
+        return [sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py")), backend]
 
     def close(self) -> None:
         """End the servers and their programs, if this process started them."""
@@ -117,7 +119,7 @@ class ForkServers:
         del os.environ[SERVERS]
         os.close(self._pipe)
         self._pipe = None
-        pids = self._started.read_text().split() if self._started.exists() else []
+        pids = [pid for file in self.folder.glob("*.started") for pid in file.read_text().split()]
         for pid in map(int, pids):
             with contextlib.suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(pid)
@@ -126,17 +128,29 @@ class ForkServers:
                 if not ended:
                     raise TimeoutError(f"fork server {pid} did not end within {_END_TIMEOUT_S:g} s")
 
-    def _start_all(self) -> None:
-        starts = [self._start(number) for number in range(COUNT)]
-        pids = [self._await(number, start) for number, start in enumerate(starts)]
+    def _started(self, backend: str) -> Path:
+        return self.folder / f"{backend}.started"
+
+    def _start_all(self, backend: str, python: str) -> None:
+        names = [f"{backend}{number}" for number in range(COUNT)]
+        starts = [self._start(name, backend, python) for name in names]
+        pids = [self._await(name, start) for name, start in zip(names, starts)]
         new = self.folder / "new"
         new.write_text(" ".join(pids))
-        new.rename(self._started)
+        new.rename(self._started(backend))
 
-    def _start(self, number: int) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "tests.harness.forkserver", str(self.folder / str(number))]
+    def _start(self, name: str, backend: str, python: str) -> subprocess.Popen[str]:
+        argv = [python, "-m", "tests.harness.forkserver", str(self.folder / name), backend]
+        changes = {
+            "KERAS_BACKEND": backend,
+            # Where mpirun lets ranks find the MPI that is installed with pip.
+            "LD_LIBRARY_PATH": f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(
+                ":"
+            ),
+            "PYTHONHASHSEED": str(random.randrange(1 << 32)),
+        }
         with (
-            (self.folder / f"{number}.log").open("wb") as log,
+            (self.folder / f"{name}.log").open("wb") as log,
             open(os.open(self.folder / "pipe", os.O_RDONLY)) as pipe,
         ):
             return subprocess.Popen(
@@ -145,12 +159,12 @@ class ForkServers:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**self._environment, "PYTHONHASHSEED": str(random.randrange(1 << 32))},
+                env={**self._environment, **changes},
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,
             )
 
-    def _await(self, number: int, start: subprocess.Popen[str]) -> str:
+    def _await(self, name: str, start: subprocess.Popen[str]) -> str:
         """Wait until a server listens, and return its process id."""
         assert start.stdout is not None
         start.wait(_START_TIMEOUT_S)
@@ -158,7 +172,7 @@ class ForkServers:
         pid = start.stdout.readline() if ready else ""
         start.stdout.close()
         if not pid:
-            log = (self.folder / f"{number}.log").read_text(errors="replace")
+            log = (self.folder / f"{name}.log").read_text(errors="replace")
             raise RuntimeError(
                 f"the fork server did not start within {_START_TIMEOUT_S:g} s:\n{log}"
             )
@@ -167,7 +181,7 @@ class ForkServers:
 
 def can_fork(changes: Mapping[str, str | None]) -> bool:
     """Return whether a fork can apply these changes of the environment."""
-    return not any(name.startswith(_READ_AT_START) for name in changes)
+    return not any(name.startswith(_READ_AT_START) for name in changes if name not in _READ_LATER)
 
 
 class _Server:
@@ -359,21 +373,31 @@ def _finalizes_mpi() -> bool:
     return bool(mpi.Is_initialized() and not mpi.Is_finalized())
 
 
+@contextlib.contextmanager
+def _blocked(modules: set[str]) -> Iterator[None]:
+    """Make imports of these modules fail."""
+    sys.modules.update(dict.fromkeys(modules))  # type: ignore[arg-type]
+    yield
+    for name in modules:
+        del sys.modules[name]
+
+
 def main() -> None:
     """Serve. In a fork, run the program."""
     # Programs must not be descendants of the first test process.
     if os.fork() != 0:
         os._exit(0)
-    server = _Server(sys.argv[1])
+    path, backend = sys.argv[1:]
+    server = _Server(path)
     end = _End()
-    for name in _PRELOADED:
+    for name in (backend, *_PRELOADED):
         importlib.import_module(name)
-    for name in _PRELOADED_PACKAGES:
-        package = importlib.import_module(name)
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            # PyTorch and JAX are in other environments.
-            if not {"torch", "jax"} & {*module.name.split(".")}:
-                importlib.import_module(module.name)
+    with _blocked({"tensorflow", "torch", "jax"} - {backend}):
+        for name in _PRELOADED_PACKAGES:
+            for module in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
+                # Modules of other frameworks can't be imported.
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module.name)
     # Garbage collection writes to memory that forks share. Most objects live until the end:
     # collecting them took a fifteenth of the time.
     gc.freeze()

@@ -67,6 +67,8 @@ _ENVIRONMENT = {
     # oneDNN's kernel search takes a seventh of the time of a program with small layers.
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    # Most of the time on JAX is spent compiling, which takes long with optimizations.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "KERAS_BACKEND": "tensorflow",
     "CUDA_VISIBLE_DEVICES": "",
     "HVDTRAIN_TIMEOUT_S": str(100 * PATIENCE),

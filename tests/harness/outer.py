@@ -107,9 +107,7 @@ class RankSessions:
         (folder / "plan.json").write_text(json.dumps(plan))
         program = [*python, "-m", "tests.harness", str(folder)]
         nodeids = [item.nodeid for item in items]
-        # Most of the time on JAX is spent compiling, which takes long with optimizations.
-        fast = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        environment = clean_environment({"KERAS_BACKEND": backend, **fast})
+        environment = clean_environment({"KERAS_BACKEND": backend})
         return _Session(folder, config.rootpath, program, nodeids, limits, size, environment)
 
 

@@ -8,16 +8,16 @@
 
 ``@pytest.mark.backends("tensorflow", "torch", "jax")``
     The test runs once with each of these backends of Keras. Without the marker, it runs on
-    TensorFlow. Torch and JAX are in environments (``tests.environments``) and start new Pythons.
-    The module of the test must not import TensorFlow.
+    TensorFlow. Torch and JAX are in environments (``tests.environments``). The module of the test
+    must not import TensorFlow.
 
 ``launch(np, script, ...)``, ``run_command(argv, ...)``
     Fixtures that run a script under mpirun (``np=None``: alone), or any program, in its own
     folder, and return its output, exit code and duration. No process outlives them. Scripts are
     forked from a process that has imported TensorFlow; ``fresh=True`` starts a new Python.
 
-``forked_python``
-    Fixture: the first arguments of a command that runs such a fork instead of ``python``.
+``forked_python``, ``python_with(backend)``
+    Fixtures: the first arguments of a command that runs such a fork instead of ``python``.
 
 ``elastic(script, ...)``
     Fixture that runs a script on three ranks of ``hvdtrain run --elastic`` and returns the same.
@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -111,7 +112,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # Overrides the timeout of the test itself.
         item.add_marker(pytest.mark.timeout(timeout_of(item) * PATIENCE), append=False)
-        if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
+        if {"elastic", "environment", "launch", "mpirun", "python_with"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("mpi")
         if _in_session(item):
             item.add_marker("in_job")
@@ -204,6 +207,12 @@ def forked_python(fork_servers: ForkServers) -> list[str]:
 
 
 @pytest.fixture
+def python_with(fork_servers: ForkServers) -> Callable[[str], list[str]]:
+    """A function that returns such a command for a backend of Keras."""
+    return functools.partial(_forked_python, fork_servers)
+
+
+@pytest.fixture
 def launch(run_command: Launch, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
     """Run a Python script, given as path or text, on ``np`` ranks (None: alone).
 
@@ -266,6 +275,14 @@ def mpirun() -> Callable[[int, Sequence[str]], list[str]]:
     """A function that returns the mpirun command for a number of ranks and a program."""
     _require_mpirun()
     return mpirun_argv
+
+
+def _forked_python(servers: ForkServers, backend: str) -> list[str]:
+    if backend == _DEFAULT_BACKEND:
+        return servers.python()
+    if reason := missing_environment(backend):
+        skip_or_fail(backend, reason)
+    return servers.python(backend, str(folder_of(backend) / "bin" / "python"))
 
 
 def _require_mpirun() -> None:
@@ -368,7 +385,7 @@ class _OuterPlugin:
     def _outcome(self, item: pytest.Item) -> Outcome:
         try:
             _require_mpirun()
-            python = self._python(_backend(item))
+            python = _forked_python(self._fork_servers, _backend(item))
         except pytest.skip.Exception as reason:
             return Outcome(outcome="skipped", text=f"Skipped: {reason}")
         except pytest.fail.Exception as reason:
@@ -382,14 +399,6 @@ class _OuterPlugin:
         except KeyboardInterrupt:
             self._sessions.close()
             raise
-
-    def _python(self, backend: str) -> list[str]:
-        """Return the command that starts Python with the packages of a backend."""
-        if backend == _DEFAULT_BACKEND:
-            return self._fork_servers.python()
-        if reason := missing_environment(backend):
-            skip_or_fail(backend, reason)
-        return [str(folder_of(backend) / "bin" / "python")]
 
 
 def _reports(item: pytest.Item, outcome: Outcome, duration_s: float) -> Iterator[pytest.TestReport]:

@@ -22,9 +22,7 @@ PROGRAM = Path(__file__).with_name("elastic_fit.py")
 
 
 @pytest.fixture
-def run_on(
-    run_command: Any, request: pytest.FixtureRequest, environment: Callable[[str], Path]
-) -> Callable[..., Any]:
+def run_on(run_command: Any, python_with: Callable[[str], list[str]]) -> Callable[..., Any]:
     def run(
         program: Path,
         arguments: Sequence[str],
@@ -32,13 +30,9 @@ def run_on(
         *options: str,
         backend: str = "tensorflow",
     ) -> Any:
-        if backend == "tensorflow":
-            python = request.getfixturevalue("forked_python")
-        else:
-            python = [str(environment(backend))]
         command = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2", *options]
         return run_command(
-            [*command, "--", *python, str(program), *arguments],
+            [*command, "--", *python_with(backend), str(program), *arguments],
             env={"KERAS_BACKEND": backend},
             timeout_s=300,
         )

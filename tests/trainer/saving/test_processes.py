@@ -20,13 +20,12 @@ _killed: dict[str, Path] = {}
 
 
 @pytest.fixture
-def start(launch: Any, run_command: Any, mpirun: Any, environment: Any) -> Callable[..., Any]:
+def start(run_command: Any, mpirun: Any, python_with: Any) -> Callable[..., Any]:
     """Run the training with a backend of Keras."""
 
     def run(backend: str, ranks: int | None, *arguments: str) -> Any:
-        if backend == "tensorflow":
-            return launch(ranks, PROGRAM, *arguments, timeout_s=TIMEOUT_S)
-        command = mpirun(ranks, [environment(backend), str(PROGRAM), *arguments])
+        program = [*python_with(backend), str(PROGRAM), *arguments]
+        command = program if ranks is None else mpirun(ranks, program)
         return run_command(command, env={"KERAS_BACKEND": backend}, timeout_s=TIMEOUT_S)
 
     return run

@@ -49,7 +49,7 @@ def test_each_rank_gets_a_part_of_a_gpu(on_ranks):
 
 
 def test_torch_is_loaded_without_tensorflow(on_ranks):
-    on_ranks(2, no_tensorflow, every_name, restart)
+    on_ranks(2, no_tensorflow, every_name, restart, fresh=True)
 
 
 def test_plain_init_after_import_of_hvdtrain_torch(environment, run_command):
