@@ -91,7 +91,10 @@ class ShardedStream(ShardedInput):
                 f"The {self._kind} yields no batches; expected at least one on every rank."
                 + (f" {_READ_ONCE}" if self._read_once else "")
             )
-        self._unread = itertools.chain(examined, standardized)
+        # Other streams are read again from the start. An open iterator would keep the worker
+        # processes of a DataLoader.
+        first = itertools.chain(examined, standardized)
+        self._unread: Iterator[Batch] = first if self._read_once else iter(())
         self._example = examined[0]
         self._spec = batch_structure.batch_spec(examined)
 

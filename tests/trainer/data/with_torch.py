@@ -28,6 +28,21 @@ def test_a_loader_resumes_in_the_order_of_its_second_pass() -> None:
     assert joint(resumed) == passes[1]
 
 
+def test_a_loader_is_not_left_open() -> None:
+    closed = []
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            try:
+                yield from ((torch.ones(2), torch.tensor(number)) for number in range(23))
+            finally:
+                closed.append(True)
+
+    shares = shard_on_ranks(1, lambda _: torch.utils.data.DataLoader(Stream(), batch_size=4))
+    assert closed == [True], "after its first batches were examined"
+    assert flat(joint(shares)) == [*range(23)]
+
+
 def test_tensors_that_numpy_cant_read() -> None:
     def generator(_: int):
         for number in range(4):
