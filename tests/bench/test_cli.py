@@ -204,10 +204,11 @@ def test_checkpoint_measures_blocking_and_writing(launch, tmp_path: Path) -> Non
 
 
 @pytest.mark.mpi
-def test_recovery_kills_all_ranks_but_one(run_command, tmp_path: Path) -> None:
+def test_recovery_kills_all_ranks_but_one(run_command, environment, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    argv = [*BENCH, *TINY_RECOVERY, "-np", "3", "--json", str(path)]
-    done = run_command(argv, timeout_s=150)
+    argv = [str(environment("jax")), *BENCH[1:], *TINY_RECOVERY, "-np", "3", "--json", str(path)]
+    fast = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = run_command(argv, timeout_s=150, env={"KERAS_BACKEND": "jax", **fast})
     assert done.returncode == 0, done
     assert done.stdout.count("hvdtrain bench recovery: 3 ranks") == 1
     # The last rank prints the results.
