@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from common import make_parser
 from peers.candidates import MEASURES, WAYS, find_ways
-from peers.jobs import FULL, HOSTS, QUICK, RANKS, make_plan, run_plan, say
+from peers.jobs import FULL, HOSTS, QUICK, RANKS, THREADS, make_plan, run_plan, say
 from peers.tables import report
 
 from hvdtrain.bench.machine import describe_machine, machine_line
@@ -49,6 +50,8 @@ def main() -> int:
         say(f"not measured: {reason}")
     sizes = QUICK if arguments.quick else FULL
     repeat = 1 if arguments.quick else arguments.repeat
+    # The backend of all candidates, which the description of the machine contains.
+    os.environ["KERAS_BACKEND"] = THREADS["KERAS_BACKEND"]
     machine = describe_machine()
     say(machine_line(machine))
     start_s = time.monotonic()
