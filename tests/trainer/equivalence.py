@@ -16,6 +16,7 @@ from hvdtrain import world as state
 
 JOINT_BATCH = 12  # divisible by 2, 3 and 4 ranks
 STEPS = 20
+TOLERANCE = 1e-5
 
 REFERENCES = "HVDTRAIN_TEST_REFERENCES"
 if REFERENCES not in os.environ:
@@ -144,6 +145,24 @@ def distance(model: keras.Model, other: list[np.ndarray]) -> float:
         float(np.max(np.abs(one - two)) / max(np.max(np.abs(two)), 1e-30))
         for one, two in zip(weights(model), other, strict=True)
     )
+
+
+def check_close(found: Any, expected: Any, name: str = "") -> None:
+    """Check that results, or lists and dicts of results, equal those of one process.
+
+    A prediction may be close to 0, so differences are relative to the largest value of an array.
+    """
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, values in expected.items():
+            check_close(found[key], values, f"{name} {key}")
+    elif isinstance(expected, list) and any(isinstance(entry, np.ndarray) for entry in expected):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            check_close(one, other, f"{name} {index}")
+    else:
+        sizes = np.abs(np.asarray(expected, np.float64))
+        largest = np.max(sizes, initial=0.0, where=np.isfinite(sizes))
+        np.testing.assert_allclose(found, expected, 0, TOLERANCE * largest, err_msg=name)
 
 
 def alike(model: keras.Model) -> bool:

@@ -5,11 +5,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.trainer.equivalence import alike, distance, from_chief, weights
+from tests.trainer.equivalence import TOLERANCE, alike, distance, from_chief, weights
 
 JOINT_BATCH = 12
 ROWS = JOINT_BATCH * 4 + 5
-TOLERANCE = 1e-5
 rng = np.random.default_rng(2)
 X = rng.normal(size=(ROWS, 6)).astype("float32")
 Y = rng.integers(0, 3, ROWS)

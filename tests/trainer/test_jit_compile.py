@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.equivalence import check_close
 from tests.trainer.features import X, Y, classifier, compare, train_arrays
 from tests.trainer.graphs import clusters, is_cluster, operations, traced
 from tests.trainer.own_steps import OwnStep
@@ -140,8 +141,7 @@ def test_evaluate_and_predict_are_compiled(world):
     model.make_test_function(force=True)
     model.make_predict_function(force=True)
     expected = model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4, atol=1e-6)
+    check_close([*found], [*expected])
 
     def count(step: Any, *batch: Any) -> int:
         graph = tf.function(step, autograph=False).get_concrete_function(*batch).graph

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.trainer.equivalence import check_close
 from tests.trainer.features import ROWS, X, Y, classifier, compare
 
 TOKENS = np.random.default_rng(5).integers(0, 7, (ROWS, 6))  # zeros are masked
@@ -136,11 +137,8 @@ def check_losses(world, case):
 
     alone, expected = train(distribute=False)
     together, found = train(distribute=True)
-    for one, other in zip(alone, together):
-        np.testing.assert_allclose(other, one, rtol=2e-4, atol=2e-6)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, err_msg=name)
+    check_close(together, alone, "weights")
+    check_close(found, expected)
 
 
 @pytest.mark.ranks(2)

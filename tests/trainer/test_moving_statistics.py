@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.trainer.moving_statistics import MovingStatistics
 from hvdtrain.trainer.saving.training_state import TrainingState
+from tests.trainer.equivalence import check_close
 from tests.trainer.test_losses import Smallest
 
 ROWS = 22
@@ -115,8 +116,7 @@ def test_synchronized_layers_in_a_custom_step_ignore_ranks_without_rows(world):
     world.distribute(together, presharded=True)
     own_rows = list(OWN_ROWS[world.size()][world.rank()])
     together.fit(X[own_rows], Y[own_rows], batch_size=2, epochs=2, shuffle=False, verbose=0)
-    for found, expected in zip(together.get_weights(), alone.get_weights()):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    check_close(together.get_weights(), alone.get_weights())
 
 
 @pytest.mark.ranks(2)
@@ -184,8 +184,7 @@ def test_a_model_does_not_run_without_rows(world, exchanged, jit):
     options = {"batch_size": 2, "epochs": 2, "shuffle": False, "verbose": 0}
     together.fit(X[own_rows], Y[own_rows], callbacks=[watch], **options)
     assert [seen[9], seen[19], int(calls)] == [len(own_rows) // 2, 10 + len(own_rows) // 2, 20]
-    for found, value in zip(together.get_weights(), alone.get_weights()):
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+    check_close(together.get_weights(), alone.get_weights())
     # After training the generators are equal on all ranks.
     drawn = float(keras.random.uniform(()))
     assert job.collectives().allgather_object(drawn, name="test") == [drawn] * world.size()
@@ -215,8 +214,7 @@ def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
             rows = ROWS if world.is_chief() else 0
         model.fit(tokens[:rows], Y[:rows], batch_size=4, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    for found, expected in zip(weights[1], weights[0]):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    check_close(weights[1], weights[0])
 
 
 class LargestError(keras.metrics.Metric):

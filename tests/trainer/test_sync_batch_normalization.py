@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
+from tests.trainer.equivalence import check_close
 
 ROWS = 4
 several = pytest.mark.ranks(1, 3)
@@ -43,9 +44,8 @@ def test_synchronized_training_equals_one_process(world, compiled):
     call = tf.function(step) if compiled else step
     gradient = call(layer, tf.constant(every[own]), tf.constant(weights[own]))
     expected = step(alone, tf.constant(every), tf.constant(weights))
-    np.testing.assert_allclose(gradient, expected[own], rtol=2e-4, atol=2e-5)
-    for one, other in zip(layer.get_weights(), alone.get_weights()):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    check_close(gradient, expected[own])
+    check_close(layer.get_weights(), alone.get_weights())
 
 
 @several
