@@ -65,8 +65,12 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
 
 def _mixins() -> tuple[type[GradientAveragingMixin], type[FiniteCheckMixin]]:
     """Return the mixins for Keras' backend."""
-    if keras.backend.backend() != "tensorflow":
+    if keras.backend.backend() == "jax":
         return GradientAveragingMixin, FiniteCheckMixin
+    if keras.backend.backend() == "torch":
+        from hvdtrain.trainer.backends import torch
+
+        return torch.CompiledUpdateMixin, torch.UncompiledFiniteCheckMixin
     from hvdtrain.trainer.backends.tensorflow.compiled_optimizer import (
         CompiledAveragingMixin,
         CompiledFiniteCheckMixin,
@@ -93,7 +97,7 @@ def is_distributed(optimizer: Any) -> bool:
 def weighting(optimizers: Sequence[Any], how: Weighting, jit: bool) -> Iterator[None]:
     """Use this ``Weighting`` for the gradients that optimizers apply in the ``with`` block.
 
-    If ``jit`` is true, the optimizers' computations are compiled with XLA, on TensorFlow only.
+    If ``jit`` is true, the optimizers' computations are compiled on TensorFlow and torch.
     """
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     every = [*optimizers, *inner]

@@ -20,11 +20,18 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.trainer.backends.host_steps import HostSteps
-from hvdtrain.trainer.model_parts import optimizers_of
+from hvdtrain.trainer.model_parts import optimizers_of, overrides
+from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
 
-__all__ = ["TorchSteps", "check_model", "make_steps"]
+__all__ = [
+    "CompiledUpdateMixin",
+    "TorchSteps",
+    "UncompiledFiniteCheckMixin",
+    "check_model",
+    "make_steps",
+]
 
 
 def check_model(model: keras.Model) -> None:
@@ -82,7 +89,13 @@ class TorchSteps(HostSteps):
         model = self._model
         if getattr(model, name) is None or force:
             make(force)
-            setattr(model, name, functools.partial(step, getattr(model, name)))
+            function = getattr(model, name)
+            if model.jit_compile and name == "train_function":
+                # torch.compile divides a function at backward(), and traces all its callers again.
+                # Keras would compile a caller of train_step.
+                compiled = torch.compile(model.train_step)
+                function = lambda data: compiled(data[0])  # noqa: E731
+            setattr(model, name, functools.partial(step, function))
         return getattr(model, name)
 
     def train(self, function: Callable[[Any], Any], data: Sequence[Any]) -> Any:
@@ -95,12 +108,16 @@ class TorchSteps(HostSteps):
         how = step.weighting
         how = how._replace(factor=None if how.factor is None else self._number(how.factor))
         self.step_weight = how.factor
+        jit = bool(self._model.jit_compile)
+        if jit and not overrides(self._model, "train_step"):
+            # Only the first step has no old gradients, so the second would be compiled again.
+            self._model.zero_grad()
         try:
             with (
                 self._metrics_of(step.rows),
                 random_by_rank(self._member),
                 self._joint_loss(step.rows, step.joint_rows, "train") as terms,
-                weighting(optimizers_of(self._model), self.with_terms(how, terms), jit=False),
+                weighting(optimizers_of(self._model), self.with_terms(how, terms), jit),
             ):
                 logs = function([step.batch])
         finally:
@@ -144,6 +161,39 @@ class TorchSteps(HostSteps):
             return logs
         results = self._model.get_metrics_result()
         return {name: results.get(name, value) for name, value in logs.items()}
+
+
+class _UncompiledMixin:
+    """Mixin for an optimizer that a compiled step calls as a function that isn't compiled.
+
+    ``torch.compile`` can't compile the reduction. It would divide each of the nested functions that
+    call the reduction, and trace all of them again for each part.
+    """
+
+    @torch.compiler.disable
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Apply gradients, as Keras does."""
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+
+class CompiledUpdateMixin(_UncompiledMixin, GradientAveragingMixin):
+    """Mixin with which an optimizer averages its gradients and then runs a compiled update.
+
+    Without ``jit_compile``, it works like ``GradientAveragingMixin``.
+    """
+
+    _hvdtrain_jit = False
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        plain = super()._backend_update_step  # type: ignore[misc]
+        update = torch.compile(plain) if self._hvdtrain_jit else plain
+        update(grads, trainable_variables, learning_rate)
+
+
+class UncompiledFiniteCheckMixin(_UncompiledMixin, FiniteCheckMixin):
+    """Mixin for a ``LossScaleOptimizer`` that a compiled step calls."""
 
 
 def _values(variables: Sequence[Any]) -> list[torch.Tensor]:
