@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ try:
     from keras.src.random import seed_generator
     from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
     from keras.src.trainers.epoch_iterator import EpochIterator
+    from keras.src.utils.module_utils import tensorflow as _tensorflow
 
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
     # Returns the generator of keras.random, and creates it on first use.
@@ -81,6 +83,7 @@ __all__ = [
     "set_untracked",
     "update_moving_averages",
     "warn_of_interruption",
+    "without_loading_tensorflow",
 ]
 
 _IN_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -383,3 +386,18 @@ def global_generator() -> Any:
 def set_global_generator(generator: Any) -> None:
     """Set the seed generator of ``keras.random``. After None, Keras creates a new one."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
+@contextmanager
+def without_loading_tensorflow() -> Iterator[None]:
+    """Keep Keras from importing TensorFlow in the ``with`` block, unless it is already imported.
+
+    With each backend, Keras imports TensorFlow if it is installed, only to recognize its types.
+    """
+    before = _tensorflow._available
+    if "tensorflow" not in sys.modules:
+        _tensorflow._available = False
+    try:
+        yield
+    finally:
+        _tensorflow._available = before

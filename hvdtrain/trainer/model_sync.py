@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError, ModelError
 from hvdtrain.frameworks.variable_names import renumbered
-from hvdtrain.private_api.keras import flatten_layers
+from hvdtrain.private_api.keras import flatten_layers, without_loading_tensorflow
 from hvdtrain.trainer.model_parts import (
     attributes_of_type,
     optimizer_variables,
@@ -111,7 +111,8 @@ def check_same_model(model: keras.Model, collectives: Engine) -> None:
         MismatchError: If models or optimizers differ. All ranks raise this error, which names the
             first differences.
     """
-    own = describe_model(model)
+    with without_loading_tensorflow():
+        own = describe_model(model)
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     if len(set(collectives.allgather_object(digest, name="model"))) == 1:
         return
