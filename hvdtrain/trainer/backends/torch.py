@@ -19,6 +19,7 @@ import torch
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.private_api.keras import set_untracked
 from hvdtrain.trainer.backends.host_steps import HostSteps
 from hvdtrain.trainer.model_parts import optimizers_of, overrides
 from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
@@ -183,13 +184,15 @@ class CompiledUpdateMixin(_UncompiledMixin, GradientAveragingMixin):
     """
 
     _hvdtrain_jit = False
+    _hvdtrain_update: Callable[..., None] | None = None  # the compiled update
 
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
-        plain = super()._backend_update_step  # type: ignore[misc]
-        update = torch.compile(plain) if self._hvdtrain_jit else plain
-        update(grads, trainable_variables, learning_rate)
+    def _backend_update_step(self, grads: Any, variables: Any, learning_rate: Any) -> None:
+        update = super()._backend_update_step  # type: ignore[misc]
+        if self._hvdtrain_jit:
+            if self._hvdtrain_update is None:
+                set_untracked(self, "_hvdtrain_update", torch.compile(update))
+            update = self._hvdtrain_update
+        update(grads, variables, learning_rate)
 
 
 class UncompiledFiniteCheckMixin(_UncompiledMixin, FiniteCheckMixin):

@@ -150,13 +150,13 @@ def test_after_a_failed_reduction_the_model_has_the_values_before_the_step(world
         model.fit(x, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[checkpoint])
     for step in range(3):
         alone.train_on_batch(X[8 * step :][:8], Y[8 * step :][:8])
-    _check_equal(model, alone)
+    check_close(model.get_weights(), alone.get_weights())
     saved = Store(tmp_path).newest()
     assert saved.step == 2 if world.is_chief() else saved is None
 
     with pytest.raises(NonFiniteError, match="on rank 1"):
         model.train_on_batch(x[28 + job.rank() :][:1], Y[:1])
-    _check_equal(model, alone)
+    check_close(model.get_weights(), alone.get_weights())
     assert np.isfinite(_fit(model, 4)["loss"]).all()
 
 
