@@ -1,10 +1,12 @@
 """The equivalence of training on N ranks and in one process on the joint batch."""
 
+from collections import Counter
+
 import keras
 import pytest
 
 from hvdtrain import world as job
-from tests.trainer.equivalence import TOLERANCE, alike, check_close, distance, train_both
+from tests.trainer.equivalence import STEPS, TOLERANCE, alike, check_close, distance, train_both
 from tests.trainer.features import JOINT_BATCH, classifier, train_arrays
 from tests.trainer.own_steps import OwnStep
 from tests.trainer.patterns.pattern import built, state
@@ -29,7 +31,20 @@ def test_two_ranks_equal_one_process(world):
 def test_two_ranks_equal_one_process_on_other_backends(world, in_buckets, keras_backend, case):
     if (keras_backend, case) == ("torch", "steps_per_execution"):
         pytest.skip("not supported by Keras on torch")
-    equals_one_process(world, "sgd", case)
+    titles: list[str] = []
+    observers = job.collectives().observers
+    observers.append(lambda operation: titles.append(operation.title))
+    try:
+        equals_one_process(world, "sgd", case)
+    finally:
+        observers.pop()
+    in_fit = titles[titles.index("begin(fit)") : titles.index("barrier(end of fit)")]
+    steps = in_fit[in_fit.index("allreduce(gradients)") :]
+    # Synchronized layers exchange their moments in each step.
+    counts = Counter(title for title in steps if "normalization" not in title)
+    assert counts.pop("allreduce(gradients)") == (STEPS // 2 if case == "accumulation" else STEPS)
+    assert counts["allreduce(metrics)"] == 1
+    assert max(counts.values()) <= 2, "steps exchange more than gradients"
 
 
 @pytest.mark.ranks(2)
