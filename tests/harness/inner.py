@@ -47,8 +47,6 @@ class RankPlugin:
         if missing := self._order.keys() - selected.keys():
             raise pytest.UsageError(f"rank {self._rank} did not find {sorted(missing)}")
         items[:] = [selected[nodeid] for nodeid in self._order]
-        if keras := sys.modules.get("keras.src.utils.rng_utils"):
-            vars(keras)["tf"] = _LoadedTensorFlow()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
@@ -92,16 +90,6 @@ class RankPlugin:
             _progress_mpi()
             time.sleep(0.003)
         return False
-
-
-class _LoadedTensorFlow:
-    """What ``keras.utils.set_random_seed`` uses of TensorFlow.
-
-    Keras would import TensorFlow to set its seed, on each backend, which takes four seconds.
-    """
-
-    available = property(lambda self: "tensorflow" in sys.modules)
-    random = property(lambda self: sys.modules["tensorflow"].random)
 
 
 def _summary(reports: list[pytest.TestReport], started: ItemReport) -> ItemReport:
