@@ -25,7 +25,7 @@ try:
     from keras.src.random import seed_generator
     from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
     from keras.src.trainers.epoch_iterator import EpochIterator
-    from keras.src.utils.module_utils import tensorflow as _tensorflow
+    from keras.src.utils.module_utils import tensorflow as lazy_tensorflow
 
     _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
     # Returns the generator of keras.random, and creates it on first use.
@@ -394,10 +394,10 @@ def without_loading_tensorflow() -> Iterator[None]:
 
     With each backend, Keras imports TensorFlow if it is installed, only to recognize its types.
     """
-    before = _tensorflow._available
+    before = lazy_tensorflow._available
     if "tensorflow" not in sys.modules:
-        _tensorflow._available = False
+        lazy_tensorflow._available = False
     try:
         yield
     finally:
-        _tensorflow._available = before
+        lazy_tensorflow._available = before

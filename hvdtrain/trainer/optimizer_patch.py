@@ -68,9 +68,12 @@ def _mixins() -> tuple[type[GradientAveragingMixin], type[FiniteCheckMixin]]:
     if keras.backend.backend() == "jax":
         return GradientAveragingMixin, FiniteCheckMixin
     if keras.backend.backend() == "torch":
-        from hvdtrain.trainer.backends import torch
+        from hvdtrain.trainer.backends.torch.compiled_optimizer import (
+            CompiledUpdateMixin,
+            UncompiledFiniteCheckMixin,
+        )
 
-        return torch.CompiledUpdateMixin, torch.UncompiledFiniteCheckMixin
+        return CompiledUpdateMixin, UncompiledFiniteCheckMixin
     from hvdtrain.trainer.backends.tensorflow.compiled_optimizer import (
         CompiledAveragingMixin,
         CompiledFiniteCheckMixin,

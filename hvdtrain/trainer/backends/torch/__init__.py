@@ -19,20 +19,12 @@ import torch
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import set_untracked
 from hvdtrain.trainer.backends.host_steps import HostSteps
 from hvdtrain.trainer.model_parts import optimizers_of, overrides
-from hvdtrain.trainer.optimizer_mixins import FiniteCheckMixin, GradientAveragingMixin
 from hvdtrain.trainer.optimizer_patch import weighting
 from hvdtrain.trainer.rank_random import random_by_rank
 
-__all__ = [
-    "CompiledUpdateMixin",
-    "TorchSteps",
-    "UncompiledFiniteCheckMixin",
-    "check_model",
-    "make_steps",
-]
+__all__ = ["TorchSteps", "check_model", "make_steps"]
 
 
 def check_model(model: keras.Model) -> None:
@@ -162,41 +154,6 @@ class TorchSteps(HostSteps):
             return logs
         results = self._model.get_metrics_result()
         return {name: results.get(name, value) for name, value in logs.items()}
-
-
-class _UncompiledMixin:
-    """Mixin for an optimizer that a compiled step calls as a function that isn't compiled.
-
-    ``torch.compile`` can't compile the reduction. It would divide each of the nested functions that
-    call the reduction, and trace all of them again for each part.
-    """
-
-    @torch.compiler.disable
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply gradients, as Keras does."""
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-
-class CompiledUpdateMixin(_UncompiledMixin, GradientAveragingMixin):
-    """Mixin with which an optimizer averages its gradients and then runs a compiled update.
-
-    Without ``jit_compile``, it works like ``GradientAveragingMixin``.
-    """
-
-    _hvdtrain_jit = False
-    _hvdtrain_update: Callable[..., None] | None = None  # the compiled update
-
-    def _backend_update_step(self, grads: Any, variables: Any, learning_rate: Any) -> None:
-        update = super()._backend_update_step  # type: ignore[misc]
-        if self._hvdtrain_jit:
-            if self._hvdtrain_update is None:
-                set_untracked(self, "_hvdtrain_update", torch.compile(update))
-            update = self._hvdtrain_update
-        update(grads, variables, learning_rate)
-
-
-class UncompiledFiniteCheckMixin(_UncompiledMixin, FiniteCheckMixin):
-    """Mixin for a ``LossScaleOptimizer`` that a compiled step calls."""
 
 
 def _values(variables: Sequence[Any]) -> list[torch.Tensor]:
