@@ -123,8 +123,10 @@ def test_uneven_hosts_reduce_under_slurm(cluster: Cluster) -> None:
     assert sorted(done.stdout.splitlines()) == [f"{place} {{10.0}}" for place in places_seen], done
 
 
-# Compares the weights with those of a single process.
+# Compares the weights with those of a single process. To seed TensorFlow, Keras would import it.
 TRAINING = """
+import sys
+sys.modules["tensorflow"] = None
 import hvdtrain
 from hvdtrain import world
 from tests.trainer.features import classifier, compare, train_arrays
