@@ -98,9 +98,10 @@ def main(plan: Plan) -> None:
     transport._measure_link = lambda comm: FAR
     engine = Engine(transport)
     exit_hooks.install(engine)
-    # Open MPI crashes if a rank dies while others still set up a communicator.
-    engine.barrier()
     member = engine.rank
+    # Open MPI crashes if a rank dies while others still set up a communicator. If a rank dies
+    # before this rank has left the barrier, this rank's number changes.
+    engine.barrier()
     for death in plan.deaths:
         if death.rank == member:
             _prepare(death, engine)
