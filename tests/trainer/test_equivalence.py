@@ -78,12 +78,6 @@ def test_three_ranks_equal_one_process(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
-@pytest.mark.more
-@pytest.mark.ranks(4)
-def test_four_ranks_equal_one_process(world, in_buckets):
-    equals_one_process(world, "adamw", "uneven")
-
-
 def equals_one_process(world, optimizer, case):
     together, reference, joint, alone = train_both(world, optimizer, case)
     assert distance(together, reference) <= TOLERANCE

@@ -50,7 +50,7 @@ HOOKS = (
 )
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_error_in_a_callback_of_fit(world: Any, hook: str) -> None:
     losses(world, "plain")

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_other_than_means_over_rows(world, case):
     check_losses(world, case)

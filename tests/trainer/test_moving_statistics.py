@@ -153,7 +153,7 @@ class Watched(keras.layers.Layer):
             return x + 0.0 * keras.random.normal(tf.shape(x))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("exchanged", ["nothing", "counts", "moments"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_does_not_run_without_rows(world, exchanged, jit):

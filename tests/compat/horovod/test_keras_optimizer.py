@@ -18,7 +18,7 @@ from hvdtrain.compat.horovod.process_sets import add_process_set, remove_process
 from hvdtrain.compat.horovod.reduction_arguments import Max, Sum
 from hvdtrain.errors import ModelError
 
-several = pytest.mark.ranks(1, 3)
+several = pytest.mark.ranks(1, 2)
 ROWS = 24
 
 

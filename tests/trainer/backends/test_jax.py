@@ -75,9 +75,6 @@ def _options(**options: Any) -> Any:
 
 CASES = {
     "plain": _options(),
-    "accumulation": _options(optimizer=lambda: SGD(0.05, gradient_accumulation_steps=2)),
-    "loss scaling": _options(optimizer=lambda: keras.optimizers.LossScaleOptimizer(SGD(0.05))),
-    "blocks of steps": _options(steps_per_execution=2),
     "eager": _options(run_eagerly=True),
     "not compiled": _options(jit_compile=False),
     "normalization": _options(normalize="together"),
