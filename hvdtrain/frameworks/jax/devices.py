@@ -31,6 +31,8 @@ __all__ = [
 logger = logging.getLogger(__package__)
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+# XLA reads it when JAX is first used.
+_THREADS = "NPROC"
 # The variables by which users limit the memory that each process reserves.
 _MEMORY = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -41,6 +43,10 @@ def set_up(settings: Settings, collectives: Engine) -> None:
     JAX knows only the functions that the same thread has started.
     """
     collectives.before_operation = errors.wait
+    # On the CPU, a callback of a compiled function may wait for a second thread of JAX, which has
+    # as many threads as the process has cores.
+    if int(os.environ.get(_THREADS) or len(os.sched_getaffinity(0))) < 2:
+        os.environ[_THREADS] = "2"
 
 
 def find_gpus(

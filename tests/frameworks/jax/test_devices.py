@@ -46,3 +46,21 @@ def test_ranks_bind_their_gpus_unless_jax_already_uses_all(
     assert "JAX has reserved memory on all 2 GPUs" in done.stderr, done
     done = run_command(program, env=environ)
     assert "has GPUs, but JAX is installed without CUDA: python -m pip" in done.stderr, done
+
+
+_CONVOLUTION = """
+import hvdtrain, keras
+hvdtrain.init()
+from hvdtrain.bench.measure_training import build_model, synthetic_data
+model = hvdtrain.distribute(build_model("lenet"))
+x, y = synthetic_data(model, 64 * 30 * 2)
+model.fit(x, y, batch_size=64, verbose=0)
+print("trained")
+"""
+
+
+def test_a_rank_with_one_core_does_not_wait_for_itself(environment, run_command) -> None:
+    program = [environment("jax"), "-c", _CONVOLUTION]
+    env = {"KERAS_BACKEND": "jax", "NPROC": "1"}
+    done = run_command(mpirun_argv(2, program), env=env)
+    assert done.stdout.split() == ["trained", "trained"], done
