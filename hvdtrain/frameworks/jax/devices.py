@@ -12,6 +12,7 @@ import jax
 from hvdtrain.cluster.gpu_assignment import RankGpus, assign_gpus, describe_sharing, first_gpus
 from hvdtrain.cluster.gpu_search import log_gpus, search_gpus
 from hvdtrain.cluster.gpus import Gpu, cuda_gpus
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
@@ -45,7 +46,7 @@ def set_up(settings: Settings, collectives: Engine) -> None:
     collectives.before_operation = errors.wait
     # On the CPU, a callback of a compiled function may wait for a second thread of JAX, which has
     # as many threads as the process has cores.
-    if int(os.environ.get(_THREADS) or len(os.sched_getaffinity(0))) < 2:
+    if (os.environ.get(_THREADS) or str(available_cores())) == "1":
         os.environ[_THREADS] = "2"
 
 
