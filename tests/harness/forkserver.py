@@ -144,8 +144,8 @@ class ForkServers:
         changes = {
             "KERAS_BACKEND": backend,
             # Where mpirun lets ranks find the MPI that is installed with pip.
-            "LD_LIBRARY_PATH": f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(
-                ":"
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                [f"{sys.prefix}/lib", *filter(None, [self._environment.get("LD_LIBRARY_PATH")])]
             ),
             "PYTHONHASHSEED": str(random.randrange(1 << 32)),
         }

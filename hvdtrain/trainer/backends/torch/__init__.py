@@ -86,8 +86,7 @@ class TorchSteps(HostSteps):
             if model.jit_compile and name == "train_function":
                 # torch.compile divides a function at backward(), and traces all its callers again.
                 # Keras would compile a caller of train_step.
-                compiled = torch.compile(model.train_step)
-                function = lambda data: compiled(data[0])  # noqa: E731
+                function = functools.partial(_run_on_first, torch.compile(model.train_step))
             setattr(model, name, functools.partial(step, function))
         return getattr(model, name)
 
@@ -154,6 +153,10 @@ class TorchSteps(HostSteps):
             return logs
         results = self._model.get_metrics_result()
         return {name: results.get(name, value) for name, value in logs.items()}
+
+
+def _run_on_first(step: Callable[[Any], Any], data: Sequence[Any]) -> Any:
+    return step(data[0])
 
 
 def _values(variables: Sequence[Any]) -> list[torch.Tensor]:
