@@ -64,12 +64,13 @@ class ChaosJob:
         training: Training,
         hosts: Sequence[str],
         *options: str,
+        python: Sequence[str] = (sys.executable,),
     ) -> None:
         self.folder = folder
         self._cluster = cluster
         self._mark = f"HVDTRAIN_TEST_MARK={uuid.uuid4().hex}"
         self._output, self._errors = folder / "output", folder / "errors"
-        program = [sys.executable, str(PROGRAM), str(folder), *map(str, astuple(training))]
+        program = [*python, str(PROGRAM), str(folder), *map(str, astuple(training))]
         where = ["-H", ",".join(f"{host}:1" for host in hosts)]
         name, value = self._mark.split("=")
         with self._output.open("wb") as output, self._errors.open("wb") as errors:

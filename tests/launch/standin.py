@@ -3,7 +3,8 @@
 Run ``python -m tests.launch.standin FOLDER`` on every rank. FOLDER/checkpoint contains the number
 of steps at the last checkpoint, and FOLDER/steps a line "attempt size step" for each step that
 rank 0 has completed. ``--fault RANK STEP CODE`` runs Python code on a rank before a step, in the
-first attempt only.
+first attempt only. ``--hold STEP`` repeats the allreduce of a step until a rank is signalled, also
+in the first attempt only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Standin:
         self.folder = Path(arguments.folder)
         self.received = 0
         self.waiting = ""
+        self.is_first = self.attempt == "1" and "SLURM_RESTART_COUNT" not in os.environ
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, self.handle)
 
@@ -50,8 +52,9 @@ class Standin:
         report.phase("training")
         while done < self.arguments.steps:
             self.inject_fault(done + 1)
-            time.sleep(self.arguments.step_s)
-            stop = self.agree(done + 1)
+            stop = self.agree()
+            while done + 1 == self.arguments.hold and self.is_first and not stop:
+                stop = self.agree()
             done += 1
             report.step(done, 0)
             if self.rank == 0:
@@ -67,8 +70,9 @@ class Standin:
                 sys.exit(PREEMPTED)
         self.finalize()
 
-    def agree(self, step: int) -> bool:
-        """Return whether any rank was signalled. All ranks get the same answer."""
+    def agree(self) -> bool:
+        """Compute, and return whether any rank was signalled. All ranks get the same answer."""
+        time.sleep(self.arguments.step_s)
         self.waiting = "allreduce(gradients)"
         stop = self.survive(lambda: self.comm.allreduce(self.received != 0))
         self.waiting = ""
@@ -108,8 +112,9 @@ class Standin:
 
     def inject_fault(self, step: int) -> None:
         for rank, at, code in self.arguments.fault:
-            first = self.attempt == "1" and "SLURM_RESTART_COUNT" not in os.environ
-            if (int(rank), int(at)) == (self.rank, step) and (first or self.arguments.always):
+            if (int(rank), int(at)) == (self.rank, step) and (
+                self.is_first or self.arguments.always
+            ):
                 exec(code, {"os": os, "sys": sys, "time": time, "signal": signal})
 
 
@@ -120,6 +125,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--fault", nargs=3, action="append", default=[])
+    parser.add_argument("--hold", type=int, default=0, help="a step, in the first attempt")
     parser.add_argument("--elastic", action="store_true", help="continue without a lost rank")
     parser.add_argument("--always", action="store_true", help="faults in every attempt")
     Standin(parser.parse_args()).run()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,19 +27,40 @@ def mended(cluster: Cluster) -> Iterator[None]:
     cluster.restore("node2")
 
 
-def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start the stand-in on three hosts, and return it with its folder after some steps."""
-    folder = cluster.folder / uuid.uuid4().hex
-    folder.mkdir()
-    standin = ["-m", "tests.launch.standin", str(folder), "--steps", "400", "--step-s", "0.03"]
-    argv = [*HVDTRAIN, "-H", "node1:1,node2:1,node3:1", *options, "--", sys.executable, *standin]
-    job = cluster.start(argv, env=ON_CLUSTER)
-    deadline = time.monotonic() + 60
-    while not (folder / "steps").exists() or len((folder / "steps").read_text()) < 100:
-        assert job.poll() is None, job.communicate(timeout=10)
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.1)
-    return job, folder
+class Jobs:
+    """Jobs that run at the same time, because they mostly wait for a lost host."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._jobs: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, *words: str) -> None:
+        """Start ``hvdtrain run`` with these words."""
+        self._jobs[name] = self._cluster.start([*HVDTRAIN, *words], env=ON_CLUSTER)
+
+    def wait_for(self, started: dict[str, Callable[[], bool]]) -> None:
+        """Wait until jobs have started."""
+        deadline = time.monotonic() + 100
+        for name, has_started in started.items():
+            while not has_started():
+                job = self._jobs[name]
+                assert job.poll() is None, (name, job.communicate(timeout=10))
+                assert time.monotonic() < deadline, f"the ranks of job {name} did not start"
+                time.sleep(0.1)
+
+    def read_until(self, words: str, name: str) -> None:
+        """Read the errors of a job up to the line that contains ``words``."""
+        errors = self._jobs[name].stderr
+        assert errors is not None
+        lines = []
+        while words not in (line := errors.readline()):
+            lines.append(line)
+            assert line, "".join(lines)
+
+    def result(self, name: str) -> tuple[int, str, str]:
+        """Return the exit code, output and errors of a job at its end."""
+        output, errors = self._jobs[name].communicate(timeout=120)
+        return self._jobs[name].returncode, output, errors
 
 
 # The tests with Slurm come first: after a link was cut and repaired, an srun once started no rank
@@ -87,27 +108,8 @@ def test_ranks_that_lose_slurmstepd_restart(cluster: Cluster) -> None:
     assert "attempt 2 of 2 starts" in done.stderr, done
 
 
-@pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["plain", "elastic"])
-def test_the_job_restarts_without_the_lost_host(
-    cluster: Cluster, mended: None, elastic: list[str]
-) -> None:
-    job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
-    cluster.cut("node2")
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    assert re.search(
-        r"attempt 2 of 3 starts now on node1, node3 \(2 ranks\); "
-        r"lost: \d steps?, \d+ s, since the checkpoint of step \d+",
-        errors,
-    ), errors
-    lines = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
-    assert lines[-1] == (2, 2, 400)
-    assert {step for _, _, step in lines} == set(range(1, 401))
-    assert len(lines) < 400 + 10, "at most five steps were repeated"
-
-
 REDUCES = """
-import os, sys
+import os, sys, time
 import tensorflow as tf
 import hvdtrain
 from hvdtrain import world
@@ -117,57 +119,72 @@ reduce = tf.function(lambda x: world.device_collectives().allreduce([x], "sum", 
 reduce(tf.ones(3))
 open(sys.argv[1], "w").close()
 while os.environ["HVDTRAIN_ATTEMPT"] == "1":
+    time.sleep(0.02)
     reduce(tf.ones(3))
 print("sum", reduce(tf.ones(3)).numpy()[0], flush=True)
 """
 
 
-@pytest.mark.more
-def test_a_job_that_reduces_on_devices_loses_a_host(cluster: Cluster, mended: None) -> None:
+# In the first attempt, the job does not advance beyond these steps.
+HELD_STEPS, STEPS = 19, 40
+STANDINS = {
+    "plain": ["--min-np", "2"],
+    "elastic": ["--min-np", "2", "--elastic"],
+    "too few": ["--min-np", "3"],
+}
+
+
+def test_jobs_that_lose_a_host(cluster: Cluster, mended: None, forked_python: list[str]) -> None:
+    """Jobs restart without the host, unless too few hosts are left."""
     folder = cluster.folder / uuid.uuid4().hex
     folder.mkdir()
     (folder / "program.py").write_text(REDUCES)
-    options = ["-H", "node1:1,node2:1,node3:1", "--max-restarts", "1", "--backend", "nccl"]
-    argv = [*HVDTRAIN, *options, "--", sys.executable, str(folder / "program.py")]
-    job = cluster.start([*argv, str(folder / "started")], env=ON_CLUSTER)
-    deadline = time.monotonic() + 100
-    while not (folder / "started").exists():
-        assert job.poll() is None, job.communicate(timeout=10)
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.1)
-    time.sleep(2)
+    jobs = Jobs(cluster)
+    hosts = ["-H", "node1:1,node2:1,node3:1", "--max-restarts", "2"]
+    started = folder / "started"
+    reduces = [*forked_python, str(folder / "program.py"), str(started)]
+    jobs.start("reduces on devices", *hosts, "--backend", "nccl", "--", *reduces)
+    waits: dict[str, Callable[[], bool]] = {"reduces on devices": started.exists}
+    files = {}
+    for name, options in STANDINS.items():
+        (folder / name).mkdir()
+        files[name] = folder / name / "steps"
+        program = [str(folder / name), "--steps", str(STEPS), "--hold", str(HELD_STEPS + 1)]
+        program = [sys.executable, "-m", "tests.launch.standin", *program]
+        jobs.start(name, *hosts, "--grace-s", "1", *options, "--", *program)
+        waits[name] = lambda file=files[name]: file.exists() and len(_steps(file)) == HELD_STEPS
+    jobs.wait_for(waits)
     cluster.cut("node2")
     began_s = time.monotonic()
-    lines = []
-    while "attempt 2" not in (line := job.stderr.readline()):
-        lines.append(line)
-        assert line, lines
+    jobs.read_until("attempt 2 of 3 starts", "reduces on devices")
     # Without load it is 14 s. The time-out of collectives is 100 s or more.
-    assert time.monotonic() - began_s < 50, lines
-    output, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    assert output.count("sum 2.0") == 2
+    assert time.monotonic() - began_s < 50
 
-
-def test_the_job_ends_if_too_few_hosts_are_left(cluster: Cluster, mended: None) -> None:
-    job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
-    cluster.cut("node2")
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode == 137, errors
+    code, _, errors = jobs.result("too few")
+    assert code == 137, errors
     assert (
         "the job is not restarted: node2 can't be used, 2 ranks fit on the other hosts, and "
         "--min-np is 3"
     ) in errors
+    for name in ("plain", "elastic"):
+        code, _, errors = jobs.result(name)
+        assert code == 0, (name, errors)
+        assert re.search(
+            r"attempt 2 of 3 starts now on node1, node3 \(2 ranks\); "
+            r"lost: 4 steps, \d+ s, since the checkpoint of step 15",
+            errors,
+        ), (name, errors)
+        assert _steps(files[name]) == [
+            *((1, 3, step) for step in range(1, HELD_STEPS + 1)),
+            *((2, 2, step) for step in range(16, STEPS + 1)),
+        ], name
+    code, output, errors = jobs.result("reduces on devices")
+    assert code == 0, errors
+    assert output.count("sum 2.0") == 2, output
 
 
-def test_a_host_that_is_unreachable_from_the_start(cluster: Cluster, mended: None) -> None:
-    cluster.cut("node2")
-    options = ["--max-restarts", "1", "--start-timeout-s", "15", "-H", "node1:1,node2:1,node3:1"]
-    argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", "print('here')"]
-    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
-    assert done.returncode == 0, done
-    assert "attempt 2 of 2 starts in 1 s on node1, node3 (2 ranks)" in done.stderr, done
-    assert sorted(done.stdout.splitlines()) == ["[0 node1] here", "[1 node3] here"]
+def _steps(file: Path) -> list[tuple[int, ...]]:
+    return [tuple(map(int, line.split())) for line in file.read_text().splitlines()]
 
 
 SERVES = """
@@ -181,27 +198,30 @@ print("serves" if place.rank in servers else "trains")
 """
 
 
-@pytest.mark.parametrize("lost", ["node2", "node3"], ids=["worker", "server"])
-def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
-    tasks = ["--worker-hosts", "node1:2222,node2:2222", "--ps-hosts", "node3:2222,node1:2223"]
-    options = ["--mode", "async-ps", "--max-restarts", "1", "--start-timeout-s", "15", *tasks]
-    cluster.cut(lost)
-    try:
-        argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", SERVES]
-        done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
-    finally:
-        cluster.restore(lost)
-    assert done.returncode == 0, done
-    third = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
-    assert sorted(done.stdout.splitlines()) == ["[0 node1] trains", "[1 node1] serves", *third], (
-        done
-    )
-
-
-def test_a_job_without_servers_does_not_restart(cluster: Cluster, mended: None) -> None:
+def test_a_host_that_is_unreachable_from_the_start(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
-    hosts = ["-H", "node1:1,node2:1", "--mode", "async-ps", "--ps-ranks", "1"]
-    argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "15", "--", "true"]
-    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
-    assert done.returncode not in (0, None), done
-    assert "not restarted: all servers are lost with node2; training needs" in done.stderr
+    jobs = Jobs(cluster)
+    options = ["--max-restarts", "1", "--start-timeout-s", "12", "--grace-s", "1"]
+    hosts = ["-H", "node1:1,node2:1,node3:1"]
+    jobs.start("plain", *options, *hosts, "--", sys.executable, "-c", "print('here')")
+    servers = [*options, "--mode", "async-ps"]
+    program = ["--", sys.executable, "-c", SERVES]
+    worker = ["--worker-hosts", "node1:2222,node2:2222", "--ps-hosts", "node3:2222,node1:2223"]
+    jobs.start("lost worker", *servers, *worker, *program)
+    server = ["--worker-hosts", "node1:2222,node3:2222", "--ps-hosts", "node2:2222,node1:2223"]
+    jobs.start("lost server", *servers, *server, *program)
+    jobs.start("only server", *servers, "-H", "node1:1,node2:1", "--ps-ranks", "1", "--", "true")
+
+    code, output, errors = jobs.result("plain")
+    assert code == 0, errors
+    assert "attempt 2 of 2 starts in 1 s on node1, node3 (2 ranks)" in errors
+    assert sorted(output.splitlines()) == ["[0 node1] here", "[1 node3] here"]
+    # A server stays on its host.
+    for lost, third in (("worker", "[2 node3] serves"), ("server", "[2 node3] trains")):
+        code, output, errors = jobs.result(f"lost {lost}")
+        assert code == 0, (lost, errors)
+        expected = ["[0 node1] trains", "[1 node1] serves", third]
+        assert sorted(output.splitlines()) == expected, lost
+    code, _, errors = jobs.result("only server")
+    assert code not in (0, None), errors
+    assert "not restarted: all servers are lost with node2; training needs" in errors
