@@ -88,10 +88,10 @@ def test_a_missing_framework_is_a_launch_error_that_names_what_selected_it(
     assert "; pass one of tensorflow, torch, jax to hvdtrain.init()" in error(INIT="mxnet")
 
 
-def test_distribute_needs_the_framework_of_init(environment, run_command) -> None:
+def test_distribute_needs_the_framework_of_init(run_command, python_with) -> None:
     program = """
 import hvdtrain
-hvdtrain.init("torch")
+hvdtrain.init("tensorflow")
 import keras
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
@@ -100,6 +100,7 @@ try:
 except hvdtrain.errors.ModelError as error:
     print(error)
 """
-    argv = mpirun_argv(2, [environment("torch"), "-c", program])
-    done = run_command(argv)
-    assert done.stdout.count("prepared devices for torch, but the Keras backend is tensorflow") == 2
+    argv = mpirun_argv(2, [*python_with("torch"), "-c", program])
+    done = run_command(argv, env={"KERAS_BACKEND": "torch"})
+    message = "prepared devices for tensorflow, but the Keras backend is torch"
+    assert done.stdout.count(message) == 2, done

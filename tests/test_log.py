@@ -73,9 +73,9 @@ if rank == 1:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("level", JOB)
-def test_level_of_a_job(run_command, level: str) -> None:
-    options = ["-np", "2", "--log-level", level]
-    done = run_command([*HVDTRAIN, *options, "--", *program(BODY)], env=OWN_DEFAULTS, timeout_s=90)
+def test_level_of_a_job(run_command, forked_python: list[str], level: str) -> None:
+    options = ["-np", "2", "--log-level", level, "--", *program(BODY, forked_python)]
+    done = run_command([*HVDTRAIN, *options], env=OWN_DEFAULTS, timeout_s=90)
     assert done.returncode == 7, done
     lines = done.stderr.splitlines()
     launchers = [line for line in lines if line.startswith("hvdtrain run: ")]

@@ -175,10 +175,10 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_training_on_another_backend(run_command, environment, tmp_path: Path) -> None:
+def test_training_on_another_backend(run_command, mpirun, python_with, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    argv = [str(environment("torch")), *BENCH[1:], *TINY_TRAINING, "--json", str(path)]
-    done = run_command(argv, timeout_s=110, env={"KERAS_BACKEND": "torch"})
+    program = [*python_with("torch"), "-c", IN_A_JOB, *TINY_TRAINING, "--json", str(path)]
+    done = run_command(mpirun(2, program), timeout_s=110, env={"KERAS_BACKEND": "torch"})
     assert done.returncode == 0, done
     assert "; Keras on torch\n" in done.stdout
     results = json.loads(path.read_text())
@@ -193,7 +193,7 @@ def test_training_on_another_backend(run_command, environment, tmp_path: Path) -
 def test_checkpoint_measures_blocking_and_writing(launch, tmp_path: Path) -> None:
     path, folder = tmp_path / "out.json", tmp_path / "disk"
     folder.mkdir()
-    options = ["--checkpoints", "2", "--between-steps", "2", "--directory", str(folder)]
+    options = ["--checkpoints", "1", "--between-steps", "2", "--directory", str(folder)]
     done = launch(2, IN_A_JOB, "checkpoint", *options, "--json", str(path), timeout_s=100)
     assert done.returncode == 0, done
     results = json.loads(path.read_text())

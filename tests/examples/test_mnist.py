@@ -9,6 +9,7 @@ import pytest
 
 from tests.examples.digits import MNIST, write_few
 from tests.harness.jobs import REPOSITORY, Completed
+from tests.launch.jobs import COLLAPSING
 
 STEP = re.compile(r"step \d+, loss = \d+\.\d\d \(\d+\.\d examples/sec; \d+\.\d{3} sec/batch\)")
 
@@ -62,26 +63,34 @@ def _evaluate_without_hvdtrain(launch, data_dir: Path | None = None) -> float:
         accuracy = (outputs.argmax(axis=1) == digits.test_labels).mean()
         print(f"test accuracy = {{accuracy:.4f}}")
         """,
-        fresh=True,
+        fresh=data_dir is None,
     )
     return _test_accuracy(done)
+
+
+WITHOUT_TENSORFLOW = f"""
+import runpy, sys
+assert "tensorflow" not in sys.modules
+sys.path[:0] = ["blocked", {str(MNIST.parent)!r}]
+runpy.run_path({str(MNIST)!r}, run_name="__main__")
+"""
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_two_ranks_learn_on_another_backend(
-    run_command, launch, environment, backend: str, tmp_path: Path
+    run_command, launch, python_with, backend: str, tmp_path: Path
 ) -> None:
     # Make TensorFlow unavailable.
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "tensorflow.py").write_text("raise ModuleNotFoundError(__name__)")
     data = write_few(tmp_path)
-    program = (str(MNIST), "--epochs", "4", "--batch-size", "32", "--data-dir", str(data))
+    program = ("-c", WITHOUT_TENSORFLOW, "--epochs", "4", "--batch-size", "32")
     done = run_command(
-        [str(environment(backend)), "-m", "hvdtrain", "run", "-np", "2", "--", "python", *program],
-        env={"KERAS_BACKEND": backend, "PYTHONPATH": f"{blocked}:{REPOSITORY}"},
+        [*COLLAPSING, "-np", "2", "--", *python_with(backend), *program, "--data-dir", str(data)],
+        env={"KERAS_BACKEND": backend},
         timeout_s=200,
     )
     assert done.returncode == 0, done

@@ -101,6 +101,8 @@ class KubernetesCluster:
         input: str | None = None,
     ) -> Completed:
         """Run a program on the node to its end, with the cluster's kubeconfig."""
+        if self._unshare.poll() is not None:
+            raise RuntimeError("the node has ended")
         command = [os.fspath(argument) for argument in argv]
         start = time.monotonic()
         done = subprocess.run(

@@ -1,27 +1,26 @@
-"""``hvdtrain check`` for namespaces of a real Kubernetes cluster."""
+"""``hvdtrain check`` for namespaces of a real Kubernetes cluster.
+
+The tests in ``tests/jobs/kubernetes/test_on_a_cluster.py`` run these scenarios.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 
-import pytest
-
 from tests.harness.jobs import Completed
 from tests.kubernetes.cluster import KubernetesCluster
 from tests.kubernetes.node import GUEST
 
+__all__ = ["CHECKS"]
+
 NAMESPACES = "/api/v1/namespaces"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
-
-pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
 
 
 def check(cluster: KubernetesCluster, *options: str) -> Completed:
     argv = [sys.executable, "-m", "hvdtrain", "check", "--on", "kubernetes", *options]
-    done = cluster.run(argv, timeout_s=200)
-    print(" ".join(options), done.stdout, done.stderr, sep="\n")
-    return done
+    return cluster.run(argv, timeout_s=200)
 
 
 def states(done: Completed) -> dict[str, str]:
@@ -39,7 +38,7 @@ def make_namespace(cluster: KubernetesCluster, name: str) -> str:
     return name
 
 
-def test_a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
+def a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
     make_namespace(kubernetes, "fit")
     done = check(kubernetes, "--namespace", "fit", "-np", "3", "--volume", "data:/data")
     assert done.returncode == 0, done
@@ -58,14 +57,14 @@ def test_a_namespace_that_is_ready(kubernetes: KubernetesCluster) -> None:
     assert 'serviceaccount "me" not found' in done.stdout
 
 
-def test_a_missing_namespace(kubernetes: KubernetesCluster) -> None:
+def a_missing_namespace(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, "--namespace", "elsewhere")
     assert done.returncode == 1, done
     assert "problem: namespace elsewhere does not exist" in done.stdout
     assert "not ready to train: 1 problem" in done.stdout
 
 
-def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
+def users_with_few_rights(kubernetes: KubernetesCluster) -> None:
     guest = ("--context", GUEST, "--namespace", make_namespace(kubernetes, "of-others"))
     done = check(kubernetes, *guest)
     assert done.returncode == 1, done
@@ -88,7 +87,7 @@ def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
     assert done.returncode == 0, done
 
 
-def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None:
+def limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None:
     namespace = make_namespace(kubernetes, "small")
     hard = {"requests.cpu": "1500m", "requests.memory": "1Gi"}
     quota = {"metadata": {"name": "few"}, "spec": {"hard": hard}}
@@ -115,7 +114,16 @@ def test_limits_and_quotas_of_a_namespace(kubernetes: KubernetesCluster) -> None
     assert "exceeded quota: few, requested: requests.cpu=2" in done.stdout
 
 
-def test_a_missing_context(kubernetes: KubernetesCluster) -> None:
+def a_missing_context(kubernetes: KubernetesCluster) -> None:
     done = check(kubernetes, "--context", "elsewhere")
     assert done.returncode == 1, done
     assert "problem: no cluster is configured" in done.stdout
+
+
+CHECKS = (
+    a_namespace_that_is_ready,
+    a_missing_namespace,
+    users_with_few_rights,
+    limits_and_quotas_of_a_namespace,
+    a_missing_context,
+)
