@@ -12,7 +12,7 @@ import keras
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.machine import resident_bytes
+from hvdtrain.bench.machine import release_free_memory, resident_bytes
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
 from hvdtrain.bench.results import BenchReport
@@ -48,24 +48,36 @@ class _Run:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Records the end times of the steps and of the training, and the memory after some steps."""
+    """Records the end times of the steps and of the training."""
 
-    def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.end_s = 0.0
         self.ends_s: list[float] = []
         self.cpu_s: list[float] = []
-        self.resident_bytes: list[int] = []
-        self._memory_after = memory_after
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends_s.append(time.perf_counter())
         self.cpu_s.append(time.process_time())
-        if len(self.ends_s) in self._memory_after:
-            self.resident_bytes.append(resident_bytes())
 
     def on_train_end(self, logs: Any = None) -> None:
         self.end_s = time.perf_counter()
+
+
+class _UsedMemory(keras.callbacks.Callback):
+    """Records the resident memory after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resident_bytes: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        release_free_memory()
+        self.resident_bytes.append(resident_bytes())
+
+    def lowest_until(self, step: int) -> int:
+        """Return the lowest of ten values, because a step that has not ended on JAX uses memory."""
+        return min(self.resident_bytes[max(step - 10, 0) : step])
 
 
 def measure(options: TrainingOptions) -> None:
@@ -122,17 +134,20 @@ def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
 def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Engine) -> int:
     """Return by how many bytes the resident memory grew on the rank where it grew most."""
     steps = options.memory_steps
-    clock = _StepClock(memory_after=(steps, 2 * steps))
-    _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
-    (growth_bytes,) = largest(collectives, clock.resident_bytes[1] - clock.resident_bytes[0])
+    memory = _UsedMemory()
+    _fit(model, options.batch_size, 2 * steps, collectives.size, memory)
+    growth = memory.lowest_until(2 * steps) - memory.lowest_until(steps)
+    (growth_bytes,) = largest(collectives, growth)
     return int(growth_bytes)
 
 
-def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
+def _fit(
+    model: keras.Model, batch_size: int, steps: int, ranks: int, callback: keras.callbacks.Callback
+) -> float:
     """Call ``fit`` and return its duration in seconds."""
     x, y = synthetic_data(model, batch_size * steps * ranks)
     start_s = time.perf_counter()
-    model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])
+    model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[callback])
     return time.perf_counter() - start_s
 
 
