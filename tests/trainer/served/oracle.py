@@ -119,19 +119,17 @@ def _decaying(rate: float) -> Any:
 
 
 CASES: Mapping[str, Callable[[], keras.Model]] = {
-    "momentum": lambda: _dense(optimizers.SGD(0.05, momentum=0.9)),
     "schedule, uneven": lambda: _dense(optimizers.Adam(_decaying(0.01))),
-    "accumulation": lambda: _dense(
-        optimizers.SGD(_decaying(0.1), momentum=0.5, gradient_accumulation_steps=2)
+    "accumulation, uneven": lambda: _dense(
+        optimizers.SGD(_decaying(0.1), momentum=0.5, gradient_accumulation_steps=3)
     ),
-    "accumulation, uneven": lambda: _dense(optimizers.SGD(0.1, gradient_accumulation_steps=3)),
     "clip and decay": lambda: _dense(
         optimizers.AdamW(0.01, weight_decay=0.05, clipvalue=0.01), steps_per_execution=2
     ),
-    "clipnorm": lambda: _dense(optimizers.RMSprop(0.01, clipnorm=0.05), jit_compile=True),
+    "clipnorm": lambda: _dense(optimizers.RMSprop(0.01, clipnorm=0.05)),
     "embedding": lambda: _embedding(optimizers.SGD(0.1, momentum=0.5)),
     "embedding, rows once": lambda: _embedding(optimizers.Adam(0.01)),
-    "sample_weight": lambda: _dense(optimizers.Adagrad(0.05)),
+    "sample_weight": lambda: _dense(optimizers.Adagrad(0.05), jit_compile=True),
     "own_step": _own_step,
     "averages": lambda: _dense(optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)),
     "averages, swapped on epoch": lambda: _dense(
