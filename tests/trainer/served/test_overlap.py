@@ -10,7 +10,7 @@ from tests.trainer.served.programs import program, reports, servers
 # The training of a single worker is deterministic, and is repeated by hand.
 ALONE = program("""
     keras.config.set_floatx("float64")
-    ROWS, EPOCHS = 56, 3
+    ROWS, EPOCHS = 56, 2
     optimizers = keras.optimizers
 
 
@@ -55,7 +55,6 @@ ALONE = program("""
 
 
     CASES = {
-        "sgd": (dense, sgd, {}, {}),
         "adam": (dense, lambda: optimizers.Adam(0.01), {}, {}),
         "rows": (embedding, sgd, {}, {}),
         "eager": (dense, sgd, {}, {"run_eagerly": True}),
@@ -94,8 +93,7 @@ ALONE = program("""
 @pytest.mark.parametrize(
     ("count", "cases"),
     [
-        (1, ["sgd", "adam", "rows", "eager", "several", "jit", "accumulation"]),
-        # The step's graph is the same as with one server, but the messages differ.
+        (1, ["eager", "several", "jit", "accumulation"]),
         (2, ["adam", "rows"]),
     ],
     ids=["one server", "two servers"],
@@ -157,7 +155,7 @@ BOUND = program("""
         Path(f"chief starts {batch}").touch() if RANK == 0 else None
         if RANK == 1 and batch == 0:
             wait_for(f"chief starts {BOUND}")
-            time.sleep(1.0)
+            time.sleep(0.5)
             report("ahead", further=Path(f"chief starts {BOUND + 1}").exists())
 
     model = classifier("sgd")
@@ -166,8 +164,7 @@ BOUND = program("""
 """)
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize(("bound", "overlap"), [(1, 0), (3, 1)])
 def test_the_staleness_bound_limits_the_steps_that_are_started(launch, bound, overlap):
     env = servers("async-ps", staleness_bound=bound, overlap=overlap)
     done = launch(3, BOUND, env=env)

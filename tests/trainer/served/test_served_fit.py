@@ -27,15 +27,12 @@ TRAINS = program("""
                 assert abs(got[name] - value) < 1e-5, (epoch, name, got[name], value)
 
 
-    model = classifier(keras.optimizers.Adam(0.02))
+    model = classifier(keras.optimizers.Adam(0.04))
     report("place", number=hvdtrain.rank(), size=hvdtrain.size(), chief=hvdtrain.is_chief())
     VALIDATION = X[431:], Y[431:]
-    data = {"validation_data": VALIDATION}
-    for data in ({"validation_data": VALIDATION, "x": X[:431], "y": Y[:431]},
-                 {"validation_split": 49 / 480, "x": X, "y": Y}):
-        history = model.fit(
-            **data, batch_size=8, epochs=4, verbose=0, callbacks=[Validates()]
-        )
+    for data in ({"validation_data": VALIDATION, "x": X[:431], "y": Y[:431], "epochs": 3},
+                 {"validation_split": 49 / 480, "x": X, "y": Y, "epochs": 1}):
+        history = model.fit(**data, batch_size=16, verbose=0, callbacks=[Validates()])
         plain.set_weights(model.get_weights())
         evaluated = model.evaluate(X, Y, batch_size=9, verbose=0)
         assert np.allclose(evaluated, plain.evaluate(X, Y, verbose=0), atol=1e-5)
@@ -47,30 +44,27 @@ TRAINS = program("""
 
 
 def test_the_model_learns_and_all_ranks_have_the_same_results(launch):
-    done = launch(4, TRAINS, timeout_s=150, env=servers("async-ps", 2))
+    done = launch(3, TRAINS, timeout_s=150, env=servers("async-ps"))
     assert done.returncode == 0
     assert reports(done, "place") == [
-        {"rank": rank, "number": rank, "size": 2, "chief": rank == 0} for rank in range(4)
+        {"rank": rank, "number": rank, "size": 2, "chief": rank == 0} for rank in range(3)
     ]
     trained = reports(done, "trained")
-    assert len(trained) == 8
-    for run in (trained[0::2], trained[1::2]):
-        chief, worker, *served = run
+    assert len(trained) == 6
+    for run, epochs in ((trained[0::2], [0, 1, 2]), (trained[1::2], [0])):
+        chief, worker, server = run
         assert all(entry["like_chief"] for entry in run)
         assert all(entry["evaluated"] == chief["evaluated"] for entry in run)
-        assert all(entry["history"] == chief["history"] for entry in served)
-        assert all(entry["epochs"] == [0, 1, 2, 3] for entry in run)
+        assert server["history"] == chief["history"]
+        assert all(entry["epochs"] == epochs for entry in run)
         assert set(chief["history"]) == {"accuracy", "loss", "val_accuracy", "val_loss"}
         assert set(worker["history"]) == {"accuracy", "loss"}
         assert chief["evaluated"][1] > 0.9
-    # Both leave 431 rows: 54 batches of up to 8 rows, by two workers, in four epochs.
-    assert re.findall(r"2 workers sent (\d+) gradients", done.stderr) == ["216", "216"]
+    # Both leave 431 rows, which are 28 batches of up to 16 rows for two workers.
+    assert re.findall(r"2 workers sent (\d+) gradients", done.stderr) == ["84", "28"]
 
 
 INPUTS = program("""
-    from tests.trainer.own_steps import OwnStep
-
-
     class Sequence(keras.utils.PyDataset):
         def __len__(self):
             return 15
@@ -103,26 +97,19 @@ INPUTS = program("""
     train("unknown length", plain, stream)
     train("steps", plain, known.repeat(), steps_per_epoch=3)
     train("PyDataset", plain, Sequence())
-    train("weights", plain, **arrays, sample_weight=rng.random(120))
-    train("several", classifier("sgd", steps_per_execution=3), **arrays)
-    train("jit", classifier("sgd", jit_compile=True), **arrays)
-    own = OwnStep()
-    own(X[:1])
-    own.compile("sgd", LOSS)
-    train("own", hvdtrain.distribute(own), **arrays)
-    layers = (keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
-    train("layers", classifier("sgd", *layers, keras.layers.Dense(3)), **arrays)
+    layers = [keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
     vector = keras.metrics.F1Score(average=None)
     one_hot = keras.losses.CategoricalCrossentropy(from_logits=True)
-    model = classifier("sgd", loss=one_hot, metrics=[vector])
-    train("vector", model, X[:120], np.eye(3)[Y[:120]], batch_size=8)
+    model = classifier("sgd", *layers, keras.layers.Dense(3), loss=one_hot, metrics=[vector])
+    train("layers and vector", model, X[:120], np.eye(3)[Y[:120]], batch_size=8)
     presharded = hvdtrain.distribute(plain, presharded=True)
     rows = 40 + 24 * RANK  # a server's rows are not used
     train("presharded", presharded, X[:rows], Y[:rows], batch_size=8)
-    losses = [float(LOSS(Y[:rows], presharded(X[:rows]))) * rows for rows in (40, 64)]
-    loss = presharded.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
-    predicted = presharded.predict(X[:rows], batch_size=8, verbose=0)
-    report("evaluated", error=abs(loss - sum(losses) / 104), rows=len(predicted))
+    if not sys.argv[1:]:
+        losses = [float(LOSS(Y[:rows], presharded(X[:rows]))) * rows for rows in (40, 64)]
+        loss = presharded.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
+        predicted = presharded.predict(X[:rows], batch_size=8, verbose=0)
+        report("evaluated", error=abs(loss - sum(losses) / 104), rows=len(predicted))
 """)
 
 # The number of pushes of two workers in two epochs of 15 batches; only one worker has the last one.
@@ -132,12 +119,7 @@ COUNTS = {
     "unknown length": 30,
     "steps": 12,
     "PyDataset": 30,
-    "weights": 32,
-    "several": 32,
-    "jit": 32,
-    "own": 32,
-    "layers": 32,
-    "vector": 32,
+    "layers and vector": 32,
     "presharded": 2 * (5 + 8),
 }
 
@@ -148,22 +130,23 @@ ENDS = ["unknown length", "steps", "presharded"]
 
 @pytest.mark.parametrize(
     ("mode", "overlap", "inputs"),
-    [("async-ps", 0, list(COUNTS)), ("async-ps", 1, ENDS), ("sync-ps", 0, ENDS)],
+    [("async-ps", 0, []), ("async-ps", 1, ENDS), ("sync-ps", 0, ENDS)],
     ids=["async-ps", "overlap", "sync-ps"],
 )
 def test_every_batch_is_pushed_once(launch, mode, overlap, inputs):
     env = servers(mode, overlap=overlap)
     done = launch(3, INPUTS, *inputs, timeout_s=200, env=env)
     assert done.returncode == 0
-    for what in inputs:
+    for what in inputs or COUNTS:
         entries = reports(done, what)
         assert [entry["rank"] for entry in entries] == [0, 1, 2], what
         assert all(entry["like_chief"] and entry["changed"] for entry in entries), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
-    assert list(map(int, sent)) == [COUNTS[what] for what in inputs]
-    evaluated = reports(done, "evaluated")
-    assert [entry["rows"] for entry in evaluated] == [104] * 3, "without a server's rows"
-    assert max(entry["error"] for entry in evaluated) < 1e-5
+    assert list(map(int, sent)) == [COUNTS[what] for what in inputs or COUNTS]
+    if not inputs:
+        evaluated = reports(done, "evaluated")
+        assert [entry["rows"] for entry in evaluated] == [104] * 3, "without a server's rows"
+        assert max(entry["error"] for entry in evaluated) < 1e-5
 
 
 CALLBACKS = program("""
@@ -175,8 +158,13 @@ CALLBACKS = program("""
         return all(np.array_equal(*pair) for pair in zip(one, other))
 
 
+    model = classifier(keras.optimizers.SGD())
+    initial = model.get_weights()
+
+
     def train(what, callbacks, epochs):
-        model = classifier(keras.optimizers.SGD(0.1, momentum=0.0))
+        model.set_weights(initial)
+        model.optimizer.learning_rate = 0.1
         kept = []
         history = model.fit(
             X, Y, batch_size=60, epochs=epochs, verbose=0, shuffle=False,

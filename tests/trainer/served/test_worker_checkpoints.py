@@ -1,5 +1,3 @@
-import shutil
-
 import pytest
 
 from tests.trainer.served.programs import program, reports, servers
@@ -39,9 +37,9 @@ PRELUDE = """
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(seed)
         model = hvdtrain.distribute(make())
-        options = {"x": X[:101], "y": Y[:101], "batch_size": 4, "epochs": 3, **options}
+        options = {"x": X[:61], "y": Y[:61], "batch_size": 4, "epochs": 2, **options}
         if model.optimizer.use_ema:
-            options["validation_data"] = X[101:], Y[101:]
+            options["validation_data"] = X[61:101], Y[61:101]
             callbacks = [keras.callbacks.SwapEMAWeights(), *callbacks]
         try:
             history = model.fit(verbose=0, callbacks=callbacks, **options)
@@ -112,9 +110,9 @@ OVERLAP = servers("async-ps", overlap=1)
     ("ranks", "environment", "cases"),
     [
         pytest.param(3, servers("sync-ps"), ("deep 2", "averaging 0"), id="sync-ps"),
-        pytest.param(4, BOUND_0, ("deep 3", "accumulating 1"), id="bound 0, 2 servers"),
-        pytest.param(2, servers("async-ps"), ("momentum 1", "accumulating 0"), id="one worker"),
-        pytest.param(2, OVERLAP, ("deep 0", "accumulating 0"), id="one worker, overlap"),
+        pytest.param(4, BOUND_0, ("accumulating 1",), id="bound 0, 2 servers"),
+        pytest.param(2, servers("async-ps"), ("momentum 1",), id="one worker"),
+        pytest.param(2, OVERLAP, ("accumulating 0",), id="one worker, overlap"),
     ],
 )
 def test_a_resumed_training_equals_an_uninterrupted_one(launch, ranks, environment, cases):
@@ -169,7 +167,7 @@ MOMENTS = program(
     hvdtrain.distribute(model)
     lag = At(begin=lambda n: time.sleep(0.02 * (RANK == 0)))
     saving = hvdtrain.Checkpoint("runs", every_steps=3, keep=100)
-    model.fit(X[:240], Y[:240], batch_size=4, epochs=2, verbose=0, callbacks=[lag, saving])
+    model.fit(X[:120], Y[:120], batch_size=4, epochs=2, verbose=0, callbacks=[lag, saving])
     if hvdtrain.is_chief():
         for folder in sorted(glob.glob("runs/step-*")):
             # Only the newest one can be read.
@@ -178,7 +176,7 @@ MOMENTS = program(
             values = np.unique(np.concatenate([array.reshape(-1) for array in arrays]))
             workers = [newest.state, *newest.state["others"]]
             places = [(worker["epoch"], worker["place"]) for worker in workers]
-            steps = [epoch * 30 + place["epoch_step"] for epoch, place in places]
+            steps = [epoch * 15 + place["epoch_step"] for epoch, place in places]
             iterations = [int(a) for key, a in newest.model.items() if key.endswith("/iteration")]
             report("moment", values=values.tolist(), steps=steps, iterations=iterations)
             # The last step is saved again as the training ends.
@@ -188,9 +186,9 @@ MOMENTS = program(
 )
 
 
-@pytest.mark.parametrize("settings", [{}, {"staleness_bound": 2}, {"overlap": 1}])
-def test_a_checkpoint_has_the_same_gradients_on_all_servers(launch, settings):
-    done = launch(4, MOMENTS, timeout_s=200, env=servers("async-ps", 2, **settings))
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_checkpoint_has_the_same_gradients_on_all_servers(launch, overlap):
+    done = launch(4, MOMENTS, timeout_s=200, env=servers("async-ps", 2, overlap=overlap))
     assert done.returncode == 0
     moments = reports(done, "moment")
     assert len(moments) > 3
@@ -200,7 +198,7 @@ def test_a_checkpoint_has_the_same_gradients_on_all_servers(launch, settings):
 
 
 COUNTING = """
-    ROWS, EPOCHS = 97, 6
+    ROWS, EPOCHS = 97, 5
 
 
     class Visits(keras.Model):
@@ -282,38 +280,24 @@ VISITS = program(
 """
 )
 DATA = ("arrays", "PyDataset", "tf.data", "part of a pass")
-_stopped = []
 
 
-@pytest.fixture
-def stopped(launch, tmp_path_factory, tmp_path):
-    """Return a folder of interrupted trainings in which one worker was some epochs behind."""
-    if not _stopped:
-        done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
-        assert done.returncode == 0
-        entries = [(entry["data"], entry["signal"]) for entry in reports(done, "preempted")]
-        assert entries == [(data, 15) for _ in range(3) for data in DATA]
-        _stopped.append(tmp_path_factory.mktemp("stopped"))
-        for data in DATA:
-            shutil.copytree(tmp_path / data, _stopped[0] / data)
-    return _stopped[0]
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (5, 2)])
-def test_any_number_of_workers_resumes_and_uses_each_sample_once(
-    launch, stopped, tmp_path, ranks, count
-):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    done = launch(ranks, VISITS, timeout_s=200, env=servers("async-ps", count))
+def test_a_different_number_of_workers_resumes_and_uses_each_sample_once(launch):
+    """A single worker resumes after two, one of which was some epochs behind the other."""
+    done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
+    assert done.returncode == 0
+    entries = [(entry["data"], entry["signal"]) for entry in reports(done, "preempted")]
+    assert entries == [(data, 15) for _ in range(3) for data in DATA]
+    done = launch(3, VISITS, timeout_s=200, env=servers("async-ps", 2))
     assert done.returncode == 0
     seen = {(entry["data"], entry["rank"]): entry["counts"] for entry in reports(done, "seen")}
-    once = {(data, rank): [6.0] for data in DATA[:3] for rank in range(ranks)}
+    once = {(data, rank): [5.0] for data in DATA[:3] for rank in range(3)}
     assert {key: seen[key] for key in once} == once
     part = [counts for (data, _), counts in seen.items() if data == DATA[3]]
     assert all(max(counts) - min(counts) <= 1 for counts in part)
     for saved in reports(done, "saved"):
-        assert saved["epochs"] == [6] * (ranks - count)
-        assert saved["data"] == DATA[3] or saved["samples"] == 6 * 97
+        assert saved["epochs"] == [5]
+        assert saved["data"] == DATA[3] or saved["samples"] == 5 * 97
 
 
 # One of worker 1 and the chief gets a signal while the other is in a certain state.
@@ -362,12 +346,12 @@ ENDS = program(
 
 
     own = {0: [AtTest()], 1: [at_step(5, when("validating"))]}
-    fit("in validation", own, validation_data=(ids, ids), validation_batch_size=1)
+    fit("in validation", own, validation_data=(ids[:20], ids[:20]), validation_batch_size=1)
     ended = LastEpoch(lambda: Path("chief has ended").touch())
     fit("the chief waits", {0: [ended], 1: [at_step(20, when("chief has ended"))]})
     # The chief receives the signal with the worker's last step.
     ended = LastEpoch(lambda: Path("chief is done").touch())
-    last = [at_step(38, when("chief is done")), LastEpoch(lambda: time.sleep(1))]
+    last = [at_step(38, when("chief is done")), LastEpoch(lambda: time.sleep(0.5))]
     fit("after the last step", {0: [ended], 1: last})
     ended = LastEpoch(lambda: Path("worker has ended").touch())
     fit("the chief is last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
