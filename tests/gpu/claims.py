@@ -144,7 +144,7 @@ def _judge_sharing(
 
 def _pace(*, jit: bool) -> Callable[[Context], Judgement]:
     def test(context: Context) -> Judgement:
-        size: dict[str, Any] = {"size": 12, "channels": 8, "batch": 16, "seconds": 0.3, "rounds": 3}
+        size: dict[str, Any] = {"size": 12, "channels": 8, "batch": 16, "seconds": 0.1, "rounds": 1}
         if context.on_gpus:
             size = {"size": 64, "channels": 128, "batch": 128, "seconds": 3.0, "rounds": 7}
         result, _ = context.run_program("pace", {**size, "jit": jit})
@@ -320,7 +320,7 @@ def _judge_mixed(result: Mapping[str, Any]) -> Judgement:
 
 def _test_overlap(context: Context) -> Judgement:
     size: dict[str, Any] = {"size": 12, "channels": 8, "batch": 16, "width": 64}
-    size |= {"seconds": 0.3, "rounds": 3}
+    size |= {"seconds": 0.1, "rounds": 1}
     if context.on_gpus:
         size = {"size": 64, "channels": 128, "batch": 64, "width": 4096}
         size |= {"seconds": 2.0, "rounds": 5}

@@ -18,7 +18,7 @@ from tests.gpu.detect import Hardware, HostGpus, Layout, Requirements
 from tests.gpu.jobs import JobError
 from tests.gpu.results import Result, conclude, exit_code, format_results, judged
 from tests.harness.fake_driver import GIB, FakeDriver, uuid_of
-from tests.harness.jobs import PATIENCE, clean_environment
+from tests.harness.jobs import PATIENCE, REPOSITORY, clean_environment
 from tests.testbed.cluster import Cluster
 
 _GPUS = f"""
@@ -216,13 +216,23 @@ def test_the_programs_of_gpu_claims_do_not_pass_on_cpus(tmp_path: Path) -> None:
         )
 
 
+_WITH_FORKED_RANKS = """
+import ast, sys
+from tests.gpu import jobs
+from tests.gpu.__main__ import main
+jobs.PYTHON = ast.literal_eval(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @pytest.mark.cluster
-def test_the_hosts_of_a_hostfile(cluster: Cluster) -> None:
+def test_the_hosts_of_a_hostfile(cluster: Cluster, forked_python: list[str]) -> None:
     hosts = cluster.folder / "hosts"
     hosts.write_text("node1 slots=1\nnode2 slots=1\n")
-    argv = [sys.executable, "-m", "tests.gpu", "--hostfile", str(hosts)]
+    argv = [sys.executable, "-c", _WITH_FORKED_RANKS, repr(forked_python), "--hostfile", str(hosts)]
     argv += ["--folder", str(cluster.folder / "gpu"), "--only", "check", "equal"]
-    done = cluster.run(argv, timeout_s=120)
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    done = cluster.run(argv, env=env, timeout_s=120)
     assert done.returncode == 0, done
     assert done.stdout.startswith("node1: 0 GPUs\nnode2: 0 GPUs\n")
     assert "2 claims: 2 pass" in done.stdout

@@ -160,13 +160,12 @@ def test_schedules_of_compiled_steps_are_rescaled(run_on: Any, tmp_path: Path) -
 
 
 def test_random_losses(train: Any) -> None:
-    """Four of five ranks die at random moments, the chief first."""
+    """Three of four ranks die at random moments, the chief first."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    dies = [0, *chance.sample([1, 2, 3, 4], 3)]
-    moments = ["step", "step end", "test step", "epoch end"]
-    chance.shuffle(moments)
+    dies = [0, *chance.sample([1, 2, 3], 2)]
+    moments = chance.sample(["step", "step end", "test step", "epoch end"], 3)
     scenarios = [
         Scenario(
             dies=rank,
@@ -179,7 +178,7 @@ def test_random_losses(train: Any) -> None:
         )
         for rank, moment in zip(dies, moments)
     ]
-    results = results_of(train(scenarios, 5), scenarios, 5)
+    results = results_of(train(scenarios, 4), scenarios, 4)
     for scenario, result in zip(scenarios, results):
         assert result["exact"] == [True] * scenario.epochs, (scenario, result)
 
