@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 # As init() sets it: one thread computes while the other runs the host's part of a reduction.
 NCCL = {"HVDTRAIN_BACKEND": "nccl", "TF_NUM_INTEROP_THREADS": "2"}
-# Ranks on a busy machine start within this time.
-TIMEOUT_S = "12"
+# Only for waits after the first step, because ranks on a busy machine start at different times.
+TIMEOUT_S = "2"
 
 START = """
 import sys, threading, time
@@ -35,6 +35,13 @@ rank, size = hvdtrain.rank(), hvdtrain.size()
 on_devices = world.device_collectives()
 assert on_devices is not None
 reducer = GradientReducer.of_job()
+
+def limit_waits(timeout_s):
+    world.collectives().barrier()
+    transport = world.collectives().transport
+    transport.timeout_s = timeout_s
+    for wait in (transport._spin_wait, transport._data_wait):
+        wait._timeout_s = timeout_s
 """
 
 
@@ -222,6 +229,8 @@ def slow(value):
     return reducer.average(gradients, ["kernel", "bias"])
 
 step(tf.ones(3))
+slow.get_concrete_function(tf.ones(3))
+limit_waits(float(sys.argv[2]))
 if rank == 1:
     if way == "fails":
         raise ValueError("bad batch")
@@ -244,8 +253,8 @@ WAITED = rf"rank 0 waited {TIMEOUT_S} s in device_allreduce\(gradients\).*: rank
     ],
 )
 def test_a_missing_rank_ends_the_job(launch, way: str, text: str) -> None:
-    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S, "HVDTRAIN_BUCKET_BYTES": "1"}
-    done = launch(2, START + MISSING_RANK, way, env=env, timeout_s=100)
+    env = {**NCCL, "HVDTRAIN_BUCKET_BYTES": "1"}
+    done = launch(2, START + MISSING_RANK, way, TIMEOUT_S, env=env, timeout_s=100)
     assert done.returncode != 0
     assert done.seconds < 60
     assert re.search(text, done.stderr), done
@@ -348,6 +357,7 @@ LOOP = """
 import os, threading
 step = tf.function(lambda values: reducer.average(values, ["a", "b"]))
 step([tf.ones(300_000), tf.ones(5)])
+limit_waits(float(sys.argv[2]))
 if rank == 1:
     threading.Timer(0.5, os.kill, [os.getpid(), int(sys.argv[1])]).start()
 while True:
@@ -357,8 +367,7 @@ while True:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_rank_ends_the_job(launch, number: signal.Signals) -> None:
-    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
-    done = launch(2, START + LOOP, str(int(number)), env=env, timeout_s=100)
+    done = launch(2, START + LOOP, str(int(number)), TIMEOUT_S, env=NCCL, timeout_s=100)
     assert done.returncode != 0
     assert done.seconds < 60
     if number == signal.SIGSTOP:
@@ -370,6 +379,9 @@ import os, signal
 from hvdtrain.private_api import tensorflow as private_tensorflow
 private_tensorflow.abort_collectives = lambda reason: {abort}
 device_collectives.ABORT_TIMEOUT_S = 1
+step = tf.function(lambda value: reducer.average([value], ["kernel"])[0])
+step(tf.ones(3))
+limit_waits(float(sys.argv[1]))
 engine = world.collectives()
 begin = engine.begin_external
 
@@ -379,14 +391,14 @@ def stop_after(*call):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 engine.begin_external = stop_after
-tf.function(lambda value: reducer.average([value], ["kernel"])[0])(tf.ones(3))
+step(tf.ones(3))
 """
 
 
 @pytest.mark.parametrize("abort", ["time.sleep(100)", "open('/missing')"])
 def test_a_reduction_that_can_not_be_aborted_ends_the_process(launch, abort: str) -> None:
-    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": TIMEOUT_S}
-    done = launch(2, START + STUCK.replace("{abort}", abort), env=env, timeout_s=60)
+    program = START + STUCK.replace("{abort}", abort)
+    done = launch(2, program, TIMEOUT_S, env=NCCL, timeout_s=60)
     assert done.returncode == 1, done
     assert "a reduction can't be aborted, so this process ends" in done.stderr
     assert re.search(rf"^hvdtrain.*TimeoutError: rank 0 waited {TIMEOUT_S} s", done.stderr, re.M)
