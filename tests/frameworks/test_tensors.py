@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.harness.jobs import REPOSITORY
@@ -12,9 +10,8 @@ PROGRAM = REPOSITORY / "tests" / "frameworks" / "tensor_cases.py"
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "torch", "jax"])
-def test_cases(name: str, environment, run_command) -> None:
-    python = sys.executable if name == "tensorflow" else environment(name)
-    done = run_command([python, "-P", PROGRAM, name], timeout_s=100)
+def test_cases(name: str, python_with, run_command) -> None:
+    done = run_command([*python_with(name), PROGRAM, name], timeout_s=100)
     assert done.returncode == 0, done
     if name == "jax":
         assert done.stderr == ""  # JAX does not log errors that the program receives

@@ -261,7 +261,7 @@ started = [threading.Event(), threading.Event()]
 
 def meet(number):
     started[number].set()
-    return np.bool_(started[1 - number].wait(5))
+    return np.bool_(started[1 - number].wait(2))
 
 @tf.function
 def both(first, second):

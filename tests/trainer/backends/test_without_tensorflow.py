@@ -28,6 +28,9 @@ class NoTensorFlow:
 
 
 sys.meta_path.insert(0, NoTensorFlow())
+# The program is forked from a process that has imported hvdtrain, so import it again.
+for name in [name for name in sys.modules if name.partition(".")[0] == "hvdtrain"]:
+    del sys.modules[name]
 
 import hvdtrain
 
@@ -66,11 +69,11 @@ print(f"done on {keras.backend.backend()}\\n", end="", flush=True)
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_training_never_imports_tensorflow(
-    backend: str, environment, mpirun, run_command, tmp_path: Path
+    backend: str, python_with, mpirun, run_command, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    argv = [str(environment(backend)), str(program), str(tmp_path / "checkpoints")]
+    argv = [*python_with(backend), str(program), str(tmp_path / "checkpoints")]
     done = run_command(mpirun(2, argv), env={"KERAS_BACKEND": backend}, timeout_s=100)
     assert done.returncode == 0, done
     assert done.stdout.count(f"done on {backend}") == 2, done
