@@ -40,8 +40,13 @@ def start_job() -> Iterator[Callable[..., StartedJob]]:
     """Return a function that starts ``hvdtrain run`` in the background until the test ends."""
     jobs: list[StartedJob] = []
 
-    def start(*arguments: str, body: str, command: Sequence[str] = HVDTRAIN) -> StartedJob:
-        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex, command))
+    def start(
+        *arguments: str,
+        body: str,
+        command: Sequence[str] = HVDTRAIN,
+        python: Sequence[str] = ("python",),
+    ) -> StartedJob:
+        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex, command, python))
         return jobs[-1]
 
     yield start

@@ -114,11 +114,16 @@ class StartedJob:
     """``hvdtrain run`` in the background, with a unique mark in its environment."""
 
     def __init__(
-        self, arguments: list[str], body: str, mark: str, command: Sequence[str] = HVDTRAIN
+        self,
+        arguments: list[str],
+        body: str,
+        mark: str,
+        command: Sequence[str] = HVDTRAIN,
+        python: Sequence[str] = ("python",),
     ) -> None:
         self.mark = mark
         self.process = subprocess.Popen(
-            [*command, *arguments, "--", *program(body)],
+            [*command, *arguments, "--", *program(body, python)],
             env=with_mark(mark),
             cwd=REPOSITORY,
             start_new_session=True,

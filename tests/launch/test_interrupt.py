@@ -49,7 +49,7 @@ def test_ctrl_c_lets_programs_clean_up(
 
 
 def test_ranks_in_a_collective_stop_in_time(
-    start_job: Callable[..., StartedJob], tmp_path: Path
+    start_job: Callable[..., StartedJob], tmp_path: Path, forked_python: list[str]
 ) -> None:
     """The rank that waits for the other rank must not be reported as failed."""
     body = f"""
@@ -63,7 +63,8 @@ def test_ranks_in_a_collective_stop_in_time(
     while True:
         world.collectives().allreduce(np.ones(3))
     """
-    *lines, last = interrupt(start_job("-np", "2", body=body), tmp_path)
+    job = start_job("-np", "2", body=body, python=forked_python)
+    *lines, last = interrupt(job, tmp_path)
     assert not [line for line in lines if "failed first" in line]
     assert last == "hvdtrain run: the job was stopped by SIGINT"
 

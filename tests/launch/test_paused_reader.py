@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,21 @@ def shown_lines(output: str, rank: int) -> list[str]:
     return [line if line == "the end" else line.partition(" ")[0] for line in lines]
 
 
-def test_a_paused_reader(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
+def test_a_paused_reader_and_a_suspended_launcher(
+    start_job: Callable[..., StartedJob], tmp_path: Path
+) -> None:
+    """Both at the same time, because they mostly wait."""
+    with ThreadPoolExecutor() as pool:
+        checks = []
+        for check in (_pause_the_reader, _suspend_the_launcher):
+            folder = tmp_path / check.__name__
+            folder.mkdir()
+            checks.append(pool.submit(check, start_job, folder))
+    for check in checks:
+        check.result()
+
+
+def _pause_the_reader(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
     logs, ready = tmp_path / "logs", tmp_path / "ready"
     ready.mkdir()
     job = start_job("-np", "2", "--output-dir", str(logs), body=BODY.format(folder=str(ready)))
@@ -52,7 +67,7 @@ def test_a_paused_reader(start_job: Callable[..., StartedJob], tmp_path: Path) -
     assert gap.startswith(f"hvdtrain run: {dropped} lines skipped")
 
 
-def test_a_suspended_launcher(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
+def _suspend_the_launcher(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
     """Ranks block in their prints, and no line is lost."""
     wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
     ready = f"open(os.path.join({str(tmp_path)!r}, f'ready {{rank}}'), 'w').close()"

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,16 @@ pytestmark = pytest.mark.mpi
 def hvdtrain_run(run_command):
     """Return a function that runs Python code on all ranks, with the rank in ``rank``."""
 
-    def run(*arguments: str, body: str, env: dict[str, str | None] | None = None, **options):
+    def run(
+        *arguments: str,
+        body: str,
+        env: dict[str, str | None] | None = None,
+        python: Sequence[str] = ("python",),
+        **options,
+    ):
         env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), **(env or {})}
-        return run_command([*HVDTRAIN, *arguments, "--", *program(body)], env=env, **options)
+        argv = [*HVDTRAIN, *arguments, "--", *program(body, python)]
+        return run_command(argv, env=env, **options)
 
     return run
 
@@ -261,10 +269,13 @@ def test_the_other_ranks_are_stopped_at_once_unless_they_are_writing(
     assert {"handled", "written"} < set(os.listdir(folder))
 
 
-def test_a_rank_that_ends_because_another_failed_is_not_named(hvdtrain_run) -> None:
+def test_a_rank_that_ends_because_another_failed_is_not_named(
+    hvdtrain_run, forked_python: list[str]
+) -> None:
     """Rank 1 raises an exception. Rank 0 waits for rank 1, and ends earlier."""
     done = hvdtrain_run(
         *("-np", "2"),
+        python=forked_python,
         body="""
         import numpy as np, hvdtrain
         from hvdtrain import world
