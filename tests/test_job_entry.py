@@ -110,15 +110,17 @@ CHILDREN = """
 
 @pytest.mark.mpi
 @pytest.mark.more
-@pytest.mark.parametrize("mode", ["allreduce", "async-ps"])
+@pytest.mark.parametrize(("mode", "backend"), [("allreduce", "jax"), ("async-ps", "tensorflow")])
 def test_children_of_a_rank_work_alone(
-    run_command, mpirun, tmp_path: Path, mode: str, forked_python: list[str]
+    run_command, mpirun, tmp_path: Path, mode: str, backend: str, python_with
 ) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(CHILDREN))
-    command = shlex.join([*forked_python, str(tmp_path / "train.py")])
+    command = shlex.join([*python_with(backend), str(tmp_path / "train.py")])
     (tmp_path / "train.sh").write_text(f"{command}\necho done\n")
     program = ["bash", str(tmp_path / "train.sh")]
-    done = run_command(mpirun(2, program), timeout_s=100, env={"HVDTRAIN_MODE": mode})
+    done = run_command(
+        mpirun(2, program), timeout_s=100, env={"HVDTRAIN_MODE": mode, "KERAS_BACKEND": backend}
+    )
     assert done.returncode == 0, done.stderr
     size = 1 if mode == "async-ps" else 2
     for rank in range(2):
