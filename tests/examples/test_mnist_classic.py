@@ -19,10 +19,10 @@ STEP = re.compile(r"^step (\d+), loss = \d+\.\d\d \(\d+\.\d examples/sec; \d+\.\
 @pytest.mark.timeout(240)
 def test_two_ranks_learn_and_resume_from_their_checkpoint(launch, tmp_path: Path) -> None:
     # 4,000 digits in joint batches of 128: 32 steps in each epoch.
-    assert _steps(_learn(launch, epochs=2)) == [10, 20, 30, 40, 50, 60]
+    assert _steps(_learn(launch, epochs=1)) == [10, 20, 30]
     assert len(list((tmp_path / "run").glob("events.out.*"))) == 1, "only the chief writes"
-    done = _learn(launch, epochs=3)
-    assert _steps(done) == [70, 80, 90]
+    done = _learn(launch, epochs=2)
+    assert _steps(done) == [40, 50, 60]
     (accuracy,) = re.findall(r"^test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
     assert float(accuracy) >= 0.93, done
 
