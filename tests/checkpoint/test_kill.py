@@ -13,7 +13,7 @@ RUNNER = [sys.executable, "-m", "tests.checkpoint.killed_writer"]
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(("random", "300"), marks=pytest.mark.more),
+        pytest.param(("random", "150"), marks=pytest.mark.more),
         pytest.param(("kill",), marks=pytest.mark.slow),
         pytest.param(("fail",), marks=pytest.mark.slow),
     ],

@@ -36,19 +36,16 @@ def fit(*callbacks: Any, epochs: int = 3) -> Any:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("outer", "stop"), [(DILOCO, 5), pytest.param({}, 8, marks=pytest.mark.more)]
-)
-def test_a_resumed_training_equals_one_without_checkpoints(local_sgd, tmp_path, outer, stop):
+def test_a_resumed_training_equals_one_without_checkpoints(local_sgd, tmp_path):
     """The results are bitwise equal on each rank.
 
     Checkpoints are delayed until the end of a round or epoch.
     """
-    world = local_sgd(4, **outer)
+    world = local_sgd(4, **DILOCO)
     whole = outcome(*run(world, make, fit(), seed=1))
     saving = Checkpoint(tmp_path, every_steps=1)
     with pytest.raises(Stop):
-        run(world, make, fit(saving, StopAfter(stop)), seed=1)
+        run(world, make, fit(saving, StopAfter(5)), seed=1)
     if world.is_chief():
         # A checkpoint is skipped while the previous one is being written.
         assert {4} <= {*saved_steps(tmp_path)} <= {4, 6}
