@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -207,20 +208,22 @@ process 1 77
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpus", "expected"),
-    [(_GPUS, (85.0, 3 << 30)), (_GPUS.replace("children", "1"), (20.0, 77))],
-    ids=["by-process", "by-report"],
-)
-def test_an_agent_reports_gpu_usage(
-    fake_driver: FakeDriver, gpus: str, expected: tuple[float, int]
-) -> None:
+def test_agents_report_gpu_usage(fake_driver: FakeDriver) -> None:
+    descriptions = {"by process": _GPUS, "by report": _GPUS.replace("children", "1")}
+    environs = [fake_driver.environ(text, name) for name, text in descriptions.items()]
+    # At the same time, because an agent waits before it reports.
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(_reported_usage, environs)) == [(85.0, 3 << 30), (20.0, 77)]
+
+
+def _reported_usage(driver: Mapping[str, str]) -> tuple[float, int]:
+    """Start an agent, and return the GPU usage that it reports for a program."""
     program = "from hvdtrain.monitor import report; report.bound('c'); import time; time.sleep(60)"
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         server.settimeout(20)
         environ = {
             **os.environ,
-            **fake_driver.environ(gpus),
+            **driver,
             "PYTHONPATH": str(REPOSITORY),
             LAUNCHER: format_addresses(["127.0.0.1"], server.getsockname()[1]),
             JOB: "a job",
@@ -230,7 +233,7 @@ def test_an_agent_reports_gpu_usage(
         with subprocess.Popen(argv, env=environ) as agent:
             try:
                 connection, _ = server.accept()
-                usage_message = _until(connection, "usage")
+                usage = _until(connection, "usage")
                 connection.sendall(encode("stop", signal=15, grace_s=1.0))
                 _until(connection, "end")
                 connection.sendall(encode("bye"))
@@ -238,7 +241,7 @@ def test_an_agent_reports_gpu_usage(
             finally:
                 agent.kill()
             connection.close()
-    assert (usage_message["gpu"], usage_message["gpu_bytes"]) == expected
+    return usage["gpu"], usage["gpu_bytes"]
 
 
 def _until(connection: socket.socket, kind: str) -> dict[str, Any]:
