@@ -131,7 +131,10 @@ PROGRAM = f"{HOLD} --every 1000"
 def limited(cluster: Cluster) -> Job:
     """Start a job that reaches its time limit while other tests run."""
     # Slurm checks limits every 30 s, and signals 40 to 10 s before the limit.
-    return Job(cluster, "--time=1", "--signal=B:USR1@10", program=PROGRAM)
+    job = Job(cluster, "--time=1", "--signal=B:USR1@10", program=PROGRAM)
+    # Jobs of other tests would delay its start.
+    job.until(lambda: len(job.steps()) >= HELD_STEPS, 60)
+    return job
 
 
 # Like on a busy machine, it has not returned when Slurm kills the job's processes.
