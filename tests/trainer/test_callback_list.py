@@ -25,7 +25,7 @@ def linear() -> keras.Model:
     return model
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("raises", [False, True])
 def test_terminate_on_nan_stops_all_ranks_at_the_same_batch(world, raises):
     x = X[:36].copy()
@@ -115,7 +115,7 @@ class StopAt(keras.callbacks.Callback):
         self.ends.append("training")
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("hook", "number", "steps"),
     [

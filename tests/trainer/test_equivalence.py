@@ -18,13 +18,6 @@ def in_buckets(world, monkeypatch):
     monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
 
 
-# AdamW also clips and averages weights.
-@pytest.mark.more
-@pytest.mark.ranks(2)
-def test_two_ranks_equal_one_process(world):
-    equals_one_process(world, "adamw", "accumulation")
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.backends("torch", "jax")
 @pytest.mark.parametrize("case", ["accumulation", "steps_per_execution"])
@@ -52,7 +45,8 @@ def test_two_ranks_equal_one_process_on_other_backends(world, in_buckets, keras_
     ("optimizer", "case"),
     [
         ("sgd", "accumulation"),
-        ("adamw", "steps_per_execution"),
+        ("adamw", "steps_per_execution"),  # it also clips and averages weights
+        ("momentum", "sample_weight"),
         pytest.param("adam", "jit", marks=pytest.mark.more),
     ],
 )
@@ -66,16 +60,10 @@ def test_three_ranks_equal_one_process_on_torch(world, in_buckets, keras_backend
     equals_one_process(world, "adam", "uneven")
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("optimizer", "case"),
-    [
-        pytest.param("adam", "uneven", marks=pytest.mark.essential),
-        ("momentum", "sample_weight"),
-    ],
-)
-def test_three_ranks_equal_one_process(world, in_buckets, optimizer, case):
-    equals_one_process(world, optimizer, case)
+def test_three_ranks_equal_one_process(world, in_buckets):
+    equals_one_process(world, "adam", "uneven")
 
 
 def equals_one_process(world, optimizer, case):

@@ -10,9 +10,10 @@ import keras
 import pytest
 
 from hvdtrain.errors import DataError, MismatchError, PeerFailedError
+from tests.trainer.equivalence import alike
 from tests.trainer.features import X, Y, classifier
 
-EXPECTED: dict[tuple[int, str], list[float]] = {}
+EXPECTED: list[float] = []
 
 
 class Fails(keras.callbacks.Callback):
@@ -28,14 +29,21 @@ class Fails(keras.callbacks.Callback):
         setattr(self, hook, fail)
 
 
-def losses(world: Any, key: str, **options: Any) -> list[float]:
-    """Train a new model, and check that its losses are the same as in the first call."""
+def losses(world: Any) -> list[float]:
+    """Train a new model, and return its losses."""
     model = classifier()
     world.distribute(model)
-    history = model.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0, **options).history
-    expected = EXPECTED.setdefault((world.size(), key), history["loss"])
-    assert history["loss"] == expected
-    return expected
+    history = model.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0).history
+    return history["loss"]
+
+
+@pytest.fixture
+def trains_afterwards(world: Any) -> Iterator[None]:
+    """Check after the test that training a new model has the same losses as without errors."""
+    if not EXPECTED:
+        EXPECTED.extend(losses(world))
+    yield
+    assert losses(world) == EXPECTED
 
 
 def batches() -> Iterator[Any]:
@@ -51,20 +59,21 @@ HOOKS = (
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_an_error_in_a_callback_of_fit(world: Any, hook: str) -> None:
-    losses(world, "plain")
-    fails = Fails(world, hook, ValueError("disk is full"))
+@pytest.mark.usefixtures("trains_afterwards")
+def test_an_error_in_a_callback_of_fit(world: Any) -> None:
     last = world.rank() == world.size() - 1
     model = classifier()
     world.distribute(model)
-    with pytest.raises(ValueError if last else PeerFailedError, match="disk is full") as error:
-        model.fit(X, Y, batch_size=6, verbose=0, validation_data=(X, Y), callbacks=[fails])
-    if not last:
-        assert str(error.value).startswith(f"rank {world.size() - 1} failed: ValueError")
-    losses(world, "plain")
-    # The same model can train again, too.
-    model.fit(X, Y, batch_size=6, verbose=0)
+    kind = ValueError if last else PeerFailedError
+    for hook in HOOKS:
+        fails = Fails(world, hook, ValueError(f"disk is full {hook}"))
+        with pytest.raises(kind, match=f"disk is full {hook}") as error:
+            model.fit(X, Y, batch_size=6, verbose=0, validation_data=(X, Y), callbacks=[fails])
+        if not last:
+            assert str(error.value).startswith(f"rank {world.size() - 1} failed: ValueError"), hook
+        # The same model can train again, too.
+        model.fit(X, Y, batch_size=6, verbose=0)
+        assert alike(model), hook
 
 
 OTHERS: dict[str, Callable[[Any, keras.Model], object]] = {
@@ -88,30 +97,30 @@ OTHERS: dict[str, Callable[[Any, keras.Model], object]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fail", OTHERS.values(), ids=OTHERS)
+@pytest.mark.usefixtures("trains_afterwards")
 def test_errors_in_other_methods_and_arguments_end_all_ranks(
     world: Any, fail: Callable[..., object]
 ) -> None:
-    losses(world, "plain")
     model = classifier()
     world.distribute(model)
     last = world.rank() == world.size() - 1
     with pytest.raises(BaseException, match="" if last else f"rank {world.size() - 1} ") as error:
         fail(world, model)
     assert last or isinstance(error.value, (PeerFailedError, MismatchError))
-    losses(world, "plain")
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("trains_afterwards")
 def test_evaluate_on_one_rank_and_fit_on_another_is_an_error(world: Any) -> None:
     model = classifier()
     world.distribute(model)
     call = model.fit if world.is_chief() else model.evaluate
     with pytest.raises(MismatchError, match=r"begin\(fit\).*begin\(evaluate\)"):
         call(X, Y, verbose=0)
-    losses(world, "plain")
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("trains_afterwards")
 def test_a_different_model_or_more_epochs_on_one_rank_is_an_error(world: Any) -> None:
     models = [classifier(), classifier()]
     for model in models:
@@ -120,10 +129,10 @@ def test_a_different_model_or_more_epochs_on_one_rank_is_an_error(world: Any) ->
         models[world.rank()].fit(X, Y, verbose=0)
     with pytest.raises(MismatchError, match=r"epochs=2.*epochs=3"):
         models[0].fit(X, Y, epochs=2 + world.rank(), verbose=0)
-    losses(world, "plain")
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("trains_afterwards")
 def test_a_skipped_trial_on_one_rank_is_an_error(world: Any) -> None:
     # If a rank skips a trial, the ranks train on different data, or with different regularizers.
     models = [classifier() for _ in range(2)]
@@ -136,17 +145,16 @@ def test_a_skipped_trial_on_one_rank_is_an_error(world: Any) -> None:
     model.compile("sgd", "mse")
     with pytest.raises(MismatchError, match=r"l1: 1\.0 on rank 0, 2\.0 on rank 1"):
         world.distribute(model)
-    losses(world, "plain")
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("trains_afterwards")
 def test_an_error_in_the_data_of_one_rank(world: Any) -> None:
     model = classifier()
     world.distribute(model, presharded=True)
     data = batches() if world.rank() else ((X[:6], Y[:6]) for _ in range(8))
     with pytest.raises(Exception, match="no such file"):
         model.fit(data, steps_per_epoch=8, verbose=0)
-    losses(world, "plain")
 
 
 SCRIPT = """

@@ -45,7 +45,7 @@ _ON_TORCH = [
     *("losses and metrics of layers", "losses that are means by sample weights"),
     *("masked outputs of each time step", "recurrent layers with masks and states"),
     *("a compiled loop with the losses of layers", "each rank's own rows", "preprocessing layers"),
-    *("a model that is never called before fit", "an own compute_loss", "a loss class"),
+    *("a model that is never called before fit", "an own compute_loss", "a loss function"),
     *("evaluate and predict", "steps_per_epoch and validation_steps", "frozen, then fine-tuned"),
     *("a loss that is not a number", "an output without a loss", "gradient accumulation"),
     *("optimizers by variable, of new kinds", "LossScaleOptimizer with clipping", "generators"),

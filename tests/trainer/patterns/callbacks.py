@@ -14,26 +14,7 @@ import numpy as np
 import hvdtrain
 from hvdtrain import world as job
 from tests.trainer.features import JOINT_BATCH, X, Y, classifier
-from tests.trainer.patterns.pattern import LOSS, WEIGHTS, Pattern, batches, fit, validated
-
-
-def _loaded(model: keras.Model, size: int) -> Any:
-    """Train a model with the same configuration and weights, as in the guide on saving."""
-    again = keras.Sequential.from_config(model.get_config())
-    again.set_weights(model.get_weights())
-    again.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
-    if size < JOINT_BATCH:
-        hvdtrain.distribute(again)
-    history = fit()(again, size)
-    model.set_weights(again.get_weights())
-    return history
-
-
-def _evaluated(model: keras.Model, size: int) -> Any:
-    fit()(model, size)
-    named = model.evaluate(X, Y, batch_size=size, verbose=0, return_dict=True)
-    listed = model.evaluate(X, Y, batch_size=size, verbose=0)
-    return np.concatenate([[named[name] for name in sorted(named)], np.ravel(listed)])
+from tests.trainer.patterns.pattern import WEIGHTS, Pattern, batches, fit, validated
 
 
 class Recorder(keras.callbacks.Callback):
@@ -165,24 +146,15 @@ def _decaying() -> keras.Model:
     return classifier(optimizer=optimizer)
 
 
-SCHEDULE = keras.optimizers.schedules.ExponentialDecay
-
 CALLBACKS: dict[str, Pattern] = {
     "a pipeline with weights": Pattern(
         lambda: classifier(weighted_metrics=["accuracy"]), _pipeline
     ),
     "steps_per_epoch and validation_steps": Pattern(classifier, _steps),
-    "a schedule": Pattern(
-        lambda: classifier(optimizer=keras.optimizers.Adam(SCHEDULE(0.05, 2, 0.5))), fit()
-    ),
     "validation_split, callbacks, early stopping": Pattern(classifier, _with_callbacks, often=True),
     "batches seen, weights kept and set": Pattern(classifier, _kept),
-    "from_config and weights": Pattern(classifier, _loaded),
     "files of callbacks, load_model and fit again": Pattern(
         lambda: classifier(optimizer=keras.optimizers.Adam(0.01)), _saved
-    ),
-    "evaluate as a dict and as a list": Pattern(
-        lambda: classifier(metrics=["accuracy"]), _evaluated
     ),
     "initial_epoch and class weights": Pattern(
         classifier,

@@ -12,12 +12,10 @@ from tests.trainer.features import JOINT_BATCH, X, Y, classifier
 from tests.trainer.patterns.pattern import (
     LOSS,
     NOISE,
-    SEQUENCES,
     TOKENS,
     WEIGHTS,
     Hits,
     Pattern,
-    built,
     fit,
     stack,
     validated,
@@ -134,44 +132,9 @@ def _endpoint() -> keras.Model:
     return model
 
 
-class Penalized(keras.losses.Loss):
-    """A loss that returns a scalar for the batch."""
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        squares = keras.ops.mean(keras.ops.square(keras.ops.cast(y_true, y_pred.dtype) - y_pred))
-        return squares + 0.1 * keras.ops.mean(keras.ops.square(0.5 - y_pred))
-
-
 def squares(y_true: Any, y_pred: Any) -> Any:
     """Return the loss of each row."""
     return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
-
-
-class Linear(layers.Layer):
-    """A layer with weights, a regularizer and an argument ``training``."""
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(
-            shape=(shape[-1], 3), initializer="random_normal", regularizer="l2"
-        )
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return keras.ops.matmul(x * (0.5 if training else 1.0), self.kernel)
-
-
-class Autoencoder(keras.Model):
-    """A variational autoencoder whose samples depend only on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.log_var, self.decoder = layers.Dense(2), layers.Dense(2), layers.Dense(6)
-
-    def call(self, x: Any) -> Any:
-        mean, log_var = self.mean(x), self.log_var(x)
-        epsilon = keras.ops.sin(1000 * x[:, :2])
-        divergence = keras.ops.mean(log_var - keras.ops.square(mean) - keras.ops.exp(log_var) + 1)
-        self.add_loss(-0.5 * divergence)
-        return self.decoder(mean + keras.ops.exp(0.5 * log_var) * epsilon)
 
 
 class Residual(keras.Model):
@@ -210,15 +173,6 @@ def _lists() -> keras.Model:
     return model
 
 
-def _stacked_cells() -> keras.Model:
-    start = keras.Input((5, 3))
-    cells = [layers.GRUCell(3), layers.LSTMCell(2)]
-    ends, *states = layers.RNN(cells, return_state=True)(start)
-    model = keras.Model(start, layers.Dense(3)(layers.concatenate([ends, *states[0:1]])))
-    model.compile(keras.optimizers.Adam(0.01), LOSS)
-    return model
-
-
 # On JAX, layers can't update metrics.
 _WITH_METRICS_OF_LAYERS = ("tensorflow", "torch")
 
@@ -244,24 +198,13 @@ LAYERS: dict[str, Pattern] = {
         fit(),
         eager=False,
     ),
-    "a loss class": Pattern(lambda: stack(layers.Dense(3), loss=Penalized()), fit(X, X[:, :3])),
     "a loss function": Pattern(
         lambda: stack(layers.Dense(3), loss=squares, metrics=[squares]), fit(X, X[:, :3], WEIGHTS)
     ),
     "several inputs and outputs, a shared layer": Pattern(two_outputs, _train_two, often=True),
     "an output without a loss": Pattern(_lists, fit(X, [None, Y])),
-    "a user-defined layer": Pattern(lambda: stack(Linear()), fit(**validated)),
-    "an autoencoder that adds a loss": Pattern(lambda: built(Autoencoder(), loss="mse"), fit(X, X)),
     "a model that is never called before fit": Pattern(_unbuilt, fit()),
-    "activity regularization": Pattern(
-        lambda: stack(layers.Dense(4, activity_regularizer="l2"), layers.Dense(3)), fit()
-    ),
     "preprocessing layers": Pattern(_preprocessed, fit()),
     "frozen, then fine-tuned": Pattern(_frozen, _fine_tune),
     "recurrent layers with masks and states": Pattern(_encoder_decoder, fit(TOKENS, Y)),
-    "stacked recurrent cells": Pattern(_stacked_cells, fit(SEQUENCES, Y)),
-    "a Masking layer": Pattern(
-        lambda: stack(layers.Masking(), layers.LSTM(3), layers.Dense(3), start=keras.Input((5, 1))),
-        fit(TOKENS[..., np.newaxis].astype("float32"), Y),
-    ),
 }

@@ -136,9 +136,6 @@ _SGD = keras.optimizers.SGD
 _ADAM = keras.optimizers.Adam
 
 OPTIONS: dict[str, Pattern] = {
-    "momentum": Pattern(
-        lambda: classifier(optimizer=_SGD(0.05, momentum=0.9, nesterov=True)), fit()
-    ),
     "gradient accumulation": Pattern(
         lambda: classifier(optimizer=_ADAM(0.01, gradient_accumulation_steps=2, clipnorm=0.1)),
         fit(),  # an even number of steps, after which nothing is accumulated
@@ -157,13 +154,6 @@ OPTIONS: dict[str, Pattern] = {
     "weights of batches": Pattern(classifier, _watched, often=True),
     "a loss that is not a number": Pattern(classifier, _until_nan),
     "each rank's own rows": Pattern(classifier, _sharded, presharded=True),
-    "eager steps": Pattern(lambda: classifier(run_eagerly=True), fit(X[:24], Y[:24])),
-    "several steps per call": Pattern(
-        lambda: classifier(steps_per_execution=3, metrics=["accuracy"]),
-        fit(validation_data=(X[:17], Y[:17])),
-        eager=False,
-        backends=("tensorflow", "jax"),
-    ),
     "several metrics": Pattern(
         _with_metrics, fit(X, Y, np.linspace(0.1, 1, ROWS), validation_data=(X[:17], Y[:17]))
     ),
