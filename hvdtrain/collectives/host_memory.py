@@ -66,7 +66,9 @@ class Window:
         self._mpi_window = mpi_window
         self.slots = slots
         self.words = [part[:HEADER_BYTES].data.cast("q") for part in memory]
-        self._memory[window_rank][:] = 0
+        if mpi_window is not None:
+            # MPI may create a sparse file. Allocate its memory while there is enough.
+            self._memory[window_rank][:] = 0
         self.sync()
 
     def free(self) -> None:
