@@ -87,7 +87,8 @@ def test_all_loops_accept_a_stream(world, keras_backend, streams, block):
     world.distribute(model)
     reference = classifier(metrics=["accuracy"])
     whole = {"batch_size": ranks * SIZE, "shuffle": False, "validation_data": (x, y), "verbose": 0}
-    for make in streams:
+    # Streams differ in how batches are read, which several steps per execution don't change.
+    for make in streams[:1] if block > 1 else streams:
         history = model.fit(make(rows), validation_data=make(rows), verbose=0).history
         for name, values in reference.fit(x, y, **whole).history.items():
             assert history[name] == pytest.approx(values, rel=1e-5), name
@@ -143,11 +144,11 @@ def test_an_epoch_without_batches_is_an_error_on_all_ranks(world, presharded):
 
 @every_backend
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rows", [5 * SIZE, 4 * SIZE + 1])
 @pytest.mark.parametrize("block", [1, 2])
-def test_an_epoch_lasts_as_long_as_the_longest_generator(world, keras_backend, rows, block):
-    """Rank 0 has three batches and rank 1 two."""
+def test_an_epoch_lasts_as_long_as_the_longest_generator(world, keras_backend, block):
+    """Rank 0 has three batches, the last of which has a single row, and rank 1 has two."""
     skip_unless_supported(keras_backend, block)
+    rows = 4 * SIZE + 1
     model = distributed(world, steps_per_execution=block)
     history = model.fit(batches(world.rank(), 2, rows), verbose=0).history
     reference = classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])

@@ -93,7 +93,6 @@ FAILS = """
     ("case", "mode", "text"),
     [
         ("nan", "async-ps", "NonFiniteError: A gradient is not finite: sequential/dense/kernel"),
-        ("exception", "async-ps", "ValueError: bad batch"),
         ("exception", "sync-ps", "ValueError: bad batch"),
         ("sums", "sync-ps", "ModelError: Losses with reduction='sum'"),
     ],

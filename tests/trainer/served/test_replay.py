@@ -117,7 +117,6 @@ def _key(entry: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("mode", "count", "settings"),
     [
-        ("async-ps", 1, {}),
         ("async-ps", 2, {}),
         ("async-ps", 2, {"overlap": 1}),
         ("sync-ps", 2, {"backup_workers": 1}),
