@@ -240,6 +240,33 @@ def distiller() -> keras.Model:
     return model
 
 
+def _by_layer() -> keras.Model:
+    """A model with an optimizer for each layer, in a dict and a list."""
+
+    @own_steps
+    class ByLayer(NestedLogs):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+
+            def losses() -> Any:
+                y_pred = self(x, training=True)
+                return self.compute_loss(y=y, y_pred=y_pred), y_pred
+
+            parts = [(self.hidden, self.those["hidden"]), (self.dense, self.more[0])]
+            weights = [weight for layer, _ in parts for weight in layer.trainable_weights]
+            (loss, y_pred), gradients = differentiate(self, weights, losses)
+            for layer, optimizer in parts:
+                count = len(layer.trainable_weights)
+                optimizer.apply(gradients[:count], layer.trainable_weights)
+                gradients = gradients[count:]
+            return self._update(y, y_pred, loss, None)
+
+    model = ByLayer()
+    model.those = {"hidden": keras.optimizers.Adam(0.01)}
+    model.more = [keras.optimizers.SGD(0.1)]
+    return built(model, optimizer=None, metrics=["accuracy"])
+
+
 @own_steps
 class OwnTest(keras.Model):
     """Overrides only the evaluation step."""
@@ -416,5 +443,6 @@ STEPS: dict[str, Pattern] = {
         lambda: make_gan(every=3), fit(X, NOISE, epochs=3), backends=("tensorflow", "torch")
     ),
     "GAN with a LossScaleOptimizer": Pattern(lambda: make_gan(scaled=True), fit(X, NOISE)),
+    "an optimizer for each layer": Pattern(_by_layer, fit(), backends=("tensorflow", "torch")),
     "an own compute_loss": Pattern(distiller, fit()),
 }
