@@ -24,6 +24,7 @@ start over.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,13 @@ from hvdtrain.errors import (
     TooFewRanksError,
 )
 
-__all__ = ["Recovery", "RecoveryDecision", "RecoveryState", "decide_recovery"]
+__all__ = [
+    "Recovery",
+    "RecoveryDecision",
+    "RecoveryState",
+    "await_messages",
+    "decide_recovery",
+]
 
 # After an error whose cause is not clear, wait this long for the news that a rank died.
 NEWS_S = 2.0
@@ -90,6 +97,12 @@ def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
     members = {state.member for state in states}
     sources = {state.source for state in states if state.operation == interrupted}
     return RecoveryDecision(complete, interrupted if sources - members - {-1} else 0)
+
+
+def await_messages(mpi: ModuleType, requests: list[Any]) -> None:
+    """Wait for messages, or raise an MPI error if a rank that sends or receives one has died."""
+    # Without statuses, Open MPI 5.0 returns as if the messages of a dead rank had arrived.
+    mpi.Request.Waitall(requests, [])
 
 
 class Recovery:
@@ -215,7 +228,8 @@ class Recovery:
             try:
                 own = np.array(state, np.int64)
                 everyone = np.empty((fresh.Get_size(), own.size), np.int64)
-                exchange = DirectExchange(self._mpi, fresh, self._mpi.Request.Waitall)
+                await_all = functools.partial(await_messages, self._mpi)
+                exchange = DirectExchange(self._mpi, fresh, await_all)
                 exchange.allgather(as_bytes(own), as_bytes(everyone), [own.nbytes] * len(everyone))
                 states = [RecoveryState(*map(int, row)) for row in everyone]
                 self._transport.connect(fresh, [other.member for other in states])

@@ -173,6 +173,41 @@ def test_the_chief_dies_before_it_contributes(survive, call: int) -> None:
     assert _dead(reports, 4) == {0}
 
 
+WAITS = """
+import os, signal, time
+import numpy as np
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.collectives.mpi_start import start_mpi
+from hvdtrain.collectives.recovery import await_messages
+
+mpi = start_mpi(read_topology(os.environ))
+comm = mpi.COMM_WORLD
+comm.Barrier()
+if comm.Get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+end = time.monotonic() + 20
+while not comm.Get_failed().Get_size() and time.monotonic() < end:
+    comm.Iprobe(0)  # reads the news
+    time.sleep(0.01)
+for wait in (lambda requests: await_messages(mpi, requests), mpi.Request.Testall):
+    requests = [comm.Irecv(np.empty(4), 1), comm.Isend(np.ones(4), 0), comm.Irecv(np.empty(4), 0)]
+    try:
+        while not wait(requests) and time.monotonic() < end:
+            pass
+    except mpi.Exception as error:
+        print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_messages_of_a_rank_that_is_known_to_be_dead_are_errors(
+    run_command, mpirun, forked_python: list[str]
+) -> None:
+    argv = mpirun(2, [*forked_python, "-c", WAITS])
+    done = run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], timeout_s=60)
+    assert done.stdout.count("MPI_ERR") == 2, done
+
+
 # Steps that differ between transports; the other steps share their code.
 OWN_STEPS = ("revoke", "connect", "rest")
 STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "resume")
