@@ -118,10 +118,17 @@ def test_the_first_failure_is_named(mpi: OtherMpi, run_command) -> None:
 
 
 @pytest.mark.mpi
-def test_elastic_is_not_available(mpi: OtherMpi, run_command) -> None:
-    body = (
-        "print(os.environ['HVDTRAIN_ELASTIC']); time.sleep(0.3)\nif rank: os.kill(os.getpid(), 9)"
-    )
+def test_elastic_is_not_available(mpi: OtherMpi, run_command, tmp_path: Path) -> None:
+    body = f"""
+print(os.environ['HVDTRAIN_ELASTIC'])
+printed = {str(tmp_path)!r} + '/' + os.environ['HVDTRAIN_ATTEMPT']
+if rank == 0:
+    open(printed, 'w').close()
+while not os.path.exists(printed):
+    time.sleep(0.01)
+if rank == 1:
+    os.kill(os.getpid(), 9)
+"""
     argv = [*mpi.hvdtrain_run, "-np", "2", "--elastic", "--max-restarts", "1", "--"]
     done = run_command([*argv, *program(body)], env=mpi.environ)
     assert done.returncode == 137, done
