@@ -37,26 +37,44 @@ def _of_backend(name):
 
 # Torch and JAX run the patterns that reach code that no other reaches, and those with states,
 # masks and overflows. To run all of them, set HVDTRAIN_TEST_ALL_PATTERNS=1.
-_ALL = bool(os.environ.get("HVDTRAIN_TEST_ALL_PATTERNS"))
-_ON_TORCH = [
-    *(name for name in _of_backend("torch") if _ALL),
-    *[name for name in _of_backend("torch") if PATTERNS[name].often],
-    *("own trackers", "an own prediction step", "GAN with a LossScaleOptimizer"),
-    *("losses and metrics of layers", "losses that are means by sample weights"),
-    *("masked outputs of each time step", "recurrent layers with masks and states"),
-    *("a compiled loop with the losses of layers", "each rank's own rows", "preprocessing layers"),
-    *("a model that is never called before fit", "an own compute_loss", "a loss function"),
-    *("evaluate and predict", "steps_per_epoch and validation_steps", "frozen, then fine-tuned"),
-    *("a loss that is not a number", "an output without a loss", "gradient accumulation"),
-    *("optimizers by variable, of new kinds", "LossScaleOptimizer with clipping", "generators"),
-    *("a PyDataset", "a pipeline of tf.data", "tensors with class weights"),
-]
-_ON_JAX = [
-    *(name for name in _of_backend("jax") if _ALL),
-    *[name for name in _of_backend("jax") if PATTERNS[name].often][:6],
-    *("each rank's own rows", "evaluate and predict", "a PyDataset", "an own compute_loss"),
-    *("masked outputs of each time step", "an overflow on one rank"),
-]
+def _chosen(backend, others, often=None):
+    """Return the first ``often`` patterns that run often (None: all of these), and ``others``."""
+    names = _of_backend(backend)
+    if os.environ.get("HVDTRAIN_TEST_ALL_PATTERNS"):
+        return names
+    return dict.fromkeys([*[name for name in names if PATTERNS[name].often][:often], *others])
+
+
+_ON_TORCH = _chosen(
+    "torch",
+    [
+        *("own trackers", "an own prediction step", "GAN with a LossScaleOptimizer"),
+        *("losses and metrics of layers", "losses that are means by sample weights"),
+        *("masked outputs of each time step", "recurrent layers with masks and states"),
+        *(
+            "a compiled loop with the losses of layers",
+            "each rank's own rows",
+            "preprocessing layers",
+        ),
+        *("a model that is never called before fit", "an own compute_loss", "a loss function"),
+        *(
+            "evaluate and predict",
+            "steps_per_epoch and validation_steps",
+            "frozen, then fine-tuned",
+        ),
+        *("a loss that is not a number", "an output without a loss", "gradient accumulation"),
+        *("optimizers by variable, of new kinds", "LossScaleOptimizer with clipping", "generators"),
+        *("a PyDataset", "a pipeline of tf.data", "tensors with class weights"),
+    ],
+)
+_ON_JAX = _chosen(
+    "jax",
+    [
+        *("each rank's own rows", "evaluate and predict", "a PyDataset", "an own compute_loss"),
+        *("masked outputs of each time step", "an overflow on one rank"),
+    ],
+    often=6,
+)
 
 
 def _marked(name):
@@ -72,14 +90,14 @@ def test_a_pattern_of_keras_guides(world, keras_backend, name):
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("torch")
-@pytest.mark.parametrize("name", [*map(_marked, dict.fromkeys(_ON_TORCH))])
+@pytest.mark.parametrize("name", [*map(_marked, _ON_TORCH)])
 def test_a_pattern_on_torch(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("name", [*dict.fromkeys(_ON_JAX)])
+@pytest.mark.parametrize("name", [*_ON_JAX])
 def test_a_pattern_on_jax(world, keras_backend, name):
     equals_one_process(world, keras_backend, PATTERNS[name])
 
