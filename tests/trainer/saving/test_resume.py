@@ -86,7 +86,7 @@ def check_exact(
     first = saving()
     # A checkpoint is skipped while the previous one is being written.
     settle = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: first.session.writer.wait()
+        on_train_batch_begin=lambda batch, logs: first.session.writer.wait(60.0)
     )
     with pytest.raises(Stop):
         run(world, make, fit([first, settle, StopAfter(stop)]), seed=1)
